@@ -220,9 +220,6 @@ fn run<A: Architecture>(
         (1..=ctx).contains(&seq_len),
         "--seq_len is {seq_len}; it must be 1 to {ctx}, the model's context: see --ctx"
     );
-    if let Some(path) = &args.export {
-        check_export(path)?;
-    }
     let data = TokenData::open(args.data.as_deref())?;
 
     let run_values =
@@ -243,6 +240,9 @@ fn run<A: Architecture>(
     }
     let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
 
+    if let (Some(path), 0) = (&args.export, engine.rank()) {
+        engine.check_export(path)?;
+    }
     let seed = args.seed.unwrap_or(engine.config().seed);
     // Each token of the sample would read all parameters once.
     let in_files = engine.memory_report().row(Kind::Parameters).file.held > 0;
@@ -370,15 +370,6 @@ fn llama_sizes(config: &LlamaConfig) -> Value {
 
 fn check_context(args: &Args) -> anyhow::Result<()> {
     anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
-    Ok(())
-}
-
-/// Refuses a path that nothing can be written to, now rather than after hours of training.
-fn check_export(path: &Path) -> anyhow::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let shown = path.display();
-    anyhow::ensure!(folder.is_dir(), "cannot write {shown}: there is no folder {}; create it first", folder.display());
-    anyhow::ensure!(!path.is_dir(), "cannot write {shown}: it is a folder; give the name of a file");
     Ok(())
 }
 

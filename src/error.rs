@@ -20,6 +20,7 @@ pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
 pub use crate::estimate::error::EstimateError;
+pub use crate::files::error::OutputError;
 pub use crate::finetune::error::FinetuneError;
 #[cfg(feature = "hub")]
 pub use crate::hub::error::HubError;
@@ -55,6 +56,9 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A place that something is to be written to.
+    #[error(transparent)]
+    Output(#[from] OutputError),
     /// Candle refused an operation.
     #[error(transparent)]
     Candle(candle_core::Error),

@@ -1,17 +1,27 @@
 //! Files that appear under their names whole: written beside, synced, renamed, their folder synced; and files that are
 //! read, whatever stands under their names.
 
+pub(crate) mod error;
 mod lock;
 mod new_folder;
+mod outputs;
+mod place;
+mod room;
+mod scratch;
+mod written;
 
 #[cfg(any(feature = "hub", feature = "s3"))]
 pub(crate) use lock::Asked;
 pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner};
-pub(crate) use new_folder::{NewFolder, free_folder};
+pub(crate) use new_folder::{NewFile, NewFolder, free_folder, must_stay};
+pub(crate) use outputs::{Claims, Input, Output, Outputs};
+pub(crate) use room::ask_for as ask_for_room;
+pub(crate) use scratch::{Scratch, WRITING, sweep};
+pub(crate) use written::Written;
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt, MetadataExt as _, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use tempfile::NamedTempFile;
 
@@ -73,8 +83,51 @@ pub(crate) fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
+/// Refuses what is at `path`, unless that is nothing, an empty file, or one that begins as `begins` says: an earlier output of the
+/// same kind, `what`.
+pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
+    if path.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    let mut found = Vec::new();
+    open(path)?.take(begins.len() as u64).read_to_end(&mut found)?;
+    match found.is_empty() || found == begins {
+        true => Ok(()),
+        false => {
+            let text = format!("there is a file of that name that is no {what}, and it is not replaced; give another name, or remove it");
+            Err(Error::new(ErrorKind::AlreadyExists, text))
+        }
+    }
+}
+
+/// Makes the folder `path`, and those above it, for this user alone; one that is there and this user's becomes so too.
+pub(crate) fn private_folder(path: &Path) -> Result<()> {
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        std::fs::create_dir_all(parent)?;
+    }
+    match std::fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists && path.is_dir() => {
+            tighten(path);
+            Ok(())
+        }
+        made => made,
+    }
+}
+
+/// Takes the rights of others from a file or folder of this user's. Whose it is not, it stays as it is.
+pub(crate) fn tighten(path: &Path) {
+    let me = rustix::process::geteuid().as_raw();
+    if let Ok(found) = path.symlink_metadata()
+        && !found.is_symlink()
+        && found.uid() == me
+        && found.mode() & 0o077 != 0
+    {
+        _ = std::fs::set_permissions(path, Permissions::from_mode(found.mode() & 0o700));
+    }
+}
+
 /// An error for what is no file, in words.
-fn only_a_file(found: &Metadata) -> Result<()> {
+pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
     let what = match () {
         () if kind.is_file() => return Ok(()),

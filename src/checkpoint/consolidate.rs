@@ -15,7 +15,7 @@ use super::load::Checkpoint;
 use super::manifest::Parameter;
 use super::model_files::{Entry, write_json, write_model_files};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{NewFolder, free_folder};
+use crate::files::{NewFolder, ask_for_room, free_folder};
 use crate::zero::share::WEIGHTS;
 use std::path::{Path, PathBuf};
 
@@ -140,6 +140,7 @@ pub fn consolidate(
     settings.check(checkpoint)?;
     let described = settings.describe(checkpoint);
     let folder = NewFolder::beside(out).map_err(wrong("create"))?;
+    ask_for_room(folder.path(), settings.bytes(checkpoint))?;
     let mut count = Count { written: 0, tell };
     let params = saved(checkpoint);
     let writing = Writer { checkpoint, params, folder: folder.path(), settings, described: &described };

@@ -66,6 +66,11 @@ pub(crate) fn newest(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     Ok(Some((path, manifest)))
 }
 
+/// Whether the folder `dir` has a checkpoint that a run may continue from.
+pub(crate) fn has_any(dir: &Path) -> bool {
+    folder::latest(dir).is_ok_and(|latest| latest.is_some())
+}
+
 impl Listing {
     /// `tag`, or the one that `latest` names.
     ///

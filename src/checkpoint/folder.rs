@@ -83,6 +83,7 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         let problem = "it is there and is no checkpoint, so it is not replaced; give another tag or folder".into();
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
+    check_latest(dir)?;
     let start = Instant::now();
     create_all(dir).and_then(|()| clear(dir)).map_err(|e| not_written(dir, &e))?;
     while from.exists() {
@@ -142,6 +143,17 @@ fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResu
     Ok(())
 }
 
+/// Refuses a folder whose `latest` is something of another program's: a save would replace it.
+pub(super) fn check_latest(dir: &Path) -> Result<()> {
+    let path = dir.join(LATEST);
+    let is_other = path.symlink_metadata().is_ok_and(|found| !found.is_file() || found.len() > 0);
+    if !is_other || named_by(dir, &path).is_some() || !tags(dir).is_empty() {
+        return Ok(());
+    }
+    let problem = "it names no checkpoint of this library, so it is not replaced; save into another folder, or remove it".into();
+    Err(CheckpointError::Unusable { path, problem }.into())
+}
+
 /// The tag of a checkpoint that was there under `name` while another took its place.
 fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
     name.strip_prefix(REPLACED).or_else(|| {
@@ -153,6 +165,7 @@ fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
 /// The whole checkpoint of `dir` that the file at `path` names.
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
     let tag = read_text(path, MAX_LATEST).ok()?;
+    let tag = tag.trim_end().to_owned();
     let is_one = check_tag(dir, &tag).is_ok() && dir.join(&tag).join(MANIFEST).is_file();
     is_one.then_some(tag)
 }

@@ -50,6 +50,7 @@ impl HeldFolders {
             let problem = "it is a file, and checkpoints are saved into a folder; give another path".into();
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
+        folder::check_latest(dir)?;
         folder::create_all(dir).map_err(|e| folder::not_written(dir, &e))?;
         let here = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
         // A folder that was removed meanwhile is locked again where it is made anew.

@@ -42,7 +42,7 @@ pub(crate) use agreement::failed_elsewhere;
 pub(crate) use buffers::SavedBuffer;
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
-pub(crate) use examine::{Examination, Listing, examine, find, newest, place};
+pub(crate) use examine::{Examination, Listing, examine, find, has_any, newest, place};
 pub use import::import;
 pub(crate) use import::new_place;
 pub(crate) use line::{HeldFolders, Place};

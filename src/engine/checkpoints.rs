@@ -132,6 +132,16 @@ impl<M> Engine<M> {
         })
     }
 
+    /// Refuses, before training, a file that [`export_safetensors`](Self::export_safetensors) could not write in the end: a
+    /// folder that is not there or is read-only, something else under that name, a disk
+    /// without room. Not collective: of use on rank 0, which writes.
+    ///
+    /// # Errors
+    /// [`OutputError`](crate::error::OutputError); [`Error::Io`](crate::Error::Io).
+    pub fn check_export(&self, path: impl AsRef<Path>) -> Result<()> {
+        self.core.check_export(path.as_ref(), DType::F32)
+    }
+
     /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no checkpoint
     /// there. `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`), whose newest whole

@@ -5,12 +5,13 @@ use super::clock::WaitSeconds;
 use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
-use crate::files::write_whole;
+use crate::files::{NewFile, only_earlier};
 use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
 use crate::notice::{say, warn};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
 use crate::util::counted;
+use std::io::Write as _;
 
 impl<M> Engine<M> {
     /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
@@ -61,7 +62,13 @@ impl<M> Engine<M> {
             match &profiler.output_file {
                 None => say(&text),
                 Some(path) => {
-                    if let Err(error) = write_whole(path, ".candle-zero-", format!("{text}\n").as_bytes()) {
+                    let write = || {
+                        only_earlier(path, FlopsProfile::BEGINS, "profile")?;
+                        let mut file = NewFile::beside(path)?;
+                        file.file().write_all(format!("{text}\n").as_bytes())?;
+                        file.finish()
+                    };
+                    if let Err(error) = write() {
                         warn(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
                     }
                 }

@@ -2,7 +2,7 @@
 
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
-use crate::files::{folder_of, new_beside};
+use crate::files::{folder_of, only_earlier};
 use crate::monitor::{MonitorOpener, Monitors, Throughput};
 use crate::profiler::FlopsProfile;
 use crate::{Error, Result};
@@ -32,8 +32,10 @@ impl Reporter {
         let (rank, world_size) = (comm.rank(), comm.size());
         if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
             let folder = folder_of(file);
-            let probe = new_beside(folder, ".candle-zero-");
+            let probe = tempfile::tempfile_in(folder);
             probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
+            let wrong = |source| Error::Io { action: "write", path: file.into(), source };
+            only_earlier(file, FlopsProfile::BEGINS, "profile").map_err(wrong)?;
         }
         let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));

@@ -6,7 +6,7 @@
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Result};
+use std::io::{Error, ErrorKind, Result};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -105,7 +105,7 @@ impl FolderLock {
 }
 
 /// What came of asking for a file.
-enum Attempt {
+pub(super) enum Attempt {
     Held(FileLock),
     /// It is another one's; the number of the file.
     Busy(u64),
@@ -130,12 +130,11 @@ impl FileLock {
         }
     }
 
-    /// Whether the file system knows locks: else nobody is kept out.
-    pub fn holds(&self) -> bool {
-        self.holds
-    }
-
-    fn attempt(path: &Path, operation: FlockOperation) -> Result<Attempt> {
+    /// Locks the file at `path`, which is made where it is not there.
+    ///
+    /// # Errors
+    /// The file cannot be created or opened, or has something in it: then it is somebody's, and no lock.
+    pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<Attempt> {
         // A link of somebody else's is not followed, and a pipe not waited for.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = OpenOptions::new();
@@ -147,6 +146,9 @@ impl FileLock {
         };
         let found = file.metadata()?;
         super::only_a_file(&found)?;
+        if found.len() > 0 {
+            return Err(Error::new(ErrorKind::AlreadyExists, "it has something in it, so it is no lock, and is not removed"));
+        }
         let holds = match flock(&file, operation) {
             Ok(()) => true,
             Err(Errno::WOULDBLOCK) => return Ok(Attempt::Busy(found.ino())),
@@ -247,7 +249,7 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..50 {
                         let held = FileLock::wait(&path).unwrap();
-                        assert!(held.holds());
+                        assert!(held.holds);
                         assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
                         std::thread::yield_now();
                         inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);

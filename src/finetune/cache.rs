@@ -12,15 +12,15 @@
 use super::error::FinetuneError;
 use super::sample::Sample;
 use crate::error::{Error, Result};
-use crate::files::{self, FileLock};
+use crate::files::{self, Scratch, WRITING};
 use crate::util::cache_home;
 use memmap2::Mmap;
 use rayon::prelude::*;
 use std::fs::File;
 use std::hash::Hasher as _;
 use std::io::{BufWriter, Read as _, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
 use twox_hash::XxHash3_64;
 
 /// The first bytes of a file of this format.
@@ -35,6 +35,22 @@ const ENTRY: usize = 32;
 /// [`FinetuneError::NoCache`] where neither is known.
 pub fn default_cache() -> Result<PathBuf> {
     Ok(own_cache()?.join("samples"))
+}
+
+/// Makes the folder for samples: what is private in data stays private in it. A folder that is there keeps its rights, but for
+/// the library's own. What killed runs have left there goes.
+pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
+    let own = own_cache().ok().filter(|own| folder.starts_with(own));
+    match &own {
+        Some(own) => {
+            files::private_folder(own)?;
+            files::private_folder(folder)?;
+        }
+        None if folder.is_dir() => {}
+        None => files::private_folder(folder)?,
+    }
+    files::sweep(folder, WRITING);
+    Ok(())
 }
 
 /// The folder of this library in the user's cache.
@@ -126,6 +142,8 @@ impl Cache {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is none")),
             file => file.map_err(io)?,
         };
+        // What versions of the past have made readable to others.
+        files::tighten(path);
         if file.metadata().map_err(io)?.len() < HEADER as u64 {
             return Ok(Err("it is truncated"));
         }
@@ -231,7 +249,9 @@ impl Cache {
 
 /// Writes a file of samples.
 pub(super) struct Writer {
-    data: BufWriter<NamedTempFile>,
+    data: BufWriter<File>,
+    /// It has that name in the end.
+    scratch: Scratch,
     /// The index, until it is appended: for files of many samples it is larger than what may be in memory.
     index: BufWriter<File>,
     /// Bytes written, header included.
@@ -242,22 +262,15 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Writes beside `path`, under another name. What one that was killed has left there is removed, where the lock of
-    /// `path` tells that nobody else is at it.
-    pub(super) fn new(path: &Path, lock: &FileLock) -> std::io::Result<Self> {
+    /// Writes beside `path`, in a folder that a later run removes if this one is killed. Only this user can read the file.
+    pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
-        let prefix = format!(".{}-", path.file_name().unwrap_or_default().display());
-        if lock.holds() {
-            for entry in std::fs::read_dir(folder)?.flatten() {
-                if entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()) {
-                    std::fs::remove_file(entry.path())?;
-                }
-            }
-        }
-        let mut data = BufWriter::with_capacity(1 << 20, files::new_beside(folder, &prefix)?);
+        let scratch = Scratch::new(folder, WRITING)?;
+        let file = File::options().write(true).create_new(true).mode(0o600).open(scratch.path().join("new"))?;
+        let mut data = BufWriter::with_capacity(1 << 20, file);
         data.write_all(&[0; HEADER])?;
         let index = BufWriter::new(tempfile::tempfile_in(folder)?);
-        Ok(Self { data, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
+        Ok(Self { data, scratch, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
     }
 
     pub(super) fn samples(&self) -> u64 {
@@ -314,8 +327,8 @@ impl Writer {
         let mut file = self.data.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&header)?;
-        file.as_file().sync_all()?;
-        file.persist(path)?;
+        file.sync_all()?;
+        std::fs::rename(self.scratch.path().join("new"), path)?;
         files::sync_folder(files::folder_of(path))
     }
 }
@@ -327,8 +340,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn write(path: &Path, samples: &[Sample]) {
-        let lock = FileLock::wait(&path.with_extension("lock")).unwrap();
-        let mut writer = Writer::new(path, &lock).unwrap();
+        let mut writer = Writer::new(path).unwrap();
         for (i, sample) in samples.iter().enumerate() {
             writer.push(sample, i as u32 % 3, i as u64 + 1).unwrap();
         }

@@ -1,6 +1,6 @@
 //! Data files as samples: tokenized once, in parallel, and mapped from then on.
 
-use super::cache::{Cache, SampleRef, Writer};
+use super::cache::{Cache, SampleRef, Writer, private_cache};
 use super::error::FinetuneError;
 use super::raw::{Raw, Record};
 use super::record::{Example, Form, example};
@@ -131,7 +131,7 @@ impl Dataset {
         progress: &mut dyn FnMut(DataProgress),
     ) -> Result<Self> {
         assert!(options.ctx > 1, "a sample has a token and one to predict");
-        std::fs::create_dir_all(folder).map_err(|source| Error::Io {
+        private_cache(folder).map_err(|source| Error::Io {
             action: "create",
             path: folder.into(),
             source,
@@ -321,14 +321,14 @@ impl Maker<'_> {
             return Ok(found);
         }
         let io = |source| Error::Io { action: "write", path: path.clone(), source };
-        let lock = FileLock::wait(&path.with_extension("lock")).map_err(io)?;
+        let _lock = FileLock::wait(&path.with_extension("lock")).map_err(io)?;
         // Who had the lock before may have made it.
         match open()? {
             Ok(found) => return Ok(found),
             Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
             Err(_) => (),
         }
-        let mut writer = Writer::new(&path, &lock).map_err(io)?;
+        let mut writer = Writer::new(&path).map_err(io)?;
         let report = self.make(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
         if report.samples == 0 {
             let (path, reason) = (self.source.path.clone(), report.why_nothing());

@@ -455,14 +455,6 @@ pub enum FinetuneError {
         /// What is available to a rank.
         had: String,
     },
-    /// A place to which nothing can be written.
-    #[error("cannot write to {}: {problem}; give another place", path.display())]
-    Output {
-        /// The folder.
-        path: PathBuf,
-        /// What is wrong.
-        problem: String,
-    },
 }
 
 /// What helps where all gradients overflow.

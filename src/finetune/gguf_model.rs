@@ -79,10 +79,11 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
         sources.push(Origin::Tensor(name, shape, change));
     }
     let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
-    let folder = files::folder_of(out);
-    let mut file = files::new_beside(folder, ".candle-zero-writing-").map_err(wrong)?;
-    let mut buffered = BufWriter::new(file.as_file_mut());
-    let mut count = merged.counter(entries.iter().map(Entry::bytes).sum());
+    let mut file = files::NewFile::beside(out).map_err(wrong)?;
+    let bytes = entries.iter().map(Entry::bytes).sum();
+    files::ask_for_room(files::folder_of(out), bytes)?;
+    let mut buffered = BufWriter::new(file.file());
+    let mut count = merged.counter(bytes);
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
     write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
         Origin::Values(values) => {
@@ -97,9 +98,7 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
     })?;
     buffered.flush().map_err(wrong)?;
     drop(buffered);
-    file.as_file().sync_all().map_err(wrong)?;
-    file.persist(out).map_err(|e| wrong(e.error))?;
-    files::sync_folder(folder).map_err(wrong)
+    file.finish().map(drop).map_err(wrong)
 }
 
 /// Where a written tensor is from.

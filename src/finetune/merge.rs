@@ -5,6 +5,7 @@ use super::{Adapter, AdapterTensor, Base};
 use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
+use crate::files;
 use crate::models::{DecoderConfig, Naming};
 use crate::nn::WeightLayout;
 use crate::nn::low_rank::LowRank;
@@ -132,6 +133,18 @@ impl<'a> Merged<'a> {
     }
 }
 
+impl Base {
+    /// The precision that its description says.
+    pub(super) fn dtype(&self) -> ConsolidatedDtype {
+        let json = self.config_json();
+        match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
+            Some("bfloat16") => ConsolidatedDtype::Bf16,
+            Some("float16") => ConsolidatedDtype::F16,
+            _ => ConsolidatedDtype::F32,
+        }
+    }
+}
+
 /// How the weight of a projection of this name lies: GPT-2's are Conv1D's.
 pub(super) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
@@ -213,10 +226,19 @@ impl Merged<'_> {
     /// A folder that is not empty, a value that the precision cannot hold; what reading and writing brings. `out` is as it
     /// was then.
     pub fn write_hugging_face(&self, out: impl AsRef<Path>, dtype: Option<ConsolidatedDtype>) -> Result<()> {
-        const MOST_BYTES: u64 = 5_000_000_000;
         let out = out.as_ref();
-        let dtype = dtype.unwrap_or_else(|| self.dtype());
         let folder = new_folder(out)?;
+        self.write_into(folder.path(), dtype)?;
+        folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
+    }
+
+    /// Writes the same files into a folder that exists, if its disk has room for them.
+    ///
+    /// # Errors
+    /// As [`write_hugging_face`](Self::write_hugging_face).
+    pub(super) fn write_into(&self, folder: &Path, dtype: Option<ConsolidatedDtype>) -> Result<()> {
+        const MOST_BYTES: u64 = 5_000_000_000;
+        let dtype = dtype.unwrap_or_else(|| self.base.dtype());
         let shapes = self.shapes();
         let entries: Vec<Entry> = shapes
             .iter()
@@ -227,8 +249,10 @@ impl Merged<'_> {
                 bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
             })
             .collect();
-        let mut count = self.counter(entries.iter().map(|entry| entry.bytes).sum());
-        write_model_files(folder.path(), &entries, MOST_BYTES, |at, take| {
+        let bytes = entries.iter().map(|entry| entry.bytes).sum();
+        files::ask_for_room(folder, bytes)?;
+        let mut count = self.counter(bytes);
+        write_model_files(folder, &entries, MOST_BYTES, |at, take| {
             let (name, shape) = &shapes[at];
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {
@@ -239,18 +263,7 @@ impl Merged<'_> {
             }
             Ok(())
         })?;
-        write_beside(self.base.folder(), self.base.config_json().clone(), folder.path(), dtype)?;
-        folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
-    }
-
-    /// The base's own precision.
-    fn dtype(&self) -> ConsolidatedDtype {
-        let json = self.base.config_json();
-        match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
-            Some("bfloat16") => ConsolidatedDtype::Bf16,
-            Some("float16") => ConsolidatedDtype::F16,
-            _ => ConsolidatedDtype::F32,
-        }
+        write_beside(self.base.folder(), self.base.config_json().clone(), folder, dtype)
     }
 
     /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.

@@ -50,6 +50,7 @@ mod out;
 mod pack;
 mod parquet;
 mod peft_config;
+mod places;
 mod plan;
 mod prepare;
 mod python;

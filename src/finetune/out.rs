@@ -2,7 +2,7 @@
 
 use super::templates::{ADDITIONAL, additional_templates};
 use crate::checkpoint::{ConsolidatedDtype, create, write_json};
-use crate::error::{Error, FinetuneError, Result};
+use crate::error::{Error, OutputError, Result};
 use crate::files::{self, NewFolder, free_folder};
 use serde_json::Value;
 use std::io::Write as _;
@@ -13,7 +13,7 @@ pub(super) fn new_folder(out: &Path) -> Result<NewFolder> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     match free_folder(out).map_err(wrong("read"))? {
         Ok(out) => NewFolder::beside(&out).map_err(wrong("create")),
-        Err(problem) => Err(FinetuneError::Output { path: out.to_owned(), problem: problem.into() }.into()),
+        Err(problem) => Err(OutputError::Refused { path: out.to_owned(), problem: problem.into() }.into()),
     }
 }
 

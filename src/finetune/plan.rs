@@ -185,11 +185,14 @@ impl Prepared {
     ///
     /// # Errors
     /// A configuration that cannot be used, or that contradicts the options; without one, too little memory;
-    /// [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`].
+    /// [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration that are in the way of
+    /// others; a disk without room for the result.
     pub fn check_for(&self, world: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(Saved::batch);
         let plan = Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
+        self.options.outputs_with(&plan.config).check()?;
+        self.check_room()?;
         match saved {
             // The rank that continues says what there is to say.
             Some(saved) => saved.check(&plan.identity(self)?, plan.total, self.options.resume_anyway).map(drop),

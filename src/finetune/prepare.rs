@@ -16,10 +16,9 @@ use super::template::Template;
 use super::tokenizer::Tokenizer;
 use crate::engine::InitialValues;
 use crate::error::{Error, Result};
-use crate::files::free_folder;
 use crate::models::{BertConfig, DecoderConfig};
 use crate::util::counted;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
@@ -36,6 +35,8 @@ pub struct Prepared {
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
     pub(super) validation: Option<Arc<Dataset>>,
+    /// Whether another process keeps other jobs from the outputs.
+    pub(super) is_claimed: bool,
 }
 
 /// The model that a run begins with, and the description of the one that is trained.
@@ -112,15 +113,12 @@ impl Prepared {
     ///
     /// # Errors
     /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
-    /// [`Dataset::prepare`]; a folder for the result that is not empty.
+    /// [`Dataset::prepare`]; an output that cannot be written, or in the place of which is something that this run has not
+    /// written.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
-        let best = options.validation.is_some().then(|| options.best());
-        for folder in [options.out.clone()].into_iter().chain(best) {
-            if !(options.is_resumed() && options.is_result(&folder)) {
-                check_free(&folder)?;
-            }
-        }
+        options.outputs().check()?;
+        options.check_free(&options.written())?;
         let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
         if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
             *lora = adapter.config.clone();
@@ -177,13 +175,20 @@ impl Prepared {
         };
         let validation = validation.map(Arc::new);
         let (adapter, training) = (begun_with, Arc::new(training));
-        Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation })
+        let is_claimed = false;
+        Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation, is_claimed })
     }
 
     /// What the newest checkpoint says of its run, where this one is to continue from one that is there.
     pub(super) fn saved(&self) -> Option<Saved> {
         let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
         Saved::newest(&saving.dir)
+    }
+
+    /// The same, where the process that started this one has claimed the outputs.
+    #[cfg(feature = "cli")]
+    pub(crate) fn claimed(self) -> Self {
+        Self { is_claimed: true, ..self }
     }
 
     /// The options.
@@ -250,46 +255,5 @@ impl Prepared {
     pub(super) fn pad(&self) -> u32 {
         let ids = ["pad_token", "eos_token"].map(|name| self.tokenizer.special_id(name));
         ids.into_iter().flatten().next().unwrap_or(0)
-    }
-}
-
-impl Options {
-    /// Whether the run may go on from a checkpoint.
-    pub(super) fn is_resumed(&self) -> bool {
-        self.saving.as_ref().is_some_and(|saving| saving.resume)
-    }
-
-    /// Whether a folder has what a run with this method leaves.
-    pub(super) fn is_result(&self, folder: &Path) -> bool {
-        folder.join(if self.method == Method::Full { "config.json" } else { "adapter_config.json" }).is_file()
-    }
-
-    /// The folder for the model of the best validation: that of the result, with `-best` behind its name.
-    pub fn best(&self) -> PathBuf {
-        self.beside_out("-best")
-    }
-
-    /// The folder for the model of a run that was stopped and has no checkpoints: that of the result, with `-stopped`
-    /// behind its name.
-    pub fn stopped(&self) -> PathBuf {
-        self.beside_out("-stopped")
-    }
-
-    fn beside_out(&self, end: &str) -> PathBuf {
-        let mut name = self.out.file_name().unwrap_or_default().to_os_string();
-        name.push(end);
-        self.out.with_file_name(name)
-    }
-}
-
-/// Refuses a folder for the result that is not empty, now rather than after hours of training.
-fn check_free(out: &Path) -> Result<()> {
-    let refuse = |problem: &str| Err(FinetuneError::Output { path: out.to_owned(), problem: problem.into() }.into());
-    if out.file_name().is_none() {
-        return refuse("it has no name");
-    }
-    match free_folder(out).map_err(|source| Error::Io { action: "read", path: out.to_owned(), source })? {
-        Ok(_) => Ok(()),
-        Err(problem) => refuse(problem),
     }
 }

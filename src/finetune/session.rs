@@ -19,6 +19,7 @@ use super::network::Network;
 use super::objective::Validation;
 use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
+use super::places::Part;
 use super::plan::{Plan, remembered_batch};
 use super::prepare::{Prepared, Start};
 use super::quantized::{PACKING, is_quantized};
@@ -29,6 +30,7 @@ use crate::comm::Communicator;
 use crate::config::Config;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
+use crate::files::{Claims, Written};
 use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
@@ -132,6 +134,14 @@ pub struct FineTune {
     skipped_before: u64,
     first_step: u64,
     chosen: Option<String>,
+    /// Outputs that no other job may write; of rank 0, unless the process that started it keeps them.
+    _claims: Claims,
+    /// What this run has written into the folders of its result.
+    written: Written,
+    /// Whether the best model could not be written.
+    best_is_lost: bool,
+    /// Why the newest checkpoint could not be saved.
+    failed_save: Option<Error>,
 }
 
 impl FineTune {
@@ -150,6 +160,16 @@ impl FineTune {
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let Plan { config, rates, training, validation, total, chosen } = plan;
+        prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
+        let claims = match comm.rank() == 0 && !prepared.is_claimed {
+            true => {
+                let claims = prepared.options.claim(|outputs| outputs);
+                let claims = claims.and_then(|claims| prepared.check_room().map(|()| claims));
+                claims.inspect_err(|error| comm.abort(&error.to_string()))?
+            }
+            false => Claims::default(),
+        };
+        let written = prepared.options.written();
         let engine = build(&prepared, config, rates, comm.clone())?;
         let mut run = Self {
             prepared,
@@ -165,8 +185,13 @@ impl FineTune {
             skipped_before: 0,
             first_step: 0,
             chosen,
+            _claims: claims,
+            written,
+            best_is_lost: false,
+            failed_save: None,
         };
         run.resume()?;
+        run.check_result()?;
         Ok(run)
     }
 
@@ -206,6 +231,20 @@ impl FineTune {
             notice::say(&said);
         }
         Ok(())
+    }
+
+    /// Refuses, before the first step, folders for the result that have what this run may not replace: now it is known
+    /// whether it continues from a checkpoint.
+    fn check_result(&mut self) -> Result<()> {
+        if self.resumed.is_none() {
+            let saving = self.prepared.options.saving.as_ref();
+            self.written = Written::nothing(saving.map(|saving| saving.dir.as_path()));
+        }
+        // Of the host that writes.
+        match self.comm.rank() {
+            0 => self.prepared.options.check_free(&self.written).inspect_err(|error| self.abort(error)),
+            _ => Ok(()),
+        }
     }
 
     /// What was prepared.
@@ -253,6 +292,11 @@ impl FineTune {
         self.memory.best
     }
 
+    /// Whether the model of the best validation could not be written, which was reported then.
+    pub fn best_is_lost(&self) -> bool {
+        self.best_is_lost
+    }
+
     /// Makes the next step; validates and saves, where that is due. Nothing, if the run has ended. Collective.
     ///
     /// # Errors
@@ -262,7 +306,8 @@ impl FineTune {
             self.ended = self.is_at_end()?;
         }
         if self.ended.is_some() {
-            self.engine.wait_for_checkpoint()?;
+            let saved = self.engine.wait_for_checkpoint();
+            self.tell_failed_save(saved)?;
             return Ok(None);
         }
         let mut report = self.train()?;
@@ -276,7 +321,8 @@ impl FineTune {
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
         if every.is_some_and(|every| steps.is_multiple_of(every)) && steps != self.total {
-            self.save(true)?;
+            let saved = self.save(true);
+            self.tell_failed_save(saved)?;
         }
         Ok(Some(report))
     }
@@ -293,9 +339,29 @@ impl FineTune {
             () => return Ok(None),
         };
         if is_new {
-            self.save(false)?;
+            let saved = self.save(false);
+            match ended {
+                // There is nothing else that would be left.
+                Ended::Asked => saved?,
+                _ => self.tell_failed_save(saved)?,
+            }
         }
         Ok(Some(ended))
+    }
+
+    /// A checkpoint that cannot be saved, on all ranks alike, does not cost the training: it is reported, and the result is
+    /// written all the same.
+    fn tell_failed_save(&mut self, saved: Result<()>) -> Result<()> {
+        match saved {
+            Err(error @ Error::Checkpoint(_)) => {
+                if self.comm.rank() == 0 {
+                    notice::say(&format!("warning: {error}; training continues"));
+                }
+                self.failed_save = Some(error);
+                Ok(())
+            }
+            saved => saved,
+        }
     }
 
     /// Forward, backward and update.
@@ -324,7 +390,9 @@ impl FineTune {
                 Ok(loss)
             })?;
             self.engine.backward(&loss)?;
-            self.engine.step()?;
+            // A save in the background that has failed is told here, after the step was made.
+            let made = self.engine.step();
+            self.tell_failed_save(made)?;
             let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
             rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -427,7 +495,13 @@ impl FineTune {
         }
         self.memory = Memory { best: Some((steps, loss)), stale: 0 };
         let to = self.prepared.options.best();
-        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+        let failed = result::write(&mut self.engine, &self.prepared, Part::Best, &to, &mut self.written)
+            .inspect_err(|error| self.abort(error))?;
+        self.best_is_lost = failed.is_some();
+        if let (Some(error), 0) = (failed, self.comm.rank()) {
+            notice::say(&format!("warning: the best model so far is not saved: {error}; training continues"));
+        }
+        Ok(())
     }
 
     /// Saves a checkpoint, where there is a folder for them.
@@ -442,6 +516,7 @@ impl FineTune {
         let identity = self.identity.as_ref().map(Identity::to_json);
         let state = json!({ "finetune": self.memory, KEY: identity });
         self.engine.save_checkpoint_with(dir, None, state, &options)?;
+        self.failed_save = None;
         Ok(())
     }
 
@@ -451,7 +526,8 @@ impl FineTune {
     /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped; with the result in its place, a
     /// checkpoint that an object store did not get.
     pub fn finish(mut self) -> Result<()> {
-        self.engine.wait_for_checkpoint()?;
+        let saved = self.engine.wait_for_checkpoint();
+        self.tell_failed_save(saved)?;
         let (made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
         if made > 0 && skipped == made {
@@ -461,9 +537,16 @@ impl FineTune {
             }
             .into());
         }
-        let to = self.prepared.options.out.clone();
         // A run that was stopped behind its end has left it already.
-        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))?;
+        let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
+        result::finish(&mut self.engine, &self.prepared, (Part::Result, to), &mut self.written, is_saved)
+            .inspect_err(|error| self.abort(error))?;
+        if let Some(error) = self.failed_save.take() {
+            if self.comm.rank() == 0 {
+                notice::say(&format!("the result is in {}", self.prepared.options.out.display()));
+            }
+            return Err(error);
+        }
         self.engine.wait_for_upload()
     }
 
@@ -474,7 +557,8 @@ impl FineTune {
     /// A folder that cannot be written to.
     pub fn finish_stopped(mut self) -> Result<()> {
         let to = self.prepared.options.stopped();
-        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+        result::finish(&mut self.engine, &self.prepared, (Part::Stopped, to), &mut self.written, false)
+            .inspect_err(|error| self.abort(error))
     }
 
     /// Steps that this start of the run has made.

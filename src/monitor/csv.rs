@@ -2,11 +2,12 @@
 
 use super::metrics::end_last_line;
 use super::{Event, Monitor};
-use crate::files::new_beside;
+use crate::files;
 use crate::{Error, Result};
 use std::collections::HashSet;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 /// Appends to `FOLDER/TAG.csv`, with `_` for `/` and blanks in the tag. The first line of a file is `step,NAME`, with
@@ -25,7 +26,7 @@ impl CsvMonitor {
     /// [`Error::Io`] where the folder cannot be created, or no file in it.
     pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let probe = std::fs::create_dir_all(folder).and_then(|()| new_beside(folder, ".candle-zero-"));
+        let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
         probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
         Ok(Self { folder: folder.into(), known: HashSet::new() })
     }
@@ -33,14 +34,17 @@ impl CsvMonitor {
     fn append(&mut self, tag: &str, rows: &str) -> Result<()> {
         let path = self.folder.join(format!("{}.csv", file_stem(tag)));
         let mut write = || {
-            let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
-            if self.known.insert(path.clone()) {
-                end_last_line(&file)?;
+            if let Ok(found) = path.metadata() {
+                files::only_a_file(&found)?;
             }
-            let header = match file.metadata()?.len() {
-                0 => format!("step,{}\n", quoted(tag.rsplit('/').next().unwrap_or(tag))),
-                _ => String::new(),
-            };
+            let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
+            let header = format!("step,{}\n", quoted(tag.rsplit('/').next().unwrap_or(tag)));
+            if !self.known.contains(&path) {
+                only_values(&file, &header)?;
+                end_last_line(&file)?;
+                self.known.insert(path.clone());
+            }
+            let header = if file.metadata()?.len() == 0 { header } else { String::new() };
             file.write_all((header + rows).as_bytes())
         };
         write().map_err(|source| Error::Io { action: "write", path: path.clone(), source })
@@ -51,6 +55,18 @@ impl Monitor for CsvMonitor {
     fn write(&mut self, events: &[Event]) -> Result<()> {
         events.iter().try_for_each(|Event { tag, value, step }| self.append(tag, &format!("{step},{value:?}\n")))
     }
+}
+
+/// Refuses a file that begins with something else than the line of names, or with what a kill has left of it.
+fn only_values(file: &File, header: &str) -> std::io::Result<()> {
+    let mut begin = vec![0; header.len()];
+    let read = file.read_at(&mut begin, 0)?;
+    // Names may have been others in the past; a step is always the first.
+    if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
+        return Ok(());
+    }
+    let text = "it has something else than values of steps, and stays as it is; give another folder, or remove it";
+    Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 
 /// A tag as the name of a file, which has at most 255 bytes and no byte 0.

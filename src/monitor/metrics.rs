@@ -1,14 +1,14 @@
 //! Metrics as JSON lines.
 
 use crate::error::MonitorError;
-use crate::files::{self, lock_owner, write_whole};
+use crate::files::{self, NewFile, lock_owner};
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Write};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -26,16 +26,18 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Creates the file, or empties it.
+    /// Creates the file, or empties one of earlier metrics.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] where another process writes it.
+    /// [`Error::Io`], also for a pipe, and for a file that has something else than metrics, which stays as it is;
+    /// [`MonitorError::MetricsBusy`] where another process writes it.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "create", path: path.into(), source };
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
+        let file = open_to_append(path).map_err(wrong)?;
         // Not before it is this process's.
         if claim(&file, path)? {
+            only_metrics(&file).map_err(wrong)?;
             file.set_len(0).map_err(wrong)?;
         }
         Ok(Self { file, path: path.into() })
@@ -48,7 +50,10 @@ impl MetricsWriter {
     pub fn append(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let open = || {
-            let file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
+            let file = open_to_append(path)?;
+            if file.metadata()?.is_file() {
+                only_metrics(&file)?;
+            }
             end_last_line(&file)?;
             Ok(file)
         };
@@ -70,6 +75,7 @@ impl MetricsWriter {
             Err(e) => return Err(wrong(e)),
         };
         claim(&before, path)?;
+        only_metrics(&before).map_err(wrong)?;
         let mut text = String::new();
         before.read_to_string(&mut text).map_err(wrong)?;
         let is_earlier = |line: &&str| {
@@ -78,8 +84,13 @@ impl MetricsWriter {
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
         // Beside, then under its name: a kill in between must not cost the log.
-        write_whole(path, ".candle-zero-", kept.as_bytes()).map_err(wrong)?;
-        let file = OpenOptions::new().append(true).open(path).map_err(wrong)?;
+        let replace = || {
+            let mut new = NewFile::beside(path)?;
+            new.file().write_all(kept.as_bytes())?;
+            new.finish()
+        };
+        replace().map_err(wrong)?;
+        let file = open_to_append(path).map_err(wrong)?;
         claim(&file, path)?;
         Ok(Self { file, path: path.into() })
     }
@@ -109,6 +120,58 @@ impl Drop for MetricsWriter {
     fn drop(&mut self) {
         _ = flock(&self.file, FlockOperation::Unlock);
     }
+}
+
+/// Opens a file, which is created where there is none, or a device that takes characters; a pipe would be waited for.
+fn open_to_append(path: &Path) -> std::io::Result<File> {
+    if let Ok(found) = path.metadata()
+        && !found.file_type().is_char_device()
+    {
+        files::only_a_file(&found)?;
+    }
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    OpenOptions::new().create(true).append(true).read(true).custom_flags(flags).open(path).or_else(|e| {
+        // A device that gives nothing, or a file that may only be written.
+        let again = OpenOptions::new().append(true).custom_flags(flags).open(path);
+        if e.kind() == ErrorKind::NotFound { Err(e) } else { again }
+    })
+}
+
+/// Refuses a file that has something else than metrics: each line of its beginning, as far as it is whole, is an object with
+/// numbers, of which one is named `step` or `epoch`, or a summary. Texts are nothing that metrics have, beside the tag of an event.
+fn only_metrics(file: &File) -> std::io::Result<()> {
+    /// Bytes that are looked at.
+    const MOST: usize = 1 << 16;
+    let mut begin = vec![0; MOST];
+    let mut filled = 0;
+    loop {
+        match file.read_at(&mut begin[filled..], filled as u64)? {
+            0 => break,
+            read => filled += read,
+        }
+    }
+    begin.truncate(filled);
+    let is_metrics = |line: &[u8]| {
+        let Ok(Value::Object(line)) = serde_json::from_slice(line) else { return false };
+        let is_text = |(key, value): (&String, &Value)| value.is_string() && key != "tag";
+        let is_step = ["step", "epoch"].iter().any(|key| line.get(*key).is_some_and(Value::is_number));
+        line.get("summary") == Some(&Value::Bool(true)) || is_step && !line.iter().any(is_text)
+    };
+    let whole = begin.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+    let (lines, rest) = begin.split_at(whole);
+    let mut lines = lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    // What a full disk or a kill has left of a line begins as one.
+    let is_cut = match (serde_json::from_slice::<Value>(rest), whole) {
+        _ if rest.is_empty() => true,
+        (Ok(_), _) => is_metrics(rest),
+        (Err(_), 0) => rest.starts_with(b"{\"step\":") && filled < MOST,
+        (Err(_), _) => rest.starts_with(b"{") ,
+    };
+    if lines.all(is_metrics) && is_cut {
+        return Ok(());
+    }
+    let text = "it has something else than metrics, and stays as it is; give another file, or remove it";
+    Err(std::io::Error::new(ErrorKind::AlreadyExists, text))
 }
 
 /// Keeps other processes from the file as long as it is open. False for what is no file: a device is everybody's.
@@ -160,13 +223,35 @@ mod tests {
     fn each_record_is_a_line_that_is_there_at_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        std::fs::write(&path, "left over\n").unwrap();
+        std::fs::write(&path, "{\"step\":7}\n{\"st").unwrap();
         let mut writer = MetricsWriter::create(&path).unwrap();
         writer.write(&json!({"step": 0, "loss": 0.1})).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"loss\":0.1,\"step\":0}\n");
         writer.write(&json!({"step": 1, "loss": f64::NAN})).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().nth(1).unwrap(), "{\"loss\":null,\"step\":1}");
+    }
+
+    #[test]
+    fn what_is_no_metrics_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let lines = "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}\n".repeat(3);
+        let numbered = "{\"step\":1,\"prompt\":\"x\",\"completion\":\"y\"}\n";
+        let then = "{\"step\":1}\nnotes\n";
+        for text in [lines.as_str(), numbered, then, "notes", "{}", "{\"train_batch_size\":8}", "[1]\n", "1\n", "\0\n", "{\"a\""] {
+            std::fs::write(&path, text).unwrap();
+            for open in [MetricsWriter::create(&path), MetricsWriter::resume(&path, 1), MetricsWriter::append(&path)] {
+                let error = open.unwrap_err().to_string();
+                assert!(error.contains("it has something else than metrics, and stays as it is"), "{error}");
+            }
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+        let pipe = dir.path().join("pipe");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let error = MetricsWriter::create(&pipe).unwrap_err().to_string();
+        assert!(error.ends_with("it is a pipe, and a file is needed"), "{error}");
     }
 
     #[test]
@@ -218,9 +303,9 @@ mod tests {
     fn what_is_appended_begins_a_line_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.jsonl");
-        let long = format!("{{\"step\":0}}\n{}", "x".repeat(10_000));
+        let long = format!("{{\"step\":0}}\n{{{}", "x".repeat(10_000));
         for (before, kept) in
-            [("", ""), ("{\"step\":0}\n", "{\"step\":0}\n"), ("torn", ""), (long.as_str(), "{\"step\":0}\n")]
+            [("", ""), ("{\"step\":0}\n", "{\"step\":0}\n"), ("{\"step\":1,\"l", ""), (long.as_str(), "{\"step\":0}\n")]
         {
             std::fs::write(&path, before).unwrap();
             MetricsWriter::append(&path).unwrap().write(&json!({"step": 1})).unwrap();

@@ -123,6 +123,9 @@ impl FlopsProfile {
         rows
     }
 
+    /// How every text begins.
+    pub(crate) const BEGINS: &'static [u8] = b"flops profile of step ";
+
     /// The profile as text, as detailed as the section says.
     pub(crate) fn text(&self, config: &FlopsProfiler) -> String {
         let total = self.total();

@@ -2,18 +2,22 @@
 
 use super::now;
 use super::trace::cannot_write;
-use super::trace::{Summary, write_trace};
+use super::trace::{Summary, check_earlier, write_trace};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::folder_of;
+use crate::files::{Claims, Output, Outputs, Scratch, folder_of};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use tempfile::TempDir;
+
+/// How names of parts begin.
+pub(super) const PART: &str = "part-";
 
 /// A job that is recorded. Its parts are gone when it is dropped.
 pub(crate) struct Job {
     file: PathBuf,
-    parts: TempDir,
+    parts: Scratch,
     zero: u64,
+    /// No other job writes there.
+    _claims: Claims,
 }
 
 impl Job {
@@ -35,8 +39,10 @@ impl Job {
             let problem = "it is a folder; name a file in it".to_string();
             return Err(MonitorError::Timeline { path: file.into(), problem }.into());
         }
-        let parts = tempfile::Builder::new().prefix(".candle-zero-timeline-").tempdir_in(folder_of(&absolute));
-        Ok(Self { file: absolute, parts: parts.map_err(wrong)?, zero: now() })
+        check_earlier(&absolute).map_err(wrong)?;
+        let parts = Scratch::new(folder_of(&absolute), ".candle-zero-timeline-").map_err(wrong)?;
+        let claims = Outputs::default().writes("--timeline", &absolute, Output::File).claim()?;
+        Ok(Self { file: absolute, parts, zero: now(), _claims: claims })
     }
 
     /// Where ranks put their parts.
@@ -65,8 +71,10 @@ impl Job {
     fn merge(&self) -> Result<Summary> {
         let wrong = |e: std::io::Error| cannot_write(&self.file, &e);
         let entries = std::fs::read_dir(self.folder()).map_err(wrong)?;
-        let open = |entry: std::io::Result<std::fs::DirEntry>| File::open(entry?.path());
-        let parts: Vec<File> = entries.map(open).collect::<std::io::Result<_>>().map_err(wrong)?;
+        let entries = entries.collect::<std::io::Result<Vec<_>>>().map_err(wrong)?;
+        let is_part = |entry: &&std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(PART.as_bytes());
+        let parts = entries.iter().filter(is_part).map(|entry| File::open(entry.path()));
+        let parts: Vec<File> = parts.collect::<std::io::Result<_>>().map_err(wrong)?;
         write_trace(&parts.iter().collect::<Vec<_>>(), self.zero, &self.file)
     }
 }

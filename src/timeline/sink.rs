@@ -2,7 +2,8 @@
 
 use super::event::Event;
 use super::now;
-use super::trace::{cannot_write, write_trace};
+use super::job::PART;
+use super::trace::{cannot_write, check_earlier, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};
 use crate::notice::{say, warn};
@@ -79,7 +80,7 @@ impl Sink {
         }
         let file = match &destination {
             Destination::Part { folder } => {
-                let kept = new_beside(folder, "part-").and_then(|part| Ok(part.keep()?.0));
+                let kept = new_beside(folder, PART).and_then(|part| Ok(part.keep()?.0));
                 kept.map_err(|e| cannot_write(folder, &e))?
             }
             Destination::Whole { file } if file.is_dir() => {
@@ -87,6 +88,7 @@ impl Sink {
             }
             // Nobody sees its lines, and nothing is left of them when the process is gone.
             Destination::Whole { file } => {
+                check_earlier(file).map_err(|e| cannot_write(file, &e))?;
                 tempfile::tempfile_in(folder_of(file)).map_err(|e| cannot_write(file, &e))?
             }
         };

@@ -2,7 +2,7 @@
 
 use super::event::{Lane, Line};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::{folder_of, new_beside};
+use crate::files::{NewFile, only_earlier};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -32,6 +32,11 @@ impl fmt::Display for Summary {
     }
 }
 
+/// Refuses a file that is no earlier trace.
+pub(super) fn check_earlier(file: &Path) -> std::io::Result<()> {
+    only_earlier(file, b"{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_events\":", "timeline")
+}
+
 /// Puts the lines of `parts` together into `file`, which appears when it is complete. Times count from `zero`.
 pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Summary> {
     let wrong = |e: std::io::Error| cannot_write(file, &e);
@@ -52,8 +57,9 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Sum
     }
     events.sort_unstable_by_key(|(start, end, rank, lane, _)| (*start, *end, *rank, *lane));
 
-    let mut beside = new_beside(folder_of(file), ".candle-zero-timeline-").map_err(wrong)?;
-    let mut out = BufWriter::new(beside.as_file_mut());
+    check_earlier(file).map_err(wrong)?;
+    let mut new = NewFile::beside(file).map_err(wrong)?;
+    let mut out = BufWriter::new(new.file());
     let mut write = || -> std::io::Result<()> {
         write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{{\"dropped_events\":{dropped}}},\"traceEvents\":[")?;
         let mut comma = "\n";
@@ -85,7 +91,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Sum
     };
     write().map_err(wrong)?;
     drop(out);
-    beside.persist(file).map_err(|e| wrong(e.error))?;
+    new.finish().map_err(wrong)?;
     let ranks = lanes.iter().map(|(rank, _)| rank).collect::<BTreeSet<_>>().len();
     Ok(Summary { file: file.into(), events: events.len(), ranks, dropped })
 }

@@ -3,6 +3,7 @@
 use super::progress::ByteProgress;
 use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
 use crate::checkpoint::{absent_or_empty, consolidate, find, place};
+use crate::files::{Input, Output, Outputs};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
@@ -54,11 +55,13 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Arguments {
     fn run(self) -> ExitCode {
+        let outputs = Outputs::default().reads("DIR", &self.dir, Input::Checkpoints);
+        let outputs = outputs.writes("OUT", &self.out, Output::Folder);
         let placed = place(&self.dir, self.tag.as_deref()).and_then(|found| {
             absent_or_empty(&self.out)?;
-            Ok(found)
+            Ok((found, outputs.claim()?))
         });
-        let (dir, tag) = match placed {
+        let ((dir, tag), _claims) = match placed {
             Ok(found) => found,
             Err(error) => return refused(&error, EXIT_SETUP),
         };

@@ -3,6 +3,7 @@
 use super::model::{HELP, Model};
 use super::samples::{FileProgress, SampleFlags};
 use crate::error::{Error, FinetuneError, Result};
+use crate::files::{Input, Output, Outputs};
 use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
 use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, colours, print, refused};
@@ -104,6 +105,8 @@ impl Show {
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
+        let outputs = Outputs::default().reads("MODEL_DIR", &model, Input::Model).writes("--cache", &cache, Output::Shared);
+        sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, Input::File)).check()?;
         let mut progress = FileProgress::default();
         let mut tell = |at| progress.tell(at);
         let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);

@@ -4,6 +4,7 @@ use super::progress::ByteProgress;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use crate::checkpoint::{import, new_place};
 use crate::error::{CheckpointError, Error};
+use crate::files::{Input, Output, Outputs};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use std::ffi::OsString;
@@ -50,9 +51,12 @@ impl Arguments {
             }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
-        if let Err(error) = new_place(&self.out, &name) {
-            return refused(&error, EXIT_SETUP);
-        }
+        let outputs = Outputs::default().reads("DIR", &self.dir, Input::Checkpoints);
+        let outputs = outputs.writes("OUT", &self.out, Output::Checkpoints);
+        let _claims = match outputs.check().and_then(|()| new_place(&self.out, &name)).and_then(|_| outputs.claim()) {
+            Ok(claims) => claims,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
         let mut progress = ByteProgress::default();
         let done =
             from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));

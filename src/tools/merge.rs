@@ -3,7 +3,8 @@
 use super::model::{HELP, Model};
 use super::progress::ByteProgress;
 use crate::checkpoint::ConsolidatedDtype;
-use crate::error::{FinetuneError, Result};
+use crate::error::{OutputError, Result};
+use crate::files::{Input, Output, Outputs};
 use crate::finetune::{Adapter, Base, GgufFormat, Merged};
 use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
@@ -90,9 +91,17 @@ impl Arguments {
         // A folder is looked at where it is written.
         if format != Format::Hf && self.out.symlink_metadata().is_ok() {
             let problem = "there is a file or folder of that name".to_owned();
-            return Err(FinetuneError::Output { path: self.out, problem }.into());
+            return Err(OutputError::Refused { path: self.out, problem }.into());
         }
-        let base = Base::open(Model::find(&self.model, Parts::All)?.path)?;
+        let model = Model::find(&self.model, Parts::All)?.path;
+        let kind = if format == Format::Hf { Output::Folder } else { Output::File };
+        let outputs = Outputs::default().reads("MODEL", &model, Input::Model).writes("--out", &self.out, kind);
+        let outputs = match &self.adapter {
+            Some(adapter) => outputs.reads("ADAPTER", adapter, Input::Model),
+            None => outputs,
+        };
+        let _claims = outputs.claim()?;
+        let base = Base::open(model)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
         let tell = |done, total| progress.borrow_mut().tell(done, total);

@@ -26,6 +26,7 @@ mod identity;
 mod logits;
 mod lora;
 mod merge_tool;
+mod outputs;
 mod packed_rows;
 mod parquet;
 mod qlora;

@@ -15,7 +15,7 @@ use crate::checkpoint::rank_file::RankFile;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{Asked, FolderLock, new_beside, write_whole};
+use crate::files::{Asked, FolderLock, new_beside, private_folder, write_whole};
 use crate::notice::{say, warn};
 use crate::util::{cache_home, list};
 use std::cmp::Reverse;
@@ -132,7 +132,7 @@ pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) 
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
-    std::fs::create_dir_all(dir).map_err(io("create"))?;
+    private_folder(dir).map_err(io("create"))?;
     let lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
         Asked::Held(lock) => lock,
         Asked::Busy(_) => {

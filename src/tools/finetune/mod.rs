@@ -8,6 +8,7 @@ mod foreign;
 mod rank;
 
 use crate::error::{LaunchError, Result};
+use crate::files::Output;
 use crate::finetune::{EncoderBase, Options, Prepared};
 use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
@@ -96,7 +97,12 @@ impl Arguments {
         }
         let model = Model::find(&self.flags.model, Parts::All)?;
         let path = model.path.clone();
-        prepare(self.flags.options(model)?, usize::from(self.ranks))?;
+        let options = self.flags.options(model)?;
+        let _claims = options.claim(|outputs| match &self.flags.metrics {
+            Some(path) => outputs.writes("--metrics", path, Output::Lines),
+            None => outputs,
+        })?;
+        prepare(options, usize::from(self.ranks))?;
         self.start(words, &path)
     }
 

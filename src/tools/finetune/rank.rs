@@ -28,6 +28,8 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let first = comm.rank() == 0;
     let prepared = Prepared::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
+    // The process that has started this one keeps other jobs from them.
+    let prepared = prepared.claimed();
     let mut run = FineTune::start(prepared, comm)?;
     if first {
         introduce(&mut run);
@@ -54,7 +56,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     write(&mut metrics, &summary);
     let ended = run.ended().unwrap_or(Ended::Complete);
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
-    let best_folder = run.prepared().options().best();
+    let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
     if ended == Ended::Asked {
         stop(run, flags, first)?;
         return Ok(ended);
@@ -68,7 +70,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
             print(format!("ended after {}: validation has not improved any more", counted(steps, "step")));
         }
         print(format!("the result is in {}", out.display()));
-        if let Some((at, loss)) = best {
+        if let (Some((at, loss)), false) = (best, best_is_lost) {
             print(format!("the best, of step {at} with validation loss {loss:.4}, is in {}", best_folder.display()));
         }
     }

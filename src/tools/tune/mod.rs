@@ -15,9 +15,9 @@ mod space;
 use super::bench::size;
 use super::sizes::Sizes;
 use crate::config::{Config, RunValues};
-use crate::error::{OptimError, Result, ToolError};
+use crate::error::{Error, OptimError, OutputError, Result, ToolError};
 use crate::estimate::{Estimate, Shapes};
-use crate::files::folder_of;
+use crate::files::{Claims, Input, Output, Outputs, Written, folder_of};
 use crate::launch::build;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::script::{self, Target};
@@ -131,11 +131,17 @@ struct Search {
     ranks: usize,
     limit: u64,
     out: PathBuf,
+    /// What earlier searches have written there.
+    written: Written,
+    /// No other job writes there.
+    _claims: Claims,
     /// Further runs of those close to the fastest.
     repeats: u32,
     rows: Vec<Row>,
 }
 
+/// What `--out` is called where a search remembers what it has written.
+const BEST: &str = "best";
 /// Candidates whose first run is slower than the fastest by more than this part are not repeated.
 const CLOSE: f64 = 0.15;
 /// The most candidates that are repeated.
@@ -159,12 +165,21 @@ impl Search {
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
         let target = script::find(&script)?;
         let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
-        let record = Record::open(&results)?;
         let out = typed.out.unwrap_or_else(|| results.join("best.json"));
+        let outputs = Outputs::default().reads("--ds_config", &file.1, Input::File).reads("SCRIPT", &script, Input::File);
+        let outputs = outputs.writes("--results_dir", &results, Output::Shared);
+        outputs.check()?;
+        let record = Record::open(&results)?;
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
             let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
             return Err(ToolError::Tune { problem }.into());
+        }
+        let claims = outputs.writes("--out", &out, Output::File).claim()?;
+        let written = Written::of_run(&results);
+        if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
+            let problem = "there is a file of that name that tune has not written into it, and it is not replaced".into();
+            return Err(OutputError::Refused { path: out, problem }.into());
         }
         let program = match target {
             Target::Program { path } => path,
@@ -185,7 +200,8 @@ impl Search {
             limit: Duration::from_secs(typed.run_limit),
         };
         let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
-        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, repeats: typed.repeats, rows: Vec::new() })
+        let (repeats, rows) = (typed.repeats, Vec::new());
+        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, written, _claims: claims, repeats, rows })
     }
 
     fn run(mut self) -> Result<ExitCode> {
@@ -210,7 +226,11 @@ impl Search {
             return Ok(ExitCode::FAILURE);
         };
         let config = self.space.config(&best);
-        write_whole(&self.out, &format!("{config:#}\n"))?;
+        let text = format!("{config:#}\n");
+        let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let remembered = self.written.begin_file(BEST, &name, text.as_bytes());
+        remembered.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
+        write_whole(&self.out, &text)?;
         let mut text = format!("\nfastest: {best}");
         let config = self.space.load(&config)?;
         if let Some(original) = self.space.original_batch(&config) {

@@ -2,7 +2,7 @@
 
 use super::outcome::{Outcome, Runs};
 use super::space::Candidate;
-use crate::error::{Error, Result, ToolError};
+use crate::error::{Error, OutputError, Result, ToolError};
 use crate::files;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 /// A candidate and what became of it.
@@ -60,8 +60,18 @@ impl Record {
             Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
             Err(source) => return Err(Error::Io { action: "read", path, source }),
         };
-        // A line that is no experiment of ours is one that has to be made again.
-        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let mut lines = Vec::new();
+        for line in text.lines() {
+            match serde_json::from_str(line) {
+                Ok(line) => lines.push(line),
+                // An experiment of another version is made again; what is none is nothing to be written over.
+                Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
+                Err(_) => {
+                    let problem = "it has something else than experiments of tune; give another folder with --results_dir";
+                    return Err(OutputError::Refused { path, problem: problem.into() }.into());
+                }
+            }
+        }
         Ok(Self { path, lines, _lock: lock })
     }
 
@@ -87,8 +97,12 @@ impl Record {
 
 /// Writes a file so that it is there whole or not at all.
 pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
-    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
+    let write = || {
+        let mut file = files::NewFile::beside(path)?;
+        file.file().write_all(text.as_bytes())?;
+        file.finish().map(drop)
+    };
+    write().map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
 
 /// The rows, in the order in which they come.

@@ -4,11 +4,11 @@
 //! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
 
 mod compare;
-mod leftovers;
 mod rows;
 mod train;
 
 use crate::error::{Error, LaunchError, Result};
+use crate::files::Scratch;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::ranks::{self, End, Job};
 use crate::launch::report::Ended;
@@ -53,6 +53,10 @@ struct Arguments {
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }
+
+/// How the name of the folder begins that jobs and logs are in. What a verification that was killed has left is removed by the next
+/// one there.
+const PREFIX: &str = "candle-zero-verify-";
 
 /// Why there is no verdict.
 enum Stop {
@@ -102,9 +106,7 @@ impl Arguments {
     fn compare_all(&self) -> Result<bool, Stop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
-        leftovers::remove(&parent);
-        let folder = tempfile::Builder::new().prefix(leftovers::PREFIX).tempdir_in(&parent).map_err(wrong)?;
-        let _lock = leftovers::lock(folder.path());
+        let folder = Scratch::new(&parent, PREFIX).map_err(wrong)?;
         let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;

@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Kills fine-tuning runs at random moments, resumes them, and compares what they leave with runs that were left alone.
+
+    scripts/kill_finetune.py ZERORUN [--kills 1000] [--seed 1]
+
+A job is LoRA, QLoRA, all weights or DPO, with and without validation, at a stage, on one rank or two, perhaps with its state in
+files, with --save, --resume and --metrics. It is started again and again; kill -9 meets a rank, zerorun, or all of its
+processes, often in the moment in which a file appears among its outputs. When it is done,
+
+  - its result, the best model and the metrics' losses are those of a run that was left alone, byte for byte;
+  - nothing but what such a run leaves lies beside them, in its folders, its cache, its temporary files or /dev/shm;
+  - no process of it is alive.
+
+Prints figures, and exits with 1 if something of this does not hold. Linux only: it reads /proc.
+"""
+import argparse
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "tests/fixtures/finetune"
+Job = collections.namedtuple("Job", "mode stage files ranks steps")
+MODES = ("lora", "lora_val", "qlora", "full", "full_val", "dpo")
+MARK = "KILL_FINETUNE_JOB"
+
+
+def tree(folder):
+    """Names under a folder, with digests of files."""
+    found = {}
+    for parent, folders, files in os.walk(folder):
+        for name in folders:
+            found[os.path.relpath(os.path.join(parent, name), folder) + "/"] = ""
+        for name in files:
+            path = os.path.join(parent, name)
+            found[os.path.relpath(path, folder)] = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+    return found
+
+
+def losses(file):
+    """What metrics say of each step; times are others in each run."""
+    keys = ("loss", "lr", "grad_norm", "val_loss")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [[line.get("step"), *(line.get(key) for key in keys)] for line in lines]
+
+
+def children(pid):
+    """A process and those that it has started, and they."""
+    try:
+        below = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in below] + [other for child in below for other in children(int(child))]
+
+
+def marked(mark):
+    """Processes that live and were started for a job."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    found += [int(entry.name)] if state not in "ZX" else []
+            except OSError:
+                pass
+    return found
+
+
+class Campaign:
+    def __init__(self, zerorun, seed, root):
+        self.zerorun, self.chance, self.root, self.seed = zerorun.resolve(), random.Random(seed), root, seed
+        self.counts, self.alone = collections.Counter(), {}
+        self.shm = set(os.listdir("/dev/shm"))
+        chats = (FIXTURES / "smollm2/chats.jsonl").read_text().splitlines(keepends=True)[:24]
+        (root / "chats.jsonl").write_text("".join(chats))
+        with (root / "pairs.jsonl").open("w") as pairs:
+            for n in range(24):
+                record = {"prompt": f"What is {n} and {n}?", "chosen": f"It is {2 * n}.", "rejected": "I do not know."}
+                pairs.write(json.dumps(record) + "\n")
+
+        # Few kinds of jobs, each of all modes: a run that is left alone is made of each.
+        chance = self.chance
+        self.jobs = [Job(mode, chance.choice((0, 1, 2, 3, 3)), chance.choice((None, None, "optimizer", "all")),
+                         chance.choice((1, 2)), chance.choice((6, 10))) for mode in MODES * 2]
+
+    def words(self, job, folder, restarts):
+        zero = {"stage": job.stage}
+        to = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+        if job.files and job.stage > 0:
+            zero["offload_optimizer"] = to
+        if job.files == "all" and job.stage == 3:
+            zero["offload_param"] = to | {"max_in_cpu": 0}
+        if job.stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        (folder / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+        mode = job.mode.split("_")[0]
+        words = ["finetune", FIXTURES / "models/llama", "--data", self.root / ("pairs.jsonl" if mode == "dpo" else "chats.jsonl"),
+                 "--ctx", "48", "--batch", "2", "-n", job.ranks, "--steps", job.steps, "--out", folder / "out", "--save",
+                 folder / "ck", "--save_every", "1", "--keep", "2", "--resume", "--metrics", folder / "m.jsonl", "--ds_config",
+                 folder / "ds.json"]
+        words += ["--full"] if mode == "full" else ["--lora", "r=4,alpha=8,dropout=0.1"]
+        words += ["--qlora"] if mode == "qlora" else []
+        words += ["--dpo", "beta=0.1"] if mode == "dpo" else []
+        words += ["--val", "20%", "--eval_every", "2"] if job.mode.endswith("_val") else []
+        return [str(word) for word in words + (["--max_restarts", "5"] if restarts else [])]
+
+    def start(self, words, folder, mark):
+        for name in ("home", "tmp", "nvme"):
+            (folder / name).mkdir(exist_ok=True)
+        environment = os.environ | {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), MARK: mark}
+        environment.pop("XDG_CACHE_HOME", None)
+        log = (folder / "log").open("ab")
+        log.write(b"=== start\n")
+        log.flush()
+        return subprocess.Popen([self.zerorun, *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @staticmethod
+    def left(folder):
+        """All names that a job leaves, and the bytes of its results."""
+        names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")))
+        results = {name: tree(folder / name) for name in ("out", "out-best")}
+        return names, results, losses(folder / "m.jsonl")
+
+    def reference(self, job):
+        if job not in self.alone:
+            folder = self.root / f"alone{len(self.alone)}"
+            folder.mkdir()
+            begun = time.monotonic()
+            code = self.start(self.words(job, folder, False), folder, "alone").wait(timeout=300)
+            assert code == 0, (folder / "log").read_text()[-2000:]
+            self.alone[job] = (self.left(folder), time.monotonic() - begun)
+        return self.alone[job]
+
+    def kill(self, process, folder, seconds):
+        """One kill, at some moment; what it met, or nothing."""
+        chance = self.chance
+        if chance.random() < 0.5:
+            time.sleep(chance.uniform(0.01, seconds))
+        else:
+            # When a file appears or goes among the outputs, or soon after.
+            time.sleep(chance.uniform(0, seconds * 0.8))
+            names = lambda: {name for part in (folder, folder / "ck") if part.is_dir() for name in os.listdir(part)}
+            before, until = names(), time.monotonic() + 0.5
+            while time.monotonic() < until and names() == before and process.poll() is None:
+                pass
+            time.sleep(chance.choice((0, 0, 0.0005, 0.001, 0.002, 0.005)))
+        if process.poll() is not None:
+            return None
+        ranks, whom = children(process.pid), chance.random()
+        if whom < 0.55 and ranks:
+            what, pids = "rank", [chance.choice(ranks)]
+        elif whom < 0.9:
+            what, pids = "zerorun", [process.pid]
+        else:
+            what, pids = "all", [*ranks, process.pid]
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return None
+        self.counts["kills"] += 1
+        self.counts[f"kills of {what}"] += 1
+        return what
+
+    def tell(self, what, job, kills, folder, more=""):
+        self.counts[what] += 1
+        log = (folder / "log").read_text(errors="replace").split("=== start")[-1][-500:]
+        print(f"WRONG: {what}: {job}, killed {kills} {more}\n{log}", flush=True)
+
+    def round(self, number):
+        """One job, killed some times, to its end."""
+        job, restarts = self.chance.choice(self.jobs), self.chance.random() < 0.4
+        (names, results, metrics), seconds = self.reference(job)
+        folder, mark = self.root / f"j{number}", f"{self.seed}.{os.getpid()}.{number}"
+        folder.mkdir()
+        words, kills, wanted = self.words(job, folder, restarts), [], self.chance.choice((1, 2, 3, 4, 5))
+        self.counts["jobs"] += 1
+        for attempt in range(40):
+            process = self.start(words, folder, mark)
+            self.counts["starts"] += 1
+            if attempt < wanted:
+                for _ in range(self.chance.choice((1, 2, 3)) if restarts else 1):
+                    kills.append(self.kill(process, folder, seconds))
+            try:
+                code = process.wait(timeout=120)
+            except subprocess.TimeoutExpired:
+                self.tell("hangs", job, kills, folder)
+                process.kill()
+                code = process.wait()
+            until = time.monotonic() + 4
+            while (alive := marked(mark)) and time.monotonic() < until:
+                time.sleep(0.02)
+            if alive:
+                self.tell("orphans", job, kills, folder, alive)
+                for pid in alive:
+                    os.kill(pid, signal.SIGKILL)
+            if code == 0:
+                break
+            if attempt >= wanted:
+                self.tell("refusals", job, kills, folder, f"code {code}")
+                return
+        found = self.left(folder)
+        wrong = self.counts.copy()
+        if found[1] != results:
+            self.tell("losses", job, kills, folder, (found[1], results))
+        if found[2] != metrics:
+            self.tell("other metrics", job, kills, folder)
+        # A checkpoint has a name by its step; the same of both.
+        if found[0] != names:
+            self.tell("leftovers", job, kills, folder, sorted(set(found[0]) ^ set(names)))
+        if more := set(os.listdir("/dev/shm")) - self.shm:
+            mine = [name for name in more if "candle" in name or "zero" in name]
+            if mine and not any(marked("alone")):
+                self.tell("leftovers in /dev/shm", job, kills, folder, mine)
+        if self.counts == wrong:
+            shutil.rmtree(folder)
+
+    BAD = ("hangs", "orphans", "refusals", "losses", "other metrics", "leftovers", "leftovers in /dev/shm")
+
+    def figures(self):
+        counts = [f"{self.counts[key]} {key}" for key in ("jobs", "starts", "kills", "kills of rank", "kills of zerorun", "kills of all")]
+        return ", ".join(counts + [f"{self.counts[key]} {key}" for key in self.BAD])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("zerorun", type=pathlib.Path)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    root = pathlib.Path(tempfile.mkdtemp(prefix="kill-finetune-"))
+    campaign = Campaign(args.zerorun, args.seed, root)
+    number = told = 0
+    while campaign.counts["kills"] < args.kills:
+        campaign.round(number := number + 1)
+        if campaign.counts["kills"] >= told + 50:
+            told = campaign.counts["kills"]
+            print(campaign.figures(), flush=True)
+    print(f"seed {args.seed}: {campaign.figures()}")
+    if any(campaign.counts[key] for key in Campaign.BAD):
+        print(f"what was wrong is in {root}")
+        sys.exit(1)
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
