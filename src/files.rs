@@ -94,7 +94,9 @@ pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()>
     match found.is_empty() || found == begins {
         true => Ok(()),
         false => {
-            let text = format!("there is a file of that name that is no {what}, and it is not replaced; give another name, or remove it");
+            let text = format!(
+                "there is a file of that name that is no {what}, and it is not replaced; give another name, or remove it"
+            );
             Err(Error::new(ErrorKind::AlreadyExists, text))
         }
     }

@@ -150,7 +150,8 @@ pub(super) fn check_latest(dir: &Path) -> Result<()> {
     if !is_other || named_by(dir, &path).is_some() || !tags(dir).is_empty() {
         return Ok(());
     }
-    let problem = "it names no checkpoint of this library, so it is not replaced; save into another folder, or remove it".into();
+    let problem =
+        "it names no checkpoint of this library, so it is not replaced; save into another folder, or remove it".into();
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 

@@ -147,7 +147,10 @@ impl FileLock {
         let found = file.metadata()?;
         super::only_a_file(&found)?;
         if found.len() > 0 {
-            return Err(Error::new(ErrorKind::AlreadyExists, "it has something in it, so it is no lock, and is not removed"));
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                "it has something in it, so it is no lock, and is not removed",
+            ));
         }
         let holds = match flock(&file, operation) {
             Ok(()) => true,

@@ -96,11 +96,10 @@ impl NewFolder {
                 std::fs::rename(from, to)?;
             } else {
                 // What came in between stays too.
-                renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE)
-                    .or_else(|errno| match errno {
-                        Errno::INVAL | Errno::NOSYS => std::fs::rename(&from, &to),
-                        errno => Err(errno.into()),
-                    })?;
+                renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE).or_else(|errno| match errno {
+                    Errno::INVAL | Errno::NOSYS => std::fs::rename(&from, &to),
+                    errno => Err(errno.into()),
+                })?;
             }
         }
         sync_folder(&self.out)

@@ -199,7 +199,8 @@ impl Placed<'_, Output> {
         const OF_CHECKPOINTS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
         let (path, folder) = (self.place.path(), folder.path());
         let is_checkpoint = |path: &Path| {
-            OF_CHECKPOINTS.iter().any(|name| path.join(name).exists()) || path.join("zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+            OF_CHECKPOINTS.iter().any(|name| path.join(name).exists())
+                || path.join("zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
         };
         path.ancestors().skip(1).take_while(|above| above.starts_with(&folder)).any(is_checkpoint)
     }
@@ -226,9 +227,8 @@ impl Placed<'_, Output> {
     fn is_named_as_checkpoints(&self, folder: &Place) -> bool {
         let (path, folder) = (self.place.path(), folder.path());
         let first = path.strip_prefix(folder).ok().and_then(|rest| rest.iter().next()).and_then(OsStr::to_str);
-        first.is_some_and(|name| {
-            name == "latest" || name.starts_with(".candle-zero") || name.starts_with("global_step")
-        })
+        first
+            .is_some_and(|name| name == "latest" || name.starts_with(".candle-zero") || name.starts_with("global_step"))
     }
 }
 
@@ -362,9 +362,12 @@ mod tests {
         insta::assert_snapshot!(of(Output::File, "weights"), @"--out weights is a file of MODEL m, which is read; give another place");
         insta::assert_snapshot!(of(Output::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is read; give another place");
         insta::assert_snapshot!(of(Output::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x lies in DIR ck, which is read; give another place");
-        for (kind, path) in
-            [(Output::Folder, "link/new"), (Output::Folder, "ck/new"), (Output::Lines, "m/m.jsonl"), (Output::Shared, ".")]
-        {
+        for (kind, path) in [
+            (Output::Folder, "link/new"),
+            (Output::Folder, "ck/new"),
+            (Output::Lines, "m/m.jsonl"),
+            (Output::Shared, "."),
+        ] {
             assert_eq!(of(kind, path), "nothing", "{path}");
         }
     }
@@ -418,9 +421,12 @@ mod tests {
         std::fs::create_dir(at("o")).unwrap();
         symlink(at("o"), at("link")).unwrap();
         let claim = |path: &str, kind| Outputs::default().writes("--out", at(path), kind).claim();
-        for (one, other, kind) in
-            [("o", "link", Output::Folder), ("new", "./new", Output::Folder), ("ck", "ck", Output::Checkpoints), ("m", "m", Output::Lines)]
-        {
+        for (one, other, kind) in [
+            ("o", "link", Output::Folder),
+            ("new", "./new", Output::Folder),
+            ("ck", "ck", Output::Checkpoints),
+            ("m", "m", Output::Lines),
+        ] {
             let first = claim(one, kind).unwrap();
             let error = claim(other, kind).unwrap_err();
             assert!(matches!(error, Error::Output(OutputError::Busy { .. })), "{error}");

@@ -103,9 +103,10 @@ fn folds(folder: &Path) -> bool {
     let id = |path: &Path| path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
     // An entry tells of this folder; its own name tells of the one that it is in, most likely of the same disk.
     let entry = std::fs::read_dir(folder).ok().and_then(|mut entries| entries.find_map(|e| Some(e.ok()?.path())));
-    [entry.as_deref(), Some(folder)].into_iter().flatten().any(|path| {
-        other(path).is_some_and(|other| other != *path && id(path).is_some() && id(&other) == id(path))
-    })
+    [entry.as_deref(), Some(folder)]
+        .into_iter()
+        .flatten()
+        .any(|path| other(path).is_some_and(|other| other != *path && id(path).is_some() && id(&other) == id(path)))
 }
 
 #[cfg(test)]

@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 pub(crate) const WRITING: &str = ".candle-zero-writing-";
 /// The file that says what the folder is.
 const MARK: &str = ".candle-zero-unfinished";
-const TEXT: &str = "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
+const TEXT: &str =
+    "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
 /// Letters and digits that make a name unique.
 const UNIQUE: usize = 6;
 

@@ -162,6 +162,9 @@ mod tests {
         assert!(!again().is_own("result", &at("out/a.json")));
         std::fs::remove_file(at("out/a.json")).unwrap();
         std::fs::write(at("out/mine"), "x").unwrap();
-        assert_eq!(again().may_replace("result", &at("out")), Err("it has files, which this run has not written".into()));
+        assert_eq!(
+            again().may_replace("result", &at("out")),
+            Err("it has files, which this run has not written".into())
+        );
     }
 }

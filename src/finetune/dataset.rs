@@ -131,11 +131,7 @@ impl Dataset {
         progress: &mut dyn FnMut(DataProgress),
     ) -> Result<Self> {
         assert!(options.ctx > 1, "a sample has a token and one to predict");
-        private_cache(folder).map_err(|source| Error::Io {
-            action: "create",
-            path: folder.into(),
-            source,
-        })?;
+        private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
         let mut options = options.clone();
         if let (Task::Classify, true) = (options.task, options.labels.is_empty()) {
             options.labels = labels_of(sources)?;

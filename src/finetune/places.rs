@@ -1,8 +1,8 @@
 //! What a run reads and where it writes, through the gate of all outputs: before the first step it is known that nothing of
 //! the user's is in the way, and that there is room.
 
-use super::out::BESIDE;
 use super::options::{Held, Method, Options};
+use super::out::BESIDE;
 use super::prepare::{Prepared, Start};
 use crate::checkpoint;
 use crate::config::Config;

@@ -153,7 +153,9 @@ pub(super) fn finish(
     };
     if let Some(saving) = prepared.options.saving.as_ref().filter(|_| is_saved) {
         let saved = saving.dir.display();
-        let problem = format!("{problem}; nothing is lost: the last step is saved in {saved}, correct this and run the same command with --resume");
+        let problem = format!(
+            "{problem}; nothing is lost: the last step is saved in {saved}, correct this and run the same command with --resume"
+        );
         return Err(OutputError::Refused { path: to, problem }.into());
     }
     for saved in elsewhere(&to) {
@@ -161,7 +163,8 @@ pub(super) fn finish(
             return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
         }
     }
-    Err(OutputError::Refused { path: to, problem: format!("{problem}; nor could the result be saved elsewhere") }.into())
+    Err(OutputError::Refused { path: to, problem: format!("{problem}; nor could the result be saved elsewhere") }
+        .into())
 }
 
 /// Folders that nothing is in the way of: beside the place that was asked for, in the current folder, the user's cache, and

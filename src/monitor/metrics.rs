@@ -165,7 +165,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
         _ if rest.is_empty() => true,
         (Ok(_), _) => is_metrics(rest),
         (Err(_), 0) => rest.starts_with(b"{\"step\":") && filled < MOST,
-        (Err(_), _) => rest.starts_with(b"{") ,
+        (Err(_), _) => rest.starts_with(b"{"),
     };
     if lines.all(is_metrics) && is_cut {
         return Ok(());
@@ -239,7 +239,18 @@ mod tests {
         let lines = "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}\n".repeat(3);
         let numbered = "{\"step\":1,\"prompt\":\"x\",\"completion\":\"y\"}\n";
         let then = "{\"step\":1}\nnotes\n";
-        for text in [lines.as_str(), numbered, then, "notes", "{}", "{\"train_batch_size\":8}", "[1]\n", "1\n", "\0\n", "{\"a\""] {
+        for text in [
+            lines.as_str(),
+            numbered,
+            then,
+            "notes",
+            "{}",
+            "{\"train_batch_size\":8}",
+            "[1]\n",
+            "1\n",
+            "\0\n",
+            "{\"a\"",
+        ] {
             std::fs::write(&path, text).unwrap();
             for open in [MetricsWriter::create(&path), MetricsWriter::resume(&path, 1), MetricsWriter::append(&path)] {
                 let error = open.unwrap_err().to_string();

@@ -1,8 +1,8 @@
 //! Where the events of a process gather: in memory, and every now and then in a file of lines.
 
 use super::event::Event;
-use super::now;
 use super::job::PART;
+use super::now;
 use super::trace::{cannot_write, check_earlier, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};

@@ -105,7 +105,8 @@ impl Show {
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
-        let outputs = Outputs::default().reads("MODEL_DIR", &model, Input::Model).writes("--cache", &cache, Output::Shared);
+        let outputs =
+            Outputs::default().reads("MODEL_DIR", &model, Input::Model).writes("--cache", &cache, Output::Shared);
         sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, Input::File)).check()?;
         let mut progress = FileProgress::default();
         let mut tell = |at| progress.tell(at);

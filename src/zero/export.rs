@@ -54,7 +54,8 @@ impl Core {
         Outputs::default().writes("the export", path, Output::File).check()?;
         check_earlier(path, &tensors).map_err(failed)?;
         let values = self.params.iter().map(|p| (p.numel * dtype.size_in_bytes()) as u64);
-        let buffers = self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
+        let buffers =
+            self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
         let folder = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         files::ask_for_room(files::folder_of(&folder), header.len() as u64 + values.chain(buffers).sum::<u64>())
     }
@@ -181,7 +182,8 @@ fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::
     let found: Option<serde_json::Map<String, Value>> = read.ok().and_then(|()| serde_json::from_slice(&found).ok());
     let is_earlier = found.is_some_and(|mut found| {
         found.remove("__metadata__");
-        let is_same = |(name, info): (&String, &Value)| tensors.get(name).is_some_and(|own| own["shape"] == info["shape"]);
+        let is_same =
+            |(name, info): (&String, &Value)| tensors.get(name).is_some_and(|own| own["shape"] == info["shape"]);
         found.len() == tensors.len() && found.iter().all(is_same)
     });
     if is_earlier {

@@ -186,7 +186,8 @@ fn what_cannot_be_written_is_found_before_the_first_step() {
     symlink("nowhere", world.at("dangling")).unwrap();
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, world.at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
-    let run = |words: &[&str]| world.refusal(world.finetune(&llama(), &[&["--steps", "2", "--lora", "r=2"], words].concat()));
+    let run =
+        |words: &[&str]| world.refusal(world.finetune(&llama(), &[&["--steps", "2", "--lora", "r=2"], words].concat()));
     insta::assert_snapshot!(run(&["--out", "dangling"]), @"zerorun: cannot write to dangling: it is a link to nothing, or leads over one; give another place");
     insta::assert_snapshot!(run(&["--out", "data/d.jsonl/o"]), @"zerorun: cannot write to data/d.jsonl/o: Not a directory (os error 20); give another place");
     insta::assert_snapshot!(run(&["--out", "pipe"]), @"zerorun: cannot write to pipe: files are written into a folder that is absent or empty, and it is a file; give another place");
@@ -217,7 +218,9 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
         let text = world.text(&output);
         assert_eq!(output.status.code(), Some(2), "{text}");
         let (place, number) = (if shared == "--out" { "./o" } else { "m" }, running.id());
-        let known = format!("zerorun: cannot write to {place}: another job that is running writes there (process {number}); let it end, or give another place");
+        let known = format!(
+            "zerorun: cannot write to {place}: another job that is running writes there (process {number}); let it end, or give another place"
+        );
         let unknown = known.replace(&format!(" (process {number})"), "");
         assert!(text == known || text == unknown, "{text}");
         running.kill().unwrap();
@@ -228,7 +231,9 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
     }
     // What the killed jobs left keeps nobody out, and goes.
     for out in ["o", "o1"] {
-        assert!(world.finetune(&llama(), &["--steps", "1", "--out", out, "--metrics", "m"]).status().unwrap().success());
+        assert!(
+            world.finetune(&llama(), &["--steps", "1", "--out", out, "--metrics", "m"]).status().unwrap().success()
+        );
     }
     let names = std::fs::read_dir(world.0.path()).unwrap().map(|entry| entry.unwrap().file_name());
     assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".")));
@@ -237,7 +242,8 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
 #[test]
 fn what_a_killed_job_left_beside_an_output_goes_and_what_is_named_alike_stays() {
     let world = World::new();
-    let mark = "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
+    let mark =
+        "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
     world.write(".candle-zero-writing-aaaaaa/.candle-zero-unfinished", mark);
     world.write(".candle-zero-writing-aaaaaa/new/adapter_model.safetensors", "half");
     world.write(".candle-zero-writing-bbbbbb/thesis", "mine");
@@ -246,7 +252,12 @@ fn what_a_killed_job_left_beside_an_output_goes_and_what_is_named_alike_stays() 
     world.write(".weightsAbCdEf.safetensors", "mine");
     assert!(world.finetune(&llama(), &["--steps", "1", "--lora", "r=2", "--out", "o"]).status().unwrap().success());
     assert!(!world.at(".candle-zero-writing-aaaaaa").exists());
-    for name in [".candle-zero-writing-bbbbbb/thesis", ".candle-zero-writing-cccccc/.candle-zero-unfinished", ".candle-zero-writing-dddddd", ".weightsAbCdEf.safetensors"] {
+    for name in [
+        ".candle-zero-writing-bbbbbb/thesis",
+        ".candle-zero-writing-cccccc/.candle-zero-unfinished",
+        ".candle-zero-writing-dddddd",
+        ".weightsAbCdEf.safetensors",
+    ] {
         assert_eq!(std::fs::read_to_string(world.at(name)).unwrap(), "mine", "{name}");
     }
 }
@@ -275,7 +286,9 @@ fn a_best_model_that_cannot_be_written_does_not_end_the_training() {
 #[test]
 fn a_result_whose_place_is_taken_meanwhile_is_saved_elsewhere() {
     let world = World::new();
-    for (method, file) in [(world.options("o").method, "adapter_model.safetensors"), (Method::Full, "model.safetensors")] {
+    for (method, file) in
+        [(world.options("o").method, "adapter_model.safetensors"), (Method::Full, "model.safetensors")]
+    {
         let run = |out: &str, is_taken: bool| {
             let options = Options { method: method.clone(), ..world.options(out) };
             let ended = threads::run(2, |comm| {
@@ -294,8 +307,13 @@ fn a_result_whose_place_is_taken_meanwhile_is_saved_elsewhere() {
         run(&format!("alone-{file}"), false).unwrap();
         let error = run(&out, true).unwrap_err();
         let Error::Output(OutputError::Elsewhere { saved, .. }) = &error else { panic!("{error}") };
-        assert!(error.to_string().contains("it has files, which this run has not written") || error.to_string().contains("absent or empty"), "{error}");
-        let [alone, rescued] = [world.at(&format!("alone-{file}")), saved.clone()].map(|at| std::fs::read(at.join(file)).unwrap());
+        assert!(
+            error.to_string().contains("it has files, which this run has not written")
+                || error.to_string().contains("absent or empty"),
+            "{error}"
+        );
+        let [alone, rescued] =
+            [world.at(&format!("alone-{file}")), saved.clone()].map(|at| std::fs::read(at.join(file)).unwrap());
         assert!(alone == rescued);
         assert_eq!(std::fs::read_dir(world.at(&out)).unwrap().count(), 1);
     }

@@ -166,7 +166,8 @@ impl Search {
         let target = script::find(&script)?;
         let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
         let out = typed.out.unwrap_or_else(|| results.join("best.json"));
-        let outputs = Outputs::default().reads("--ds_config", &file.1, Input::File).reads("SCRIPT", &script, Input::File);
+        let outputs =
+            Outputs::default().reads("--ds_config", &file.1, Input::File).reads("SCRIPT", &script, Input::File);
         let outputs = outputs.writes("--results_dir", &results, Output::Shared);
         outputs.check()?;
         let record = Record::open(&results)?;
@@ -178,7 +179,8 @@ impl Search {
         let claims = outputs.writes("--out", &out, Output::File).claim()?;
         let written = Written::of_run(&results);
         if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
-            let problem = "there is a file of that name that tune has not written into it, and it is not replaced".into();
+            let problem =
+                "there is a file of that name that tune has not written into it, and it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
         let program = match target {

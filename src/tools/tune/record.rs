@@ -67,7 +67,8 @@ impl Record {
                 // An experiment of another version is made again; what is none is nothing to be written over.
                 Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
                 Err(_) => {
-                    let problem = "it has something else than experiments of tune; give another folder with --results_dir";
+                    let problem =
+                        "it has something else than experiments of tune; give another folder with --results_dir";
                     return Err(OutputError::Refused { path, problem: problem.into() }.into());
                 }
             }
