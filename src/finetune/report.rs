@@ -1,5 +1,6 @@
 //! What became of the records of a file, counted and named by line.
 
+use crate::util::counted;
 use super::error::unit;
 use super::record::Form;
 use std::collections::BTreeMap;
@@ -141,11 +142,11 @@ impl fmt::Display for Report {
         let cached = if self.from_cache { ", from the cache" } else { "" };
         write!(
             f,
-            "{}: {} records, {} samples, {} tokens, {} of them targets{cached}",
+            "{}: {}, {}, {}, {} of them targets{cached}",
             forms.join(", "),
-            self.records,
-            self.samples,
-            self.tokens,
+            counted(self.records, "record"),
+            counted(self.samples, "sample"),
+            counted(self.tokens, "token"),
             self.targets
         )
     }

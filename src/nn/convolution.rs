@@ -93,7 +93,7 @@ impl Conv1d {
 
 /// The transpose of a convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight
 /// `[in, out / groups, kernel]` named "weight" and a bias `[out]` named "bias": what [`candle_nn::ConvTranspose1d`] is,
-/// which has no backward and, on the CPU, misreads some inputs.
+/// which has no backward and, on the CPU, gives wrong values for a batch of several.
 ///
 /// length' is (length - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1. Sums are in f32 whatever the
 /// formats, and rounded once.
