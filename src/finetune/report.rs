@@ -1,8 +1,8 @@
 //! What became of the records of a file, counted and named by line.
 
-use crate::util::counted;
 use super::error::unit;
 use super::record::Form;
+use crate::util::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
