@@ -17,6 +17,7 @@ use rustix::process::Pid;
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
@@ -26,22 +27,33 @@ const MOST_MEMORY: usize = 512 << 20;
 /// How often running work is looked at.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// The most that works on one subject compute, all together, beyond what the sizes of what they work on explain.
+const MOST_TIME: Duration = Duration::from_secs(5);
+
 /// What work is on, for the error that ends the process: the name of a file, for instance.
 #[derive(Debug, Clone)]
-pub(crate) struct Subject(Arc<str>);
+pub(crate) struct Subject(Arc<Named>);
+
+#[derive(Debug)]
+struct Named {
+    name: String,
+    /// Nanoseconds that works took beyond what is usual.
+    slow: AtomicU64,
+}
 
 impl Subject {
     pub(crate) fn new(name: impl Into<String>) -> Self {
-        Self(name.into().into())
+        Self(Arc::new(Named { name: name.into(), slow: AtomicU64::new(0) }))
     }
 }
 
 /// Work that runs.
 struct Running {
     subject: Subject,
-    limit: Duration,
-    /// What the thread had computed when this work was first seen.
-    before: Option<Duration>,
+    /// What is usual.
+    usual: Duration,
+    /// What the thread had computed when this work was first seen, and last.
+    seen: Option<[Duration; 2]>,
 }
 
 /// A thread.
@@ -82,9 +94,12 @@ fn watch() {
         let mut work = lock(&slot.work);
         let Some(running) = &mut *work else { return false };
         if let Some(now) = computed(slot.id) {
-            let before = *running.before.get_or_insert(now);
-            if now.saturating_sub(before) >= running.limit {
-                signals::end(&running.subject.0, &format!(" takes more than {} s", running.limit.as_secs()));
+            let [first, last] = *running.seen.get_or_insert([now, now]);
+            running.seen = Some([first, now]);
+            let slow = now.saturating_sub(last.max(first + running.usual)).as_nanos() as u64;
+            let all = running.subject.0.slow.fetch_add(slow, Ordering::Relaxed).saturating_add(slow);
+            if Duration::from_nanos(all) >= MOST_TIME {
+                signals::end(&running.subject.0.name, " takes too long");
             }
         }
         true
@@ -96,24 +111,23 @@ fn watch() {
     }
 }
 
-/// Runs `work` on `subject`, of which `bytes` bytes are worked on: five seconds, and more for many bytes. Its panic is an
-/// error, whose text this gives.
+/// Runs `work` on `subject`, of which `bytes` bytes are worked on. Its panic is an error, whose text this gives.
 pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
     /// Bytes that take a second, on a slow machine.
-    const A_SECOND: usize = 256 << 10;
+    const A_SECOND: u64 = 256 << 10;
     begin();
     if DEPTH.get() > 0 {
         // Bounded by what is around it.
         return catch_unwind(AssertUnwindSafe(work)).map_err(text_of);
     }
-    let limit = Duration::from_secs(5 + (bytes / A_SECOND) as u64);
+    let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / A_SECOND);
     let here = 0_u8;
     let _entered = SLOT.with(|slot| {
-        *lock(&slot.work) = Some(Running { subject: subject.clone(), limit, before: None });
+        *lock(&slot.work) = Some(Running { subject: subject.clone(), usual, seen: None });
         Entered { slot: slot.clone() }
     });
     DEPTH.set(1);
-    signals::enter(&subject.0, &raw const here);
+    signals::enter(&subject.0.name, &raw const here);
     memory::enter(MOST_MEMORY);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }

@@ -8,16 +8,18 @@ use std::fmt::Write as _;
 const DEEPEST: usize = 256;
 
 /// Bytes of a value as text, at most: one whose parts hold the same part again and again has no bound.
-const LONGEST: usize = 64 << 20;
+const LONGEST: usize = 16 << 20;
 
 /// An error for values without an end.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
-    let refused = |reason: String| Err(Error::new(ErrorKind::InvalidOperation, reason));
-    match () {
-        () if depth > DEEPEST => refused(format!("a value with more than {DEEPEST} lists or objects in each other")),
-        () if text.len() > LONGEST => refused(format!("a value of more than {} MiB as text", LONGEST >> 20)),
-        () => Ok(()),
+    if depth > DEEPEST {
+        let reason = format!("a value with more than {DEEPEST} lists or objects in each other");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
+    if text.len() > LONGEST {
+        return Err(Error::new(ErrorKind::OutOfFuel, format!("a value of more than {} MiB as text", LONGEST >> 20)));
+    }
+    Ok(())
 }
 
 /// How JSON is written: `json.dumps`'s arguments.
