@@ -28,7 +28,7 @@ const MOST_MEMORY: usize = 512 << 20;
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The most that works on one subject compute, all together, beyond what the sizes of what they work on explain.
-const MOST_TIME: Duration = Duration::from_secs(5);
+const MOST_TIME: Duration = Duration::from_secs(3);
 
 /// What work is on, for the error that ends the process: the name of a file, for instance.
 #[derive(Debug, Clone)]

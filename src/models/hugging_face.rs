@@ -55,7 +55,8 @@ fn parse(file: &Path) -> Result<Value> {
     let io = |source| Error::Io { action: "read", path: file.to_owned(), source };
     let text = files::read_text(file, MOST_BYTES).map_err(io)?;
     let bad = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
-    serde_json::from_str(&text).map_err(bad)
+    // Editors of Windows write a mark before the text.
+    serde_json::from_str(text.strip_prefix('\u{FEFF}').unwrap_or(&text)).map_err(bad)
 }
 
 /// The description in `config`, the content of `file`.
@@ -74,6 +75,11 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     };
     if keys.get("quantization_config").is_some() {
         return Err(keys.refuse("quantization_config", "absent: weights are read in f32, bf16 or f16"));
+    }
+    // Absent is a default of transformers; null is none.
+    let sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"];
+    if let Some(key) = sizes.into_iter().find(|key| map.get(*key).is_some_and(Value::is_null)) {
+        return Err(keys.refuse(key, "a whole number from 1 on"));
     }
     let config = match family.model_type {
         "gpt2" => gpt2(&keys)?,

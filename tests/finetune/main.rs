@@ -8,6 +8,7 @@ mod adapters;
 mod answers;
 mod bad_models;
 mod bert;
+mod bounds;
 mod chat;
 mod classify;
 mod data;

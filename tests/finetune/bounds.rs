@@ -1,0 +1,148 @@
+//! Files of strangers that are made to hang, fill or kill a program: an error in seconds, and no abort.
+
+use crate::support::processes::{stderr, zerorun};
+use candle_zero::finetune::{Template, Tokenizer};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Output;
+use tempfile::TempDir;
+
+/// A folder with the tiny model's tokenizer, in `model`, and a conversation.
+fn desk() -> TempDir {
+    let desk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (from, to) =
+        (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama"), desk.path().join("model"));
+    std::fs::create_dir(&to).unwrap();
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+        std::fs::write(to.join(name), std::fs::read(from.join(name)).unwrap()).unwrap();
+    }
+    let chat =
+        r#"{"messages": [{"role": "user", "content": "a banana"}, {"role": "assistant", "content": "Answer a"}]}"#;
+    std::fs::write(desk.path().join("chats.jsonl"), chat).unwrap();
+    desk
+}
+
+/// What `zerorun data show` makes of a data file of the folder.
+fn show(desk: &TempDir, data: &str) -> Output {
+    let mut command = zerorun();
+    command.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home"));
+    command.args(["data", "show", "model", data, "--ctx", "64"]).output().unwrap()
+}
+
+/// Its error, of a run that ended by itself.
+fn refused(desk: &TempDir, data: &str) -> String {
+    let output = show(desk, data);
+    let text = stderr(&output).to_string();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(!text.contains("panicked") && !text.contains("memory allocation of"), "{text}");
+    text
+}
+
+fn with_template(source: &str) -> TempDir {
+    let desk = desk();
+    std::fs::write(desk.path().join("model/chat_template.jinja"), source).unwrap();
+    desk
+}
+
+/// The same with a changed tokenizer.json.
+fn with_tokenizer(change: impl FnOnce(&mut Value)) -> TempDir {
+    let desk = desk();
+    let path = desk.path().join("model/tokenizer.json");
+    let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    change(&mut json);
+    std::fs::write(&path, json.to_string()).unwrap();
+    desk
+}
+
+#[test]
+fn a_template_without_an_end_is_named_with_its_file_and_line() {
+    let endless = [
+        "\n{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "\n{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
+        "\n{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "\n{{ '%1000000000d'|format(1) }}",
+        "\n{{ ('a' * 100000).replace('a', 'b' * 100000)|length }}",
+        "\n{{ messages|batch(10000000000, 'x')|list }}",
+        "\n{% set ns = namespace(s=1) %}{% for i in range(64) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+    ];
+    for source in endless {
+        let desk = with_template(source);
+        let model = desk.path().join("model");
+        let error = Template::open(&model, &Tokenizer::open(&model).unwrap()).unwrap_err().to_string();
+        let error = error.replace(model.to_str().unwrap(), "DIR");
+        assert_eq!(
+            error,
+            "the chat template of DIR/chat_template.jinja does not end, or writes more than 128 MiB (line 2 of the template); \
+             take another one, as the published one of the model",
+            "{source}"
+        );
+    }
+}
+
+#[test]
+fn a_template_that_holds_itself_or_nests_without_end_is_no_abort() {
+    let chat = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let cycle = "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = b %}{% set b.x = a %}";
+    for (hostile, expected) in [
+        (format!("{{{{ {}1 }}}}", "not ".repeat(100_000)), "nests too deeply"),
+        (format!("{{{{ {}1 }}}}", "-".repeat(100_000)), "nests too deeply"),
+        (format!("{cycle}{{{{ a == b }}}}"), "nests too deeply"),
+        (format!("{cycle}{{{{ a ~ b }}}}"), "nests too deeply"),
+        (format!("{cycle}{{{{ a }}}}"), "a value with more than 256 lists or objects in each other"),
+        (format!("{cycle}{{{{ [a]|tojson }}}}"), "a value with more than 256 lists or objects in each other"),
+    ] {
+        let error = refused(&with_template(&(hostile + chat)), "chats.jsonl");
+        assert!(error.contains(expected), "{error}");
+    }
+    let error = refused(&with_template("{{ (['x' * 1000000] * 10000)|join }}"), "chats.jsonl");
+    assert!(error.contains("too much memory") || error.contains("does not end"), "{error}");
+}
+
+#[test]
+fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
+    let doubling = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
+    let desk =
+        with_tokenizer(|json| json["normalizer"] = json!({"type": "Sequence", "normalizers": vec![doubling; 60]}));
+    let error = refused(&desk, "chats.jsonl");
+    assert!(error.starts_with("error: model/tokenizer.json ") && error.contains(" too "), "{error}");
+    let desk = with_tokenizer(|json| {
+        json["normalizer"] = json!({"type": "Strip", "strip_left": true, "strip_right": true});
+        json["added_tokens"][3]["content"] = json!("\t");
+        json["added_tokens"][3]["normalized"] = json!(true);
+    });
+    let error = refused(&desk, "chats.jsonl");
+    assert!(error.contains("its added token \"\\t\" is empty after its normalizer"), "{error}");
+    let desk = self::desk();
+    let path = desk.path().join("model/tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let at = text.find("\"decoder\"").unwrap();
+    std::fs::write(&path, text[..at].to_string() + &text[at..].replacen("\"type\": \"", "\"type\": ", 1)).unwrap();
+    let error = refused(&desk, "chats.jsonl");
+    assert!(error.contains("model/tokenizer.json cannot be used: it is damaged (Helper: "), "{error}");
+}
+
+#[test]
+fn a_record_has_a_bound() {
+    let desk = desk();
+    for (name, head) in [("a.jsonl", "\n{\"text\": \""), ("b.json", "[\n\""), ("c.csv", "text\n\""), ("d.txt", "a\n")] {
+        let file = std::fs::File::create(desk.path().join(name)).unwrap();
+        std::io::Write::write_all(&mut &file, head.as_bytes()).unwrap();
+        file.set_len(64 << 30).unwrap();
+        let error = refused(&desk, name);
+        assert!(error.contains("the record of line 2 has more than 64 MiB"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn an_added_token_that_ends_with_a_space_is_found_before_a_letter() {
+    let desk = with_tokenizer(|json| json["added_tokens"][0]["content"] = json!("Response: "));
+    let path = desk.path().join("model/tokenizer.json");
+    std::fs::remove_file(desk.path().join("model/tokenizer_config.json")).unwrap();
+    std::fs::remove_file(desk.path().join("model/special_tokens_map.json")).unwrap();
+    let ours = Tokenizer::open(desk.path().join("model")).unwrap();
+    let theirs = tokenizers::Tokenizer::from_file(path).unwrap();
+    for text in ["Say hi\nResponse: hi there", "the Response: a", "Response: Response: x"] {
+        assert_eq!(ours.encode(text).unwrap().ids, theirs.encode(text, false).unwrap().get_ids(), "{text}");
+        assert!(ours.encode(text).unwrap().ids.contains(&0), "{text}");
+    }
+}
