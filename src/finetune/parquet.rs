@@ -109,6 +109,10 @@ impl Rows {
                 }
                 Ok(Some(row)) => {
                     self.row += 1;
+                    if row.get_column_iter().map(|(_, field)| text_bytes(field)).sum::<usize>() > MOST_BYTES {
+                        let problem = format!("row {} has more than {} MiB; cut it", self.row, MOST_BYTES >> 20);
+                        return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
+                    }
                     let mut bytes = 0;
                     let mut fields = row.get_column_iter().peekable();
                     // What was not read is null.
@@ -116,10 +120,6 @@ impl Rows {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
-                    if bytes > MOST_BYTES {
-                        let problem = format!("row {} has more than {} MiB; cut it", self.row, MOST_BYTES >> 20);
-                        return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
-                    }
                     return Ok(Some(Record { line: self.row, raw: Raw::Columns { value, bytes } }));
                 }
                 Err(reason) => return Err(self.damaged(&reason)),
@@ -252,6 +252,17 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
         Ok(rows as u64)
     };
     metadata.row_groups().iter().map(read).sum()
+}
+
+/// Bytes of the texts in a field.
+fn text_bytes(field: &Field) -> usize {
+    match field {
+        Field::Str(text) => text.len(),
+        Field::Group(row) => row.get_column_iter().map(|(_, field)| text_bytes(field)).sum(),
+        Field::ListInternal(items) => items.elements().iter().map(text_bytes).sum(),
+        Field::MapInternal(map) => map.entries().iter().map(|(key, item)| text_bytes(key) + text_bytes(item)).sum(),
+        _ => 0,
+    }
 }
 
 /// What a field is in JSON lines, and how many bytes it takes in memory, more or less. Dates and times are the whole numbers

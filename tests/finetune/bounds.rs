@@ -33,7 +33,7 @@ fn show(desk: &TempDir, data: &str) -> Output {
 fn refused(desk: &TempDir, data: &str) -> String {
     let output = show(desk, data);
     let text = stderr(&output).to_string();
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{text}");
     assert!(!text.contains("panicked") && !text.contains("memory allocation of"), "{text}");
     text
 }
