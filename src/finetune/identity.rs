@@ -9,7 +9,7 @@ use crate::checkpoint;
 use crate::engine::InitialValues;
 use crate::error::Result;
 use rayon::prelude::*;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::hash::Hasher as _;
 use std::path::{Path, PathBuf};
@@ -141,6 +141,7 @@ pub(super) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn identity(settings: Value) -> Identity {
         Identity::of_json(&settings).unwrap()

@@ -139,3 +139,38 @@ fn dropout_on_threads_of_the_models_own_is_off_in_evaluation_and_an_error_in_tra
     let y = values(&plain.forward(&ones()).unwrap()).unwrap();
     assert!(y.contains(&0.0) || y.contains(&4.0), "{y:?}");
 }
+
+#[test]
+fn a_seed_has_masks_of_its_own() {
+    let masks = |seed| {
+        let mut engine = on_cpu().seed(seed).initialize(Scaled::new, config(json!({}))).unwrap();
+        values(&engine.forward(|m| m.forward(&ones())).unwrap()).unwrap()
+    };
+    let (one, two) = (masks(1), masks(2));
+    assert_eq!(one, masks(1));
+    // Two masks of one half differ in about half of their 64 elements.
+    let differ = one.iter().zip(&two).filter(|(a, b)| a != b).count();
+    assert!((16..=48).contains(&differ), "{differ}");
+}
+
+#[test]
+fn masks_after_a_checkpoint_are_those_of_the_run_left_alone_also_after_the_batch_was_changed() {
+    let folder = tempfile::tempdir().unwrap();
+    let micro_step = |engine: &mut Engine<Scaled>| {
+        let y = engine.forward(|m| m.forward(&ones())).unwrap();
+        engine.backward(&y.sum_all().unwrap()).unwrap();
+        engine.step().unwrap();
+        values(&y).unwrap()
+    };
+    let mut left_alone = on_cpu().initialize(Scaled::new, config(json!({}))).unwrap();
+    (0..3).for_each(|_| _ = micro_step(&mut left_alone));
+    // From now on a step has two micro steps.
+    left_alone.set_train_batch_size(2).unwrap();
+    (0..2).for_each(|_| _ = micro_step(&mut left_alone));
+    left_alone.save_checkpoint(folder.path(), None, Value::Null).unwrap();
+    let mut loaded = on_cpu().initialize(Scaled::new, config(json!({"gradient_accumulation_steps": 2}))).unwrap();
+    loaded.load_checkpoint(folder.path(), None, &Default::default()).unwrap().unwrap();
+    for _ in 0..4 {
+        assert_eq!(micro_step(&mut loaded), micro_step(&mut left_alone));
+    }
+}
