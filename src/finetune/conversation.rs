@@ -11,6 +11,8 @@ pub struct Conversation {
     pub(super) messages: Vec<Value>,
     /// A list of descriptions of tools, or none.
     pub(super) tools: Value,
+    /// Variables that it sets for the template.
+    pub(super) variables: Vec<(String, Value)>,
 }
 
 impl Conversation {
@@ -24,7 +26,12 @@ impl Conversation {
     /// ```
     pub fn new<R: AsRef<str>, C: AsRef<str>>(turns: impl IntoIterator<Item = (R, C)>) -> Self {
         let messages = turns.into_iter().map(|(role, content)| message(role.as_ref(), content.as_ref())).collect();
-        Self { messages, tools: Value::from(()) }
+        Self { messages, tools: Value::from(()), variables: vec![] }
+    }
+
+    /// No message, for templates that are asked with others.
+    pub(super) fn empty() -> Self {
+        Self { messages: vec![], tools: Value::from(()), variables: vec![] }
     }
 
     /// A JSON list of messages, as the chat formats of OpenAI and Hugging Face have them.
@@ -55,7 +62,7 @@ impl Conversation {
         }
         match messages.is_empty() {
             true => wrong("it is empty".into()),
-            false => Ok(Self { messages, tools: Value::from(()) }),
+            false => Ok(Self { messages, tools: Value::from(()), variables: vec![] }),
         }
     }
 
@@ -74,16 +81,31 @@ impl Conversation {
         field(&self.messages[i], "role").as_str().is_some_and(|role| role == "assistant" || role == "model")
     }
 
-    /// Whether an answer of the assistant is blank.
-    pub(super) fn has_empty_answer(&self) -> bool {
-        let blank = |i| field(&self.messages[i], "content").as_str().is_some_and(|content| content.trim().is_empty());
-        let calls = |i| field(&self.messages[i], "tool_calls").is_true();
-        (0..self.len()).any(|i| self.is_assistant(i) && blank(i) && !calls(i))
+    /// Whether message `i` is an answer of the assistant that says nothing.
+    pub(super) fn is_empty_answer(&self, i: usize) -> bool {
+        let says = |key: &str| says_something(&field(&self.messages[i], key));
+        self.is_assistant(i) && !SAID.iter().any(|key| says(key))
+    }
+}
+
+/// Keys of what an assistant says.
+pub(super) const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
+
+/// Whether there is a text in a value that is not blank, or something else than text.
+fn says_something(value: &Value) -> bool {
+    match value.kind() {
+        ValueKind::Undefined | ValueKind::None => false,
+        ValueKind::String => value.as_str().is_some_and(|text| !text.trim().is_empty()),
+        ValueKind::Seq => value.try_iter().into_iter().flatten().any(|item| match field(&item, "text") {
+            text if text.is_undefined() => says_something(&item),
+            text => says_something(&text),
+        }),
+        _ => true,
     }
 }
 
 /// A message of one role.
-pub(super) fn message(role: &str, content: &str) -> Value {
+fn message(role: &str, content: &str) -> Value {
     Value::from_pairs([("role", role), ("content", content)])
 }
 

@@ -1,14 +1,17 @@
 //! Data files as samples: tokenized once, in parallel, and mapped from then on.
 
 use super::cache::{Cache, SampleRef, Writer, private_cache};
+use super::columns::Columns;
+use super::conversation::{Conversation, SAID, field};
 use super::error::FinetuneError;
 use super::raw::{Raw, Record};
-use super::record::{Example, Form, example};
+use super::record::{Example, Form, Reading};
 use super::report::{Note, Report};
 use super::sample::Sample;
 use super::source::{Records, Source};
 use super::template::Template;
 use super::tokenizer::Tokenizer;
+use super::written::Unwritten;
 use crate::error::{Error, Result};
 use crate::files::{self, FileLock};
 use crate::notice;
@@ -28,7 +31,7 @@ const BATCH: usize = 2 << 20;
 const HASHED: u64 = 64 << 20;
 
 /// Changes when the same data gives other samples than before.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// What is learned from data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -66,6 +69,8 @@ pub struct DataOptions {
     pub strict: bool,
     /// The names of the labels, in the order of their numbers; empty: all labels of the files, sorted.
     pub labels: Vec<String>,
+    /// What the columns are read as, where they have names of their own.
+    pub columns: Columns,
 }
 
 impl DataOptions {
@@ -74,7 +79,7 @@ impl DataOptions {
 
     /// Samples of at most `ctx` tokens for `task`.
     pub fn new(task: Task, ctx: usize) -> Self {
-        Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![] }
+        Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![], columns: Columns::default() }
     }
 }
 
@@ -134,7 +139,7 @@ impl Dataset {
         private_cache(folder).map_err(|source| Error::Io { action: "create", path: folder.into(), source })?;
         let mut options = options.clone();
         if let (Task::Classify, true) = (options.task, options.labels.is_empty()) {
-            options.labels = labels_of(sources)?;
+            options.labels = labels_of(sources, &options.columns)?;
         }
         let group = if options.task == Task::Prefer { 2 } else { 1 };
         let mut parts = vec![];
@@ -200,6 +205,21 @@ impl Dataset {
     /// The files and what became of their records.
     pub fn reports(&self) -> impl Iterator<Item = (&Path, &Report)> {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
+    }
+
+    /// Refuses files of which more than a tenth of the records could not be used, or has nothing to be learned.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Skipped`].
+    pub fn check_skipped(&self) -> Result<()> {
+        match self.parts.iter().find(|part| part.report.skips_many()) {
+            Some(Part { path, report, .. }) => {
+                let (skipped, records) = (report.skipped(), report.records);
+                let why = report.why_skipped();
+                Err(FinetuneError::Skipped { path: path.clone(), skipped, records, why }.into())
+            }
+            None => Ok(()),
+        }
     }
 
     /// Tokens of all samples, each file once.
@@ -345,8 +365,9 @@ impl Maker<'_> {
         progress: &mut dyn FnMut(u64),
         io: &dyn Fn(std::io::Error) -> Error,
     ) -> Result<Report> {
-        let mut records = Records::open(&self.source.path)?;
-        let (mut report, mut read) = (Report::of(&self.source.path), 0);
+        let mut records = Records::open(&self.source.path, &self.options.columns)?;
+        let pairs = self.options.task == Task::Prefer;
+        let (mut report, mut read) = (Report { pairs, ..Report::of(&self.source.path) }, 0);
         // Tokens of plain text that do not fill a sample yet, and the line that they begin in.
         let (mut pending, mut begun) = (vec![], 1);
         loop {
@@ -414,22 +435,32 @@ impl Maker<'_> {
             Raw::Text(text) if self.options.task == Task::Generate => {
                 self.tokenizer.encode(&text).map(|encoded| Outcome::Tokens(encoded.ids)).map_err(words)
             }
-            raw => value_of(raw).and_then(|value| self.samples(&value)),
+            raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
         };
         made.unwrap_or_else(Outcome::Broken)
     }
 
-    /// The samples of a record.
-    fn samples(&self, record: &Value) -> Result<Outcome, String> {
-        let (form, example) = example(record, self.template.is_some())?;
-        let mut notes = vec![];
+    /// The samples of a record, of which some columns were not read from the file.
+    fn samples(&self, record: &Value, unread: &[String]) -> Result<Outcome, String> {
+        let has_labels = self.options.task == Task::Classify;
+        let reading = Reading { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
+        let read = reading.read(record, unread)?;
+        let form = read.form;
+        let mut notes: Vec<Note> = read.remarks.into_iter().map(Note::Remark).collect();
+        notes.extend(read.left.into_iter().map(Note::Ignored));
+        if !read.is_learned {
+            notes.push(Note::Remark("were left out by a weight of 0".into()));
+            return Ok(Outcome::Samples { form, samples: vec![], notes });
+        }
         let ctx = self.options.ctx;
-        let samples = match (self.options.task, example) {
+        let samples = match (self.options.task, read.example) {
             (Task::Classify, Example::Label { text, label }) => {
                 let number = self.options.labels.iter().position(|known| *known == label);
                 let known = || crate::util::list(&self.options.labels);
-                let number =
-                    number.ok_or_else(|| format!("its label {label:?} is not among the known ones ({})", known()))?;
+                let number = number.ok_or_else(|| match label.as_str() {
+                    NO_LABEL => no_label(),
+                    label => format!("its label {label:?} is not among the known ones ({})", known()),
+                })?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
             (Task::Prefer, Example::Preference(pair)) => {
@@ -438,12 +469,20 @@ impl Maker<'_> {
                     [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
                 match fitted {
                     [Err(reason), _] | [_, Err(reason)] => return Err(reason),
-                    [Ok(Some(chosen)), Ok(Some(rejected))] => vec![(chosen, 0), (rejected, 1)],
+                    [Ok(Some(chosen)), Ok(Some(rejected))] => {
+                        if chosen == rejected {
+                            notes.push(Note::Remark("have one answer as chosen and rejected, which teaches nothing".into()));
+                        }
+                        vec![(chosen, 0), (rejected, 1)]
+                    }
                     _ => vec![],
                 }
             }
             (Task::Generate, Example::Text(text) | Example::Label { text, .. }) => {
-                let sample = self.between_ends(&text, |_| true)?;
+                if text.trim().is_empty() {
+                    notes.push(Note::EmptyAnswer);
+                }
+                let sample = self.between_ends(&text, |_| true, &mut notes)?;
                 if sample.ids.len() > ctx && self.options.overlong == Overlong::Truncate {
                     notes.push(Note::Cut);
                     let pieces = sample.ids.chunks(ctx).filter(|ids| ids.len() > 1);
@@ -458,8 +497,13 @@ impl Maker<'_> {
                 self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
             (Task::Classify, _) => return Err(not_labelled(form)),
-            (Task::Prefer, _) => return Err(format!("it is {form}, and chosen and rejected is needed")),
-            (Task::Generate, _) => return Err(format!("it is {form}, which is for preference training")),
+            (Task::Prefer, _) => {
+                return Err(format!(
+                    "it is {form}, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which \
+                     they are"
+                ));
+            }
+            (Task::Generate, _) => return Err(format!("it is {form}, which is for preference training (--dpo)")),
         };
         Ok(Outcome::Samples { form, samples, notes })
     }
@@ -467,36 +511,99 @@ impl Maker<'_> {
     /// A conversation or a completion, of any length.
     fn answer(&self, example: &Example, notes: &mut Vec<Note>) -> Result<Sample, String> {
         match example {
-            Example::Chat { conversation, from } => {
+            Example::Chat { conversation, learned } => {
                 let Some(template) = self.template else {
                     return Err("it is a chat, and the model has no chat template".into());
                 };
-                if conversation.has_empty_answer() {
-                    notes.push(Note::EmptyAnswer);
-                }
-                let rendered = template.render_with_targets(conversation).map_err(words)?;
-                let before = (0..*from).filter(|i| conversation.is_assistant(*i)).count();
-                let targets = rendered.targets.get(before..).unwrap_or_default();
-                Ok(Sample::of_spans(self.tokenizer.encode(&rendered.text).map_err(words)?, targets))
+                self.chat(template, conversation, learned, notes)
             }
             Example::Completion { prompt, completion } => {
-                self.between_ends(&format!("{prompt}{completion}"), |end| end > prompt.len())
+                if completion.trim().is_empty() {
+                    notes.push(Note::EmptyAnswer);
+                }
+                self.between_ends(&format!("{prompt}{completion}"), |end| end > prompt.len(), notes)
             }
             Example::Text(_) | Example::Label { .. } | Example::Preference(_) => Err("it has no answer".into()),
         }
     }
 
-    /// A text between the tokens that the tokenizer adds, and with the token that ends it. Tokens are targets by where they
-    /// end.
-    fn between_ends(&self, text: &str, is_target: impl Fn(usize) -> bool) -> Result<Sample, String> {
+    /// A conversation, of which the messages `learned` are targets where they are the assistant's.
+    fn chat(
+        &self,
+        template: &Template,
+        conversation: &Conversation,
+        learned: &[bool],
+        notes: &mut Vec<Note>,
+    ) -> Result<Sample, String> {
+        let is_learned = |message: usize| learned.get(message).copied().unwrap_or(true);
+        if (0..conversation.len()).any(|i| is_learned(i) && conversation.is_empty_answer(i)) {
+            notes.push(Note::EmptyAnswer);
+        }
+        notes.extend(unread_keys(template, conversation).into_iter().map(Note::Ignored));
+        let traced = template.trace(conversation).map_err(|e| words(e.into()))?;
+        let unwritten = Unwritten::of(conversation, &traced);
+        for (message, keys) in unwritten.lost {
+            if is_learned(message) {
+                return Err(format!(
+                    "the template does not write the {keys} of message {}, so that an empty answer would be learned; take a \
+                     model whose chat template does, or leave the record out",
+                    message + 1
+                ));
+            }
+            notes.push(Note::Remark(format!("have an earlier answer whose {keys} the template does not write")));
+        }
+        notes.extend(unwritten.remarks.into_iter().map(Note::Remark));
+        if conversation.messages.iter().any(|message| template.keeps_text(message)) {
+            let why = "call a tool with arguments that are no JSON object: the template writes them as a quoted text";
+            notes.push(Note::Remark(why.into()));
+        }
+        if traced.endless.iter().any(|message| is_learned(*message)) {
+            notes.push(Note::Endless);
+        }
+        let all = (0..conversation.len()).all(|i| is_learned(i) || !conversation.is_assistant(i));
+        let mut targets = vec![];
+        for (target, owner) in traced.rendered.targets.into_iter().zip(traced.owners) {
+            match owner {
+                Some(message) if !is_learned(message) => {}
+                None if !all => {
+                    return Err("which message each {% generation %} block of the chat template belongs to is not certain, \
+                                and not all answers are to be learned; write one block around each answer in a copy of it"
+                        .into());
+                }
+                _ => targets.push(target),
+            }
+        }
+        Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(words)?, &targets))
+    }
+
+    /// A text between the tokens that the tokenizer adds, and with the token that ends it; what it has of these itself does
+    /// not come twice. Tokens are targets by where they end.
+    fn between_ends(
+        &self,
+        text: &str,
+        is_target: impl Fn(usize) -> bool,
+        notes: &mut Vec<Note>,
+    ) -> Result<Sample, String> {
         let encoded = self.tokenizer.encode(text).map_err(words)?;
         let (before, after) = self.tokenizer.around();
+        let end = self.tokenizer.special_id("eos_token");
+        let has_start = !before.is_empty() && encoded.ids.starts_with(before);
+        let end_text = self.tokenizer.special_tokens().get("eos_token").filter(|text| !text.is_empty());
+        let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
+        if has_start || has_end {
+            notes.push(Note::Remark("have the tokenizer's own special token at an end already: it is not added again".into()));
+        }
+        let before = if has_start { &[] } else { before };
         let mut sample = Sample { ids: before.to_vec(), targets: vec![false; before.len()] };
         sample.targets.extend(encoded.offsets.iter().map(|(start, end)| is_target(*end.max(&(start + 1)))));
         sample.ids.extend(encoded.ids);
-        sample.ids.extend(after);
-        let end = self.tokenizer.special_id("eos_token");
-        sample.ids.extend(end.filter(|end| sample.ids.last() != Some(end)));
+        if !has_end {
+            sample.ids.extend(after);
+            sample.ids.extend(end.filter(|end| sample.ids.last() != Some(end)));
+        }
+        if end.is_none() && after.is_empty() {
+            notes.push(Note::Endless);
+        }
         sample.targets.resize(sample.ids.len(), true);
         Ok(sample)
     }
@@ -581,21 +688,52 @@ fn words(error: Error) -> String {
 /// The most labels of data: a column with more has something else.
 const MOST_LABELS: usize = 10_000;
 
+/// The label that stands for none in many data sets.
+const NO_LABEL: &str = "-1";
+
+fn no_label() -> String {
+    "its label is -1, which stands for no label in many data sets; leave such records out, or name all labels, -1 among them, \
+     with --labels"
+        .into()
+}
+
+/// The keys of messages that are in none of the words of the template, as notes name them.
+fn unread_keys(template: &Template, conversation: &Conversation) -> Vec<String> {
+    let is_read = |key: &str| ["role", "content"].contains(&key) || SAID.contains(&key) || template.mentions(key);
+    let mut found: Vec<String> = vec![];
+    for message in &conversation.messages {
+        for key in message.try_iter().into_iter().flatten() {
+            let name = key.as_str().unwrap_or_default();
+            if is_read(name) || field(message, name).is_none() {
+                continue;
+            }
+            let named = format!("messages[].{name}");
+            if !found.contains(&named) {
+                found.push(named);
+            }
+        }
+    }
+    found
+}
+
 /// All labels of the records of some files, two or more: numbers by size, names by letter.
 ///
 /// # Errors
-/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for one label, or more than 10,000; those
-/// of files and formats.
-pub fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
+/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for one label, more than 10,000, or two that
+/// differ by white space around them; those of files and formats.
+pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
     let mut labels = std::collections::BTreeSet::new();
     let mut report = Report::default();
     let refused = |path: &Path, problem| Err(FinetuneError::Labels { path: path.into(), problem }.into());
     for source in sources {
         report.by_row = Report::of(&source.path).by_row;
-        let mut records = Records::open(&source.path)?;
+        let mut records = Records::open(&source.path, columns)?;
         while let Some(record) = records.next()? {
             let line = record.line;
-            match value_of(record.raw).and_then(|value| example(&value, false)) {
+            let reading = Reading { columns, has_template: false, has_labels: true };
+            let read = record.raw.value().and_then(|(value, unread)| reading.read(&value, &unread));
+            match read.map(|read| (read.form, read.example)) {
+                Ok((_, Example::Label { label, .. })) if label == NO_LABEL => report.note(line, Note::Broken(no_label())),
                 Ok((_, Example::Label { label, .. })) => {
                     // Numbers of up to 18 digits come in their order before names.
                     labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
@@ -613,26 +751,27 @@ pub fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
     }
     let path = sources.last().map(|source| source.path.clone()).unwrap_or_default();
     let labels: Vec<String> = labels.into_iter().map(|(_, label)| label).collect();
+    let mut trimmed: Vec<&str> = labels.iter().map(|label| label.trim()).collect();
+    trimmed.sort_unstable();
+    if let Some(two) = trimmed.windows(2).find(|two| two[0] == two[1]) {
+        let alike: Vec<&String> = labels.iter().filter(|label| label.trim() == two[0]).collect();
+        return refused(&path, format!("{alike:?} differ only by white space around them; write them alike"));
+    }
     match &labels[..] {
+        [only] if !report.broken.is_empty() => refused(
+            &path,
+            format!(
+                "all records that have one have {only:?}; at least two labels are needed to tell apart ({})",
+                report.why_nothing()
+            ),
+        ),
         [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
         [only] => refused(&path, format!("all records have {only:?}; at least two labels are needed to tell apart")),
         _ => Ok(labels),
     }
 }
 
-/// The value that a record is.
-fn value_of(raw: Raw) -> Result<Value, String> {
-    match raw {
-        Raw::Broken(reason) => Err(reason),
-        Raw::Text(_) => Err("it is plain text".into()),
-        // Of a line, its number in the file is said.
-        Raw::Json(bytes) => serde_json::from_slice(bytes.trim_ascii())
-            .map_err(|e| format!("it is not JSON ({})", e.to_string().replace("at line 1 column", "at column"))),
-        Raw::Columns { value, .. } => Ok(value),
-    }
-}
-
 /// Why a record has no label.
 fn not_labelled(form: Form) -> String {
-    format!("it is {form}, and text and label is needed")
+    format!("it is {form}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
 }

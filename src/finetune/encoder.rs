@@ -22,10 +22,10 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero::finetune::{DataOptions, EncoderBase, Source, Task, labels_of};
+/// use candle_zero::finetune::{Columns, DataOptions, EncoderBase, Source, Task, labels_of};
 /// use candle_zero::models::Bert;
 ///
-/// let base = EncoderBase::open("bert-base-uncased", &labels_of(&[Source::parse("reviews.csv")?])?)?;
+/// let base = EncoderBase::open("bert-base-uncased", &labels_of(&[Source::parse("reviews.csv")?], &Columns::default())?)?;
 /// let data = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 128) };
 /// let config = r#"{"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}"#;
 /// let builder = Engine::builder().initial_values(base.values());

@@ -284,6 +284,14 @@ pub enum FinetuneError {
         /// The file.
         path: PathBuf,
     },
+    /// A data file of which the records cannot be told apart.
+    #[error("{} cannot be read: {problem}", path.display())]
+    DataFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
     /// A Parquet file that cannot be read.
     #[error("{} cannot be read as Parquet: {problem}", path.display())]
     Parquet {
@@ -308,6 +316,22 @@ pub enum FinetuneError {
         line: u64,
         /// What is wrong.
         reason: String,
+    },
+    /// A data file of which many records cannot be used.
+    #[error(
+        "{skipped} of {} records of {} are skipped: {why}; correct them, or give --allow_skipped to learn from the others",
+        records,
+        path.display()
+    )]
+    Skipped {
+        /// The file.
+        path: PathBuf,
+        /// Records that cannot be used, or have nothing to be learned.
+        skipped: u64,
+        /// All records.
+        records: u64,
+        /// What is wrong with them.
+        why: String,
     },
     /// A data file of which nothing can be learned.
     #[error("{} has no sample to learn from: {reason}", path.display())]

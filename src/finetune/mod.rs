@@ -22,6 +22,7 @@
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 //! | a whole run: what it is told, what it needs, its steps | [`Options`], [`Prepared`], [`FineTune`] |
 
+mod adapt;
 mod adapted_values;
 mod adapter;
 mod base;
@@ -29,11 +30,13 @@ mod cache;
 mod choose;
 mod classifier;
 mod classify;
+mod columns;
 mod conversation;
 mod dataset;
 mod dpo;
 mod encoder;
 pub(crate) mod error;
+mod fields;
 mod fitted;
 mod generate;
 mod gguf;
@@ -43,6 +46,7 @@ mod gguf_model;
 mod gguf_vocabulary;
 mod identity;
 mod merge;
+mod messages;
 mod network;
 mod objective;
 mod options;
@@ -72,10 +76,12 @@ mod show;
 mod source;
 mod spans;
 mod strftime;
+mod table;
 mod template;
 mod templates;
 mod tokenizer;
 mod words;
+mod written;
 
 pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
@@ -84,6 +90,7 @@ pub use cache::{SampleRef, default_cache};
 pub use choose::{Choice, Demand, memory_of_rank};
 pub use classifier::{Classified, Classifier};
 pub use classify::LabelledTexts;
+pub use columns::Columns;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
 pub use dpo::{Dpo, Rewards, dpo_loss};

@@ -1,5 +1,6 @@
 //! What a fine-tuning run is told.
 
+use super::columns::Columns;
 use super::dataset::Overlong;
 use super::error::FinetuneError;
 use super::source::Source;
@@ -184,6 +185,12 @@ pub struct Options {
     pub overlong: Overlong,
     /// Whether a record that cannot be used is an error. Default: false, they are counted.
     pub strict: bool,
+    /// Whether a run goes on where more than a tenth of a file's records cannot be used.
+    pub allow_skipped: bool,
+    /// What the columns of data files are read as, where they have names of their own.
+    pub columns: Columns,
+    /// The labels to tell apart, in the order of their numbers. Default: all of the data, sorted.
+    pub labels: Vec<String>,
     /// What the model is validated with. Default: nothing.
     pub validation: Option<Held>,
     /// Steps between validations. Default: a tenth of all.
@@ -228,6 +235,9 @@ impl Options {
             packing: true,
             overlong: Overlong::Truncate,
             strict: false,
+            allow_skipped: false,
+            columns: Columns::default(),
+            labels: vec![],
             validation: None,
             eval_every: None,
             patience: None,

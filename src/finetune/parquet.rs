@@ -8,9 +8,10 @@
 //! of each of these columns a page of the dictionary, a page of values, and the values of [`AHEAD`] rows with the pages that
 //! they lie in: what a writer puts into a page (a megabyte, usually) and into a row bounds it, not the file or a row group.
 
+use super::columns::Columns;
 use super::error::FinetuneError;
 use super::raw::{MOST_BYTES, Raw, Record};
-use super::record::{FORMS, KEYS};
+use super::record::FORMS;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::sandbox::{Subject, within};
@@ -23,7 +24,7 @@ use parquet::file::reader::FileReader;
 use parquet::file::serialized_reader::{ReadOptionsBuilder, SerializedFileReader};
 use parquet::record::Field;
 use parquet::record::reader::{ReaderIter, TreeBuilder};
-use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type};
+use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type, TypePtr};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -44,7 +45,9 @@ pub(super) struct Rows {
     reader: SerializedFileReader<File>,
     /// Names of all columns.
     names: Vec<String>,
-    /// Those of [`KEYS`], which are read.
+    /// Those that are not read.
+    unread: Arc<[String]>,
+    /// Those that are read.
     columns: SchemaDescPtr,
     /// Row groups begun.
     groups: usize,
@@ -63,7 +66,7 @@ impl Rows {
     /// # Errors
     /// [`FinetuneError::Parquet`] for what is not a Parquet file, is cut off, damaged, encrypted or in a form that is not read;
     /// [`Error::Io`].
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    pub(super) fn open(path: &Path, known: &Columns) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let wrong = |problem| Error::from(FinetuneError::Parquet { path: path.into(), problem });
         let mut file = files::open(path).map_err(io)?;
@@ -80,15 +83,22 @@ impl Rows {
         let metadata = reader.metadata();
         let root = metadata.file_metadata().schema_descr().root_schema();
         let names: Vec<String> = root.get_fields().iter().map(|field| field.name().to_owned()).collect();
-        let read: Vec<_> = root.get_fields().iter().filter(|field| KEYS.contains(&field.name())).cloned().collect();
-        if read.is_empty() {
-            return Err(wrong(format!("its columns ({}) are of no known form: {FORMS}", list(&names))));
+        // What cannot be read is an error where a form is read by it.
+        let is_read = |field: &&TypePtr| {
+            let name = field.name();
+            known.is_key(name) || known.is_known(name) && check_type(field, name).is_ok()
+        };
+        let read: Vec<_> = root.get_fields().iter().filter(is_read).cloned().collect();
+        if !read.iter().any(|field| known.is_key(field.name())) {
+            let hint = Columns::hint(&names);
+            return Err(wrong(format!("its columns ({}) are of no known form: {FORMS}; {hint}", list(&names))));
         }
+        let unread = names.iter().filter(|name| !read.iter().any(|field| field.name() == *name)).cloned().collect();
         read.iter().try_for_each(|field| check_type(field, field.name())).map_err(wrong)?;
         let root = Type::group_type_builder(root.name()).with_fields(read).build();
         let columns = Arc::new(SchemaDescriptor::new(Arc::new(root.map_err(|e| damaged(e.to_string()))?)));
         let of = check_groups(metadata, &columns).map_err(wrong)?;
-        Ok(Self { path: path.into(), subject, reader, names, columns, groups: 0, group: None, row: 0, of, bytes })
+        Ok(Self { path: path.into(), subject, reader, names, unread, columns, groups: 0, group: None, row: 0, of, bytes })
     }
 
     /// The next row; none at the end. Its number stands for its line.
@@ -120,7 +130,7 @@ impl Rows {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
-                    return Ok(Some(Record { line: self.row, raw: Raw::Columns { value, bytes } }));
+                    return Ok(Some(Record { line: self.row, raw: Raw::Columns { value, bytes, unread: self.unread.clone() } }));
                 }
                 Err(reason) => return Err(self.damaged(&reason)),
             }
@@ -318,6 +328,7 @@ fn finite(number: f64) -> Value {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::finetune::columns::KEYS;
     use crate::finetune::conversation::field;
     use proptest::prelude::*;
 
@@ -327,10 +338,10 @@ mod tests {
 
     /// All rows of a file, or why it cannot be read.
     fn rows(path: &Path) -> Result<Vec<(Value, usize)>> {
-        let mut rows = Rows::open(path)?;
+        let mut rows = Rows::open(path, &Columns::default())?;
         let mut found = vec![];
         while let Some(record) = rows.next()? {
-            let Raw::Columns { value, bytes } = record.raw else { panic!("{record:?}") };
+            let Raw::Columns { value, bytes, .. } = record.raw else { panic!("{record:?}") };
             found.push((value, bytes));
             assert_eq!(record.line, found.len() as u64);
         }

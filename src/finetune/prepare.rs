@@ -52,7 +52,11 @@ impl Start {
     fn open(options: &Options) -> Result<Self> {
         let checkpoint_activations = options.recompute.unwrap_or(false);
         if options.objective == Objective::Classify {
-            let base = EncoderBase::open(&options.model, &labels_of(&options.data)?)?;
+            let labels = match options.labels.is_empty() {
+                true => labels_of(&options.data, &options.columns)?,
+                false => options.labels.clone(),
+            };
+            let base = EncoderBase::open(&options.model, &labels)?;
             let config = BertConfig { checkpoint_activations, ..base.config().clone() };
             return Ok(Self::Encoder { base, config });
         }
@@ -149,8 +153,13 @@ impl Prepared {
                 Objective::Classify => Task::Classify,
             };
             let (overlong, strict, labels) = (options.overlong, options.strict, labels.clone());
-            let data = DataOptions { overlong, strict, labels, ..DataOptions::new(task, ctx) };
-            Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)
+            let columns = options.columns.clone();
+            let data = DataOptions { overlong, strict, labels, columns, ..DataOptions::new(task, ctx) };
+            let dataset = Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)?;
+            if !options.allow_skipped {
+                dataset.check_skipped()?;
+            }
+            Ok::<_, Error>(dataset)
         };
         let training = prepare(&options.data)?;
         let (training, validation) = match &options.validation {

@@ -54,6 +54,11 @@ pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> 
     Ok(text)
 }
 
+/// A value as `json.dumps(x, ensure_ascii=False)` writes it.
+pub(super) fn json_text(value: &Value) -> Result<String, Error> {
+    tojson(value, Kwargs::from_iter(std::iter::empty::<(String, Value)>()))
+}
+
 impl Json {
     fn write(&self, value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
         check(depth, text)?;

@@ -1,11 +1,12 @@
 //! Data files, record by record, in memory that the largest record bounds.
 
+use super::columns::Columns;
 use super::error::FinetuneError;
 use super::parquet::Rows;
-use super::raw::{MOST_BYTES, Raw, Record};
+use super::raw::{MOST_BYTES, Raw, Record, check_size, utf8};
+use super::table::Table;
 use crate::error::{Error, Result};
 use crate::files;
-use minijinja::value::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _};
 use std::path::{Path, PathBuf};
@@ -56,25 +57,30 @@ enum Format {
 }
 
 impl Records {
-    /// Opens a file by its extension.
+    /// Opens a file by its extension; of a table, those of `columns` are told.
     ///
     /// # Errors
-    /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::Parquet`]; [`Error::Io`].
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].
+    pub(super) fn open(path: &Path, columns: &Columns) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
+        let table = |separator| -> Result<Format> {
+            let table = Table::open(Lines::open(path)?.reader, separator, columns).map_err(|source| io(path, source))?;
+            Ok(Format::Table(table.map_err(|problem| unreadable(path, problem))?))
+        };
         let format = match extension.as_str() {
-            "jsonl" | "ndjson" => Format::Lines(Lines::open(path)?),
-            "json" => {
+            "jsonl" | "ndjson" | "json" => {
                 let mut lines = Lines::open(path)?;
-                match lines.first_byte().map_err(|source| io(path, source))? {
-                    Some(b'[') => Format::List(List { lines, state: State::Before }),
+                let head = lines.head().map_err(|source| io(path, source))?.trim_ascii_start();
+                match head.first() {
+                    Some(b'[') if extension == "json" || is_printed(head) => Format::List(List::of(lines, State::Before)),
+                    Some(b'{') if is_printed(head) => Format::List(List::of(lines, State::Following)),
                     _ => Format::Lines(lines),
                 }
             }
-            "csv" => Format::Table(Table::open(path, b',')?),
-            "tsv" => Format::Table(Table::open(path, b'\t')?),
+            "csv" => table(b',')?,
+            "tsv" => table(b'\t')?,
             "txt" | "md" | "text" => Format::Text(Lines::open(path)?),
-            "parquet" => Format::Rows(Box::new(Rows::open(path)?)),
+            "parquet" => Format::Rows(Box::new(Rows::open(path, columns)?)),
             _ => return Err(FinetuneError::UnknownFormat { path: path.into() }.into()),
         };
         Ok(Self { path: path.into(), format })
@@ -98,14 +104,16 @@ impl Records {
                     let Some(next) = lines.next().map_err(wrong)? else { break };
                     piece.extend(next);
                 }
-                let raw = |piece| match String::from_utf8(piece) {
-                    Ok(text) => Raw::Text(text),
-                    Err(_) => Raw::Broken("it is not UTF-8 text".into()),
+                let raw = |piece: &[u8]| match utf8(piece) {
+                    Ok(text) => Raw::Text(text.into()),
+                    Err(reason) => Raw::Broken(reason),
                 };
-                Ok((!piece.is_empty()).then(|| Record { line, raw: raw(piece) }))
+                Ok((!piece.is_empty()).then(|| Record { line, raw: raw(&piece) }))
             }
             Format::List(list) => list.next().map_err(wrong),
-            Format::Table(table) => table.next().map_err(wrong),
+            Format::Table(table) => {
+                table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem))
+            }
             Format::Rows(rows) => rows.next(),
         }
     }
@@ -123,14 +131,32 @@ fn io(path: &Path, source: std::io::Error) -> Error {
     Error::Io { action: "read", path: path.into(), source }
 }
 
-/// An error for a record that is too large to be one.
-fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
-    match bytes > MOST_BYTES {
-        true => {
-            let reason = format!("the record of line {line} has more than {} MiB; cut it", MOST_BYTES >> 20);
-            Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
-        }
-        false => Ok(()),
+fn unreadable(path: &Path, problem: impl Into<String>) -> Error {
+    FinetuneError::DataFile { path: path.into(), problem: problem.into() }.into()
+}
+
+/// What a file with this beginning is, if it is not text in UTF-8.
+fn foreign(head: &[u8]) -> Option<&'static str> {
+    const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, as with iconv -f UTF-16 -t UTF-8";
+    match head {
+        [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] => Some(UTF_16),
+        [0x1F, 0x8B, ..] => Some("it is compressed with gzip; unpack it with gunzip"),
+        [0x28, 0xB5, 0x2F, 0xFD, ..] => Some("it is compressed with Zstandard; unpack it with unzstd"),
+        [b'P', b'K', 3, 4, ..] => Some("it is a ZIP archive, as of Excel; unpack it, or save the table as CSV in UTF-8"),
+        [b'P', b'A', b'R', b'1', ..] => Some("it is a Parquet file; name it .parquet"),
+        _ if head.iter().take(4).any(|byte| *byte == 0) => Some(UTF_16),
+        _ => None,
+    }
+}
+
+/// Whether JSON is printed over several lines: the first one ends within a value, and the second one has none of its own.
+fn is_printed(head: &[u8]) -> bool {
+    let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
+    let is_object = |line: &[u8]| line.starts_with(b"{") && serde_json::from_slice::<serde::de::IgnoredAny>(line).is_ok();
+    let mut lines = head.split_inclusive(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
+    match (lines.next(), lines.next()) {
+        (Some(first), Some(second)) => first.ends_with(b"\n") && is_cut(first) && !is_object(second.trim_ascii()),
+        _ => false,
     }
 }
 
@@ -142,26 +168,28 @@ struct Lines {
 }
 
 impl Lines {
+    /// Behind a byte order mark, where there is one.
     fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|source| io(path, source))?;
-        Ok(Self { reader: BufReader::with_capacity(BUFFER, file), line: 0 })
+        let mut reader = BufReader::with_capacity(BUFFER, file);
+        let head = reader.fill_buf().map_err(|source| io(path, source))?;
+        if let Some(problem) = foreign(head) {
+            return Err(unreadable(path, problem));
+        }
+        if head.starts_with(b"\xEF\xBB\xBF") {
+            reader.consume(3);
+        }
+        Ok(Self { reader, line: 0 })
     }
 
-    /// The first byte that is no white space, without a byte order mark.
-    fn first_byte(&mut self) -> std::io::Result<Option<u8>> {
-        if self.reader.fill_buf()?.starts_with(b"\xEF\xBB\xBF") {
-            self.reader.consume(3);
-        }
-        let ahead = self.reader.fill_buf()?;
-        Ok(ahead.iter().copied().find(|byte| !byte.is_ascii_whitespace()))
+    /// What is read of the file at once.
+    fn head(&mut self) -> std::io::Result<&[u8]> {
+        self.reader.fill_buf()
     }
 
     /// The next line with its end.
     fn next(&mut self) -> std::io::Result<Option<Vec<u8>>> {
         let mut bytes = vec![];
-        if self.line == 0 {
-            self.first_byte()?;
-        }
         (&mut self.reader).take(MOST_BYTES as u64 + 1).read_until(b'\n', &mut bytes)?;
         self.line += 1;
         check_size(bytes.len(), self.line)?;
@@ -169,64 +197,7 @@ impl Lines {
     }
 }
 
-/// The rows of a table whose first one has the names of its columns.
-struct Table {
-    lines: Lines,
-    reader: Box<csv_core::Reader>,
-    names: Vec<String>,
-}
-
-impl Table {
-    fn open(path: &Path, delimiter: u8) -> Result<Self> {
-        let reader = Box::new(csv_core::ReaderBuilder::new().delimiter(delimiter).build());
-        let mut table = Self { lines: Lines::open(path)?, reader, names: vec![] };
-        let names = table.row().map_err(|source| io(path, source))?.unwrap_or_default();
-        table.names = names.into_iter().map(|name| String::from_utf8_lossy(&name).into_owned()).collect();
-        Ok(table)
-    }
-
-    fn next(&mut self) -> std::io::Result<Option<Record>> {
-        let line = self.reader.line();
-        let Some(row) = self.row()? else { return Ok(None) };
-        let (found, names) = (row.len(), self.names.len());
-        let fields: Result<Vec<String>, _> = row.into_iter().map(String::from_utf8).collect();
-        let raw = match fields {
-            Ok(fields) if found == names => {
-                let bytes = fields.iter().map(|field| field.len() + size_of::<Value>()).sum();
-                Raw::Columns { value: Value::from_pairs(self.names.iter().cloned().zip(fields)), bytes }
-            }
-            Ok(_) => Raw::Broken(format!("it has {found} columns, and the first line has {names}")),
-            Err(_) => Raw::Broken("it is not UTF-8 text".into()),
-        };
-        Ok(Some(Record { line, raw }))
-    }
-
-    /// The fields of the next row.
-    fn row(&mut self) -> std::io::Result<Option<Vec<Vec<u8>>>> {
-        let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
-        let (mut written, mut ended) = (0, 0);
-        let line = self.reader.line();
-        loop {
-            let input = self.lines.reader.fill_buf()?;
-            let (result, read, wrote, fields) =
-                self.reader.read_record(input, &mut bytes[written..], &mut ends[ended..]);
-            self.lines.reader.consume(read);
-            (written, ended) = (written + wrote, ended + fields);
-            check_size(written.saturating_add(ended * size_of::<usize>()), line)?;
-            match result {
-                csv_core::ReadRecordResult::InputEmpty => {}
-                csv_core::ReadRecordResult::OutputFull => bytes.resize(2 * bytes.len(), 0),
-                csv_core::ReadRecordResult::OutputEndsFull => ends.resize(2 * ends.len(), 0),
-                csv_core::ReadRecordResult::Record => break,
-                csv_core::ReadRecordResult::End => return Ok(None),
-            }
-        }
-        let starts = [0].into_iter().chain(ends.iter().copied());
-        Ok(Some(starts.zip(&ends[..ended]).map(|(start, end)| bytes[start..*end].to_vec()).collect()))
-    }
-}
-
-/// The items of a JSON list, found by counting brackets.
+/// The items of a JSON list, or values behind one another, found by counting brackets.
 struct List {
     lines: Lines,
     state: State,
@@ -237,9 +208,15 @@ enum State {
     Before,
     Inside,
     After,
+    /// Among values that are in no list.
+    Following,
 }
 
 impl List {
+    fn of(lines: Lines, state: State) -> Self {
+        Self { lines, state }
+    }
+
     fn next(&mut self) -> std::io::Result<Option<Record>> {
         let (mut bytes, mut depth, mut in_string, mut escaped) = (vec![], 0_usize, false, false);
         // Where the item begins.
@@ -247,8 +224,13 @@ impl List {
         while self.state != State::After {
             let buffer = self.lines.reader.fill_buf()?;
             if buffer.is_empty() {
+                let within = match self.state {
+                    State::Following if bytes.is_empty() => return Ok(None),
+                    State::Following => "a record",
+                    _ => "the list",
+                };
                 self.state = State::After;
-                return Ok(Some(Record { line, raw: Raw::Broken("the file ends within the list".into()) }));
+                return Ok(Some(Record { line, raw: Raw::Broken(format!("the file ends within {within}")) }));
             }
             let (mut used, mut complete) = (0, false);
             for byte in buffer {
@@ -263,7 +245,7 @@ impl List {
                         self.state = State::Inside;
                         continue;
                     }
-                    b',' | b']' if depth == 0 => {
+                    b',' | b']' if depth == 0 && self.state != State::Following => {
                         self.state = if *byte == b']' { State::After } else { State::Inside };
                         complete = true;
                         break;
@@ -273,7 +255,14 @@ impl List {
                         continue;
                     }
                     b'[' | b'{' => depth += 1,
-                    b']' | b'}' => depth = depth.saturating_sub(1),
+                    b']' | b'}' => {
+                        depth = depth.saturating_sub(1);
+                        if depth == 0 && self.state == State::Following {
+                            bytes.push(*byte);
+                            complete = true;
+                            break;
+                        }
+                    }
                     b'"' => in_string = true,
                     _ => {}
                 }
@@ -303,7 +292,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
-        let mut records = Records::open(&path).unwrap();
+        let mut records = Records::open(&path, &Columns::default()).unwrap();
         let shown = |raw| match raw {
             Raw::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
             Raw::Columns { value, .. } => value.to_string(),
@@ -346,6 +335,108 @@ mod tests {
         assert!(rows[1].1.starts_with("broken: "), "{rows:?}");
         assert_eq!(rows[2], at(5, "{'prompt': 'd', 'completion': 'e'}"));
         assert_eq!(records("x.tsv", "a\tb\n1\t2\n"), [at(2, "{'a': '1', 'b': '2'}")]);
+    }
+
+    fn holds(text: &str, part: &str) {
+        assert!(text.contains(part), "{text}");
+    }
+
+    /// Why a file of this name and these bytes is refused.
+    fn refused(name: &str, bytes: impl AsRef<[u8]>) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        let read = || -> Result<()> {
+            let mut records = Records::open(&path, &Columns::default())?;
+            while records.next()?.is_some() {}
+            Ok(())
+        };
+        read().unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR")
+    }
+
+    #[test]
+    fn the_separator_of_a_table_is_found() {
+        let expected = [at(2, "{'prompt': 'a;b,c', 'completion': 'd\"e'}")];
+        for separator in [",", ";", "\t", "|"] {
+            let text = format!("prompt{separator} completion\n\"a;b,c\"{separator}\"d\"\"e\"\n");
+            for name in ["x.csv", "x.tsv"] {
+                assert_eq!(records(name, &text), expected, "{name} {separator:?}");
+            }
+        }
+        let declared = [at(3, "{'prompt': 'a', 'completion': 'b;c'}")];
+        assert_eq!(records("x.csv", "sep=|\r\nprompt|completion\r\na|b;c\r\n"), declared);
+        // Of names that are not known, what parts them more, and else what is usual.
+        assert_eq!(records("x.csv", "a;b;c,d\n1;2;3\n"), [at(2, "{'a': '1', 'b': '2', 'c,d': '3'}")]);
+        assert_eq!(records("x.csv", "a;b,c\n1,2\n"), [at(2, "{'a;b': '1', 'c': '2'}")]);
+        assert_eq!(records("x.csv", "text\na;b\n"), [at(2, "{'text': 'a;b'}")]);
+    }
+
+    #[test]
+    fn a_stray_quote_is_an_error_with_its_line() {
+        let rows = |bad: &str| {
+            let good = "a,b\n".repeat(4);
+            format!("prompt,completion\n{good}{bad}\n{good}")
+        };
+        holds(&refused("x.csv", rows("a,\"b")), "a quote that opens in line 6 is not closed by the end of the file");
+        holds(&refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")), "a quote that opens in line 6 closes in line 8 before other text");
+        holds(&refused("x.csv", "\"prompt,completion\na,b\n"), "a quote that opens in line 1 is not closed");
+        holds(&refused("x.csv", "prompt,prompt\na,b\n"), "two columns are named");
+        let one = records("x.csv", &rows("a,\"b\" c"));
+        assert_eq!(one.len(), 9);
+        holds(&one[4].1, "broken: text follows the quote that ends a field");
+        // Within a field that has none before it, a quote is a sign as any other.
+        assert_eq!(records("x.csv", &rows("5\" long,b"))[4], at(6, "{'prompt': '5\" long', 'completion': 'b'}"));
+        assert_eq!(records("x.csv", &rows("\n\na,\"b\r\nc\""))[4], at(8, "{'prompt': 'a', 'completion': 'b\\r\\nc'}"));
+    }
+
+    #[test]
+    fn rows_with_another_number_of_fields_are_named_by_their_line() {
+        let rows = records("x.csv", "prompt,completion\n\n\nadd,1 2,3\nx\n\"a\nb\",c,\n");
+        assert_eq!(rows.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [4, 5, 6]);
+        holds(&rows[0].1, "broken: it has 3 columns, and the first line names 2 (prompt, completion)");
+        holds(&rows[1].1, "broken: it has 1 column, and the first line names 2");
+    }
+
+    #[test]
+    fn what_is_not_text_in_utf_8_is_named() {
+        let utf16: Vec<u8> = "\u{FEFF}{}".encode_utf16().flat_map(u16::to_le_bytes).collect();
+        holds(&refused("x.jsonl", &utf16), "DIR/x.jsonl cannot be read: it is text in UTF-16 or UTF-32; save it as UTF-8");
+        for (name, bytes) in [("x.csv", &utf16[..]), ("x.txt", &utf16), ("x.jsonl", &utf16[2..]), ("x.json", b"\xFE\xFF\0{")] {
+            assert!(refused(name, bytes).contains("UTF-16"), "{name}");
+        }
+        holds(&refused("x.jsonl", b"\x1F\x8B\x08"), "gunzip");
+        holds(&refused("x.csv", b"PK\x03\x04"), "ZIP archive");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.csv");
+        std::fs::write(&path, b"prompt,completion\ncaf\xE9,b\n").unwrap();
+        let record = Records::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
+        holds(&record.raw.value().unwrap_err(), "(byte 0xE9, as of Windows-1252 or Latin-1, where it is 'é'); save the file as UTF-8");
+    }
+
+    #[test]
+    fn printed_json_is_read_as_what_it_is() {
+        let compact = |records: Vec<(u64, String)>| -> Vec<(u64, String)> {
+            records.into_iter().map(|(line, text)| (line, text.split_whitespace().collect())).collect()
+        };
+        let text = "{\n  \"a\": [\n 1 ]\n}\n\n{\n  \"b\": \"}\"\n}";
+        for name in ["x.jsonl", "x.json"] {
+            assert_eq!(compact(records(name, text)), [at(1, "{\"a\":[1]}"), at(6, "{\"b\":\"}\"}")], "{name}");
+            assert_eq!(compact(records(name, "[\n  {\n\"a\": 1},\n{\"b\": 2}\n]")).len(), 2, "{name}");
+        }
+        let cut = records("x.jsonl", "{\n  \"a\": 1\n}\n{\n");
+        assert_eq!(cut[1], at(4, "broken: the file ends within a record"));
+        // A first line that is cut off leaves the others as they are.
+        assert_eq!(records("x.jsonl", "{\"a\": \n{\"b\": 1}\n{\"c\": 1}\n").len(), 3);
+    }
+
+    #[test]
+    fn what_is_not_json_is_told_by_its_kind() {
+        let said = |text: &str| Raw::Json(text.into()).value().unwrap_err();
+        holds(&said("{\"instruction\":\"a\",\"input\":NaN}"), "it is not JSON: NaN is no JSON; write null (expected value at column 28)");
+        holds(&said("{\"a\": -Infinity}"), "Infinity is no JSON; write null");
+        holds(&said("{'role': 'user'}"), "its texts are in single quotes, as Python prints them");
+        holds(&said("{\"a\": True}"), "True is no JSON; write true");
+        holds(&said("{\"a\": \"NaN\", \"b\" 1}"), "it is not JSON (expected `:` at column 18)");
     }
 
     #[test]

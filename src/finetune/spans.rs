@@ -7,9 +7,13 @@
 //!
 //! - an answer begins after the first header of an answer since the message before it. What a header is, the template
 //!   says itself: it is what `add_generation_prompt` adds, or what stands between a question and its answer in a probe;
-//! - it ends with the first special token after its content, that of a probe's answer where it is there.
+//! - it ends with the first special token after its content, that of a probe's answer where it is there; of templates whose
+//!   answers end with other text, with that.
+//!
+//! With generation markers the template says it itself; the contents then tell which message a stretch belongs to. In both
+//! ways they tell which texts of a message are not in the text at all ([`super::written`]).
 
-use super::conversation::{Conversation, field};
+use super::conversation::{Conversation, SAID, field};
 use super::error::FinetuneError;
 use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
@@ -44,31 +48,53 @@ pub struct Rendered {
     pub targets: Vec<Range<usize>>,
 }
 
+/// The text and its targets, and what is known of the messages in it.
+#[derive(Debug)]
+pub(super) struct Traced {
+    pub rendered: Rendered,
+    /// The message of each target, where it is known.
+    pub owners: Vec<Option<usize>>,
+    /// Messages that are learned without their end.
+    pub endless: Vec<usize>,
+    pub trace: Option<Trace>,
+}
+
+/// Where the texts of messages stand in the rendered one.
+#[derive(Debug)]
+pub(super) struct Trace {
+    points: Vec<Point>,
+    pub leaves: Vec<Leaf>,
+}
+
 /// How the turns of a template's text begin and end.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Turns {
     /// What an answer stands after, the first that is found.
     headers: Vec<String>,
-    /// The special token that ends an answer.
+    /// The special token that ends an answer, or the text.
     end: Option<String>,
     /// The texts of all special tokens.
     special: Vec<String>,
 }
 
 impl Turns {
-    /// Asks `template` for the text of short conversations.
-    pub(super) fn of(template: &impl Render, special: Vec<String>) -> Self {
-        let prompt = prompt(template);
+    /// Asks `template` for the text of short conversations, with these variables.
+    pub(super) fn of(template: &impl Render, special: Vec<String>, variables: &[(String, Value)]) -> Self {
+        let prompt = prompt(template, variables);
         let probe =
             [("user", "Aquestion"), ("assistant", "Ananswer"), ("user", "Bquestion"), ("assistant", "Bnanswer")];
-        let text = text_of(template, &Conversation::new(probe), false);
+        let text = text_of(template, &with(Conversation::new(probe), variables), false);
         let between = |from: &str, to: &str| {
             let text = text.as_ref()?;
             let start = text.find(from)? + from.len();
             Some(text[start..start + text[start..].find(to)?].to_string())
         };
         let (before_answer, after_answer) = (between("Aquestion", "Ananswer"), between("Ananswer", "Bquestion"));
-        let end = after_answer.as_ref().and_then(|text| Some(first_of(text, &special)?.1.to_string()));
+        let last = text.as_ref().and_then(|text| Some(&text[text.find("Bnanswer")? + "Bnanswer".len()..]));
+        let end = after_answer.as_ref().and_then(|text| {
+            let token = first_of(text, &special).map(|(_, token)| token.to_string());
+            token.or_else(|| constant_end(text, last?))
+        });
         let mut headers: Vec<String> = prompt.iter().cloned().collect();
         if let Some(before) = before_answer {
             // Without a token that ends the question.
@@ -90,9 +116,29 @@ impl Turns {
     }
 }
 
+/// The text that ends an answer within a conversation and at its end, without white space behind it: a sign in brackets, or
+/// all that is the same.
+fn constant_end(within: &str, last: &str) -> Option<String> {
+    let same = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
+    let same = &within[..same.map(|((at, c), _)| at + c.len_utf8()).last()?];
+    let sign = same.trim_start();
+    let close = match sign.chars().next()? {
+        '<' => sign.find('>'),
+        '[' => sign.find(']'),
+        _ => None,
+    };
+    let end = close.map_or(same.trim_end(), |close| &same[..same.len() - sign.len() + close + 1]);
+    Some(end.to_string())
+}
+
+/// A conversation with these variables.
+fn with(conversation: Conversation, variables: &[(String, Value)]) -> Conversation {
+    Conversation { variables: variables.to_vec(), ..conversation }
+}
+
 /// What `add_generation_prompt` adds to a question.
-fn prompt(template: &impl Render) -> Option<String> {
-    let question = Conversation::new([("user", "question")]);
+fn prompt(template: &impl Render, variables: &[(String, Value)]) -> Option<String> {
+    let question = with(Conversation::new([("user", "question")]), variables);
     let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
     with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
 }
@@ -126,51 +172,124 @@ const PLACES: [Place; 4] = [Place::Around, Place::Inside, Place::Middle, Place::
 /// Keys of messages whose texts templates compare, and do not write.
 const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
-/// Keys of what an assistant says.
-const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
-
 /// The text of a conversation and its targets, by tracing the contents of its messages.
 pub(super) fn find(
     template: &impl Render,
     turns: &Turns,
     conversation: &Conversation,
-) -> Result<Rendered, FinetuneError> {
+) -> Result<Traced, FinetuneError> {
     let text = template.render_messages(&conversation.messages, conversation, false, false)?;
     let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
-    let Some(first) = answers.first().copied() else { return Ok(Rendered { text, targets: vec![] }) };
-    let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
-    let marks = Marks::for_text(&text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
-    let trace = |places: &[Option<Place>]| trace(template, conversation, &text, marks, places);
-    let count = conversation.len();
-    let points = match PLACES.iter().find_map(|place| trace(&vec![Some(*place); count])) {
-        Some(points) => points,
-        None => {
-            // Each message by itself: which places leave the text as it is.
-            let alone = |message: usize, place: Place| {
-                let mut places = vec![None; count];
-                places[message] = Some(place);
-                trace(&places).is_some()
-            };
-            let places: Vec<Option<Place>> =
-                (0..count).map(|i| PLACES.into_iter().find(|place| alone(i, *place))).collect();
-            let lost = (0..count).filter(|i| places[*i].is_none());
-            let matters = |i: &usize| conversation.is_assistant(*i) || turns.is_imitated_by(&conversation.messages[*i]);
-            if let Some(lost) = lost.clone().find(matters) {
-                return Err(uncertain(lost, "the template changes its content"));
-            }
-            trace(&places).ok_or(uncertain(first, "the template changes its content"))?
-        }
-    };
-    let mut targets: Vec<Range<usize>> = vec![];
+    let trace = traced(template, turns, conversation, &text)?;
+    let (mut targets, mut endless) = (vec![], vec![]);
     for answer in answers {
-        let target = turns.target(&text, &points, answer);
-        targets.push(target.ok_or(uncertain(answer, "the template does not write its content"))?);
+        let (target, has_end) = turns.target(&text, &trace.points, answer).ok_or(FinetuneError::Spans {
+            message: answer + 1,
+            reason: "the template does not write its content",
+        })?;
+        targets.push((target, answer));
+        if !has_end {
+            endless.push(answer);
+        }
     }
-    targets.sort_by_key(|target| target.start);
-    if targets.windows(2).any(|pair| pair[0].end > pair[1].start) {
-        return Err(uncertain(first, "its text and that of another message lie in each other"));
+    targets.sort_by_key(|(target, _)| target.start);
+    if let Some(pair) = targets.windows(2).find(|pair| pair[0].0.end > pair[1].0.start) {
+        let reason = "its text and that of another message lie in each other";
+        return Err(FinetuneError::Spans { message: pair[0].1 + 1, reason });
     }
-    Ok(Rendered { text, targets })
+    let (targets, owners) = targets.into_iter().map(|(target, answer)| (target, Some(answer))).unzip();
+    Ok(Traced { rendered: Rendered { text, targets }, owners, endless, trace: Some(trace) })
+}
+
+/// The same of a template whose generation markers say what the targets are.
+pub(super) fn of_markers(
+    template: &impl Render,
+    turns: &Turns,
+    conversation: &Conversation,
+) -> Result<Traced, FinetuneError> {
+    let rendered = enclosed(&template.render_messages(&conversation.messages, conversation, false, true)?)?;
+    let trace = traced(template, turns, conversation, &rendered.text).ok();
+    let owners: Vec<Option<usize>> = match &trace {
+        Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
+        None => counted(template, conversation, rendered.targets.len()),
+    };
+    let has_end = |trace: &Trace, message: usize| {
+        let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
+        let end = own.map(|(block, _)| block.end).max();
+        let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
+        end.zip(last).is_none_or(|(end, last)| end > last)
+    };
+    let endless = trace.iter().flat_map(|trace| {
+        (0..conversation.len()).filter(|i| conversation.is_assistant(*i) && !has_end(trace, *i)).collect::<Vec<_>>()
+    });
+    let endless = endless.collect();
+    Ok(Traced { rendered, owners, endless, trace })
+}
+
+/// The messages of so many marked stretches, by how many there are up to each answer.
+fn counted(template: &impl Render, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
+    let mut owners = vec![];
+    for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
+        let text = template.render_messages(&conversation.messages[..=answer], conversation, false, true);
+        let Ok(rendered) = text.and_then(|text| enclosed(&text)) else { break };
+        owners.resize(rendered.targets.len().max(owners.len()), Some(answer));
+    }
+    if owners.len() == stretches { owners } else { vec![None; stretches] }
+}
+
+/// Where the texts of all messages stand in the rendered one.
+fn traced(
+    template: &impl Render,
+    turns: &Turns,
+    conversation: &Conversation,
+    text: &str,
+) -> Result<Trace, FinetuneError> {
+    let count = conversation.len();
+    let Some(first) = (0..count).find(|i| conversation.is_assistant(*i)) else {
+        return Ok(Trace { points: vec![], leaves: vec![] });
+    };
+    let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
+    let marks = Marks::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
+    let trace = |places: &[Option<Place>]| trace(template, conversation, text, marks, places);
+    let has = |trace: &Trace, i: usize| !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i);
+    // The first place that leaves the text as it is, with something of each answer.
+    let all = PLACES.iter().filter_map(|place| trace(&vec![Some(*place); count]));
+    if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
+        return Ok(trace);
+    }
+    // Each message by itself, at best with something of it.
+    let alone = |message: usize, place: Place| {
+        let mut places = vec![None; count];
+        places[message] = Some(place);
+        trace(&places).map(|trace| (place, has(&trace, message)))
+    };
+    let places = (0..count).map(|i| {
+        let found: Vec<_> = PLACES.into_iter().filter_map(|place| alone(i, place)).collect();
+        found.iter().find(|(_, has)| *has).or(found.first()).map(|(place, _)| *place)
+    });
+    let places: Vec<Option<Place>> = places.collect();
+    let lost = (0..count).filter(|i| places[*i].is_none());
+    let matters = |i: &usize| conversation.is_assistant(*i) || turns.is_imitated_by(&conversation.messages[*i]);
+    if let Some(lost) = lost.clone().find(matters) {
+        return Err(uncertain(lost, "the template changes its content"));
+    }
+    trace(&places).ok_or(uncertain(first, "the template changes its content"))
+}
+
+impl Trace {
+    /// The answer that a marked stretch belongs to: the one whose content is in it, or else that is next to it.
+    fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
+        let is_answer = |point: &&Point| conversation.is_assistant(point.message);
+        let inside = |point: &&Point| block.start <= point.at && point.at <= block.end;
+        let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
+            // At a border of two, that which it has more of.
+            (point.at == block.start || point.at == block.end, point.message)
+        });
+        let before = || self.points.iter().filter(|point| point.at <= block.start).max_by_key(|point| (point.at, point.message));
+        let after = || self.points.iter().filter(|point| point.at >= block.end).min_by_key(|point| (point.at, point.message));
+        let beside = || before().filter(is_answer).or_else(|| after().filter(is_answer));
+        within.or_else(beside).map(|point| point.message)
+    }
 }
 
 /// An end of a message's content, or a part of it, in the text.
@@ -187,8 +306,8 @@ impl Turns {
         self.headers.iter().any(|header| text.contains(header.trim()))
     }
 
-    /// The bytes of an answer in the text, from the points of all messages.
-    fn target(&self, text: &str, points: &[Point], answer: usize) -> Option<Range<usize>> {
+    /// The bytes of an answer in the text, from the points of all messages, and whether its end is among them.
+    fn target(&self, text: &str, points: &[Point], answer: usize) -> Option<(Range<usize>, bool)> {
         let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
         let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
         let (first, last) = (own().min()?, own().max()?);
@@ -199,7 +318,8 @@ impl Turns {
         let tail = &text[last..after];
         let usual = self.end.as_ref().and_then(|end| Some(tail.find(end.as_str())? + end.len()));
         let any = || first_of(tail, &self.special).map(|(at, token)| at + token.len());
-        Some(start..last + usual.or_else(any).unwrap_or(0))
+        let end = usual.or_else(any).filter(|end| *end > 0);
+        Some((start..last + end.unwrap_or(0), end.is_some()))
     }
 }
 
@@ -242,11 +362,43 @@ impl Marks {
     }
 }
 
-/// A stretch of text in a message, and where it was marked.
-struct Leaf {
-    message: usize,
+/// A text in a message, and where it was marked.
+#[derive(Debug)]
+pub(super) struct Leaf {
+    pub message: usize,
+    /// The key of the message that it belongs to.
+    pub key: String,
+    pub text: String,
     /// What stands before and after a mark in the middle.
     halves: Option<(String, String)>,
+    /// Where its marks stand in the rendered text.
+    found: [Option<usize>; 2],
+}
+
+impl Leaf {
+    /// Where it begins and ends in the rendered text, where both are there.
+    pub(super) fn place(&self) -> Option<Range<usize>> {
+        match (&self.halves, self.found) {
+            (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
+            (None, [Some(start), Some(end)]) if start <= end => Some(start..end),
+            _ => None,
+        }
+    }
+
+    /// Whether any end of it is in the rendered text.
+    pub(super) fn is_there(&self) -> bool {
+        self.found.iter().any(Option::is_some)
+    }
+}
+
+/// Texts of a message that a template may write, with the message's key that each belongs to.
+pub(super) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
+    let mut all = vec![];
+    mark_message(message, is_assistant, Place::Around, &mut |key, text| {
+        all.push((key.to_string(), text.to_string()));
+        String::new()
+    });
+    all
 }
 
 /// Renders with marks in the messages that have a place, and gives where these stand; nothing where the text is another.
@@ -256,16 +408,16 @@ fn trace(
     text: &str,
     marks: Marks,
     places: &[Option<Place>],
-) -> Option<Vec<Point>> {
-    let mut leaves = vec![];
+) -> Option<Trace> {
+    let mut leaves: Vec<Leaf> = vec![];
     let mut marked = Vec::with_capacity(places.len());
     for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
         marked.push(match place {
             None => message.clone(),
-            Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |content| {
+            Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |key, text| {
                 let pair = [0, 1].map(|end| marks.char(2 * leaves.len() + end));
-                let (content, halves) = mark_text(content, *place, pair);
-                leaves.push(Leaf { message: i, halves });
+                let (content, halves) = mark_text(text, *place, pair);
+                leaves.push(Leaf { message: i, key: key.into(), text: text.into(), halves, found: [None; 2] });
                 content
             }),
         });
@@ -280,7 +432,9 @@ fn trace(
     }
     let mut points = vec![];
     for (at, n) in found {
-        let Leaf { message, halves } = leaves.get(n / 2)?;
+        let leaf = leaves.get_mut(n / 2)?;
+        leaf.found[n % 2].get_or_insert(at);
+        let Leaf { message, halves, .. } = leaf;
         let mut push = |at| points.push(Point { message: *message, at });
         match halves {
             None => push(at),
@@ -293,16 +447,17 @@ fn trace(
             }
         }
     }
-    Some(points)
+    Some(Trace { points, leaves })
 }
 
-/// A message with its texts changed by `mark`.
-fn mark_message(message: &Value, is_assistant: bool, place: Place, mark: &mut dyn FnMut(&str) -> String) -> Value {
+/// A message with its texts changed by `mark`, which is told the key that they belong to.
+fn mark_message(message: &Value, is_assistant: bool, place: Place, mark: &mut dyn FnMut(&str, &str) -> String) -> Value {
     let keys = message.try_iter().into_iter().flatten();
     let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
     let fields = keys.map(|key| {
-        let value = field(message, key.as_str().unwrap_or_default());
-        let value = if said(&key) { mark_value(&value, place, mark) } else { value };
+        let name = key.as_str().unwrap_or_default();
+        let value = field(message, name);
+        let value = if said(&key) { mark_value(&value, place, &mut |text| mark(name, text)) } else { value };
         (key, value)
     });
     Value::from_pairs(fields)
@@ -349,7 +504,7 @@ fn mark_text(content: &str, place: Place, [open, close]: [char; 2]) -> (String, 
 }
 
 /// The text and the targets of a rendering in which generation markers left their characters.
-pub(super) fn of_markers(marked: &str) -> Result<Rendered, FinetuneError> {
+fn enclosed(marked: &str) -> Result<Rendered, FinetuneError> {
     let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;
     while let Some(at) = rest.find(GENERATION) {

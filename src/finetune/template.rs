@@ -1,10 +1,11 @@
 //! Chat templates, rendered as transformers renders them.
 
-use super::conversation::Conversation;
+use super::adapt::Takes;
+use super::conversation::{Conversation, field};
 use super::error::FinetuneError;
 use super::python::{tojson, write_value};
 use super::python_methods::{trim, unknown_method};
-use super::spans::{self, GENERATION, Render, Rendered, Turns};
+use super::spans::{self, GENERATION, Render, Rendered, Traced, Turns};
 use super::strftime::strftime;
 use super::tokenizer::{SpecialTokens, Tokenizer, object};
 use crate::error::{Error, Result};
@@ -14,6 +15,7 @@ use crate::util::lock;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, ErrorKind, State};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -32,6 +34,9 @@ const ENDLESS: usize = 3;
 
 /// The name of the template in its environment.
 const NAME: &str = "chat_template";
+
+/// The name of a template for conversations with tools.
+const TOOL_USE: &str = "tool_use";
 
 /// The variable that asks for marks where generation markers stand.
 const MARKED: &str = "__generation_marked__";
@@ -53,6 +58,11 @@ pub struct Template {
     turns: Turns,
     /// Of its source.
     source: u64,
+    takes: Takes,
+    /// All words of its source.
+    words: BTreeSet<String>,
+    /// The one for conversations with tools, where that is another.
+    tool_use: Option<Box<Template>>,
 }
 
 impl Template {
@@ -81,16 +91,20 @@ impl Template {
             environment
         });
         let variables = tokens.iter().map(|(name, text)| (name.to_string(), Value::from(text))).collect();
+        let words = source.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty());
+        let words = words.map(str::to_string).collect();
         let source = twox_hash::XxHash3_64::oneshot(source.as_bytes());
-        let (turns, endless) = (Turns::default(), Arc::default());
-        let mut template = Self { environments, name, subject, endless, variables, has_markers, turns, source };
+        let (turns, takes, tool_use, endless) = (Turns::default(), Takes::default(), None, Arc::default());
+        let mut template =
+            Self { environments, name, subject, endless, variables, has_markers, turns, source, takes, words, tool_use };
         template.look_at_turns(special_texts)?;
         Ok(template)
     }
 
     /// Finds out how turns begin and end.
     fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
-        self.turns = Turns::of(self, special_texts);
+        self.turns = Turns::of(self, special_texts, &[]);
+        self.takes = Takes::of(self);
         match *lock(&self.endless) {
             (0, _) => Ok(()),
             (_, line) => Err(self.without_end(line).into()),
@@ -102,23 +116,39 @@ impl Template {
     }
 
     /// The template of a model's folder: chat_template.jinja, else `chat_template` of tokenizer_config.json (a text, or a
-    /// list of which the one named `default` is taken).
+    /// list with one named `default`). The one named `tool_use`, in that list or as
+    /// additional_chat_templates/tool_use.jinja, is taken for conversations with tools.
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`Error::Io`].
     pub fn open(folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<Self> {
         let folder = folder.as_ref();
-        let path = folder.join("chat_template.jinja");
-        let (source, file) = match files::read_text(&path, MOST_BYTES) {
-            Ok(source) => (Some(source), "chat_template.jinja"),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => (configured(folder)?, "tokenizer_config.json"),
-            Err(source) => return Err(Error::Io { action: "read", path, source }),
+        let read = |path: std::path::PathBuf| match files::read_text(&path, MOST_BYTES) {
+            Ok(source) => Ok(Some(source)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Io { action: "read", path, source }),
         };
-        let name = format!("the chat template of {}", folder.join(file).display());
-        match source {
-            None => Err(FinetuneError::NoTemplate { folder: folder.into() }.into()),
-            Some(source) => Self::named(name.into(), &source, tokenizer.special_tokens(), tokenizer.special_texts()),
+        let (own, beside) = ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
+        let (default, tool_use) = (read(folder.join(own))?, read(folder.join(&beside))?);
+        // Files go before what is configured, all of it.
+        let configured = if default.is_none() { configured(folder)? } else { Configured::default() };
+        let settings = "tokenizer_config.json";
+        let either = |file: Option<String>, name: &str, configured: Option<String>| {
+            let file = file.map(|source| (source, name.to_owned()));
+            file.or_else(|| configured.map(|source| (source, settings.to_owned())))
+        };
+        let new = |(source, file): (String, String)| {
+            let name = format!("the chat template of {}", folder.join(file).display());
+            Self::named(name.into(), &source, tokenizer.special_tokens(), tokenizer.special_texts())
+        };
+        let Some(default) = either(default, own, configured.default) else {
+            return Err(FinetuneError::NoTemplate { folder: folder.into() }.into());
+        };
+        let mut template = new(default)?;
+        if let Some(other) = either(tool_use, &beside, configured.tool_use) {
+            template.tool_use = Some(Box::new(new(other)?));
         }
+        Ok(template)
     }
 
     /// Sets a variable of the template, as `enable_thinking` of Qwen3, to what JSON text says (`false`, `"high"`, ...).
@@ -130,7 +160,17 @@ impl Template {
         let value = serde_json::from_str::<Value>(json).map_err(wrong)?;
         self.variables.retain(|(other, _)| other != name);
         self.variables.push((name.into(), value));
-        self.look_at_turns(self.turns.special_texts())
+        self.look_at_turns(self.turns.special_texts())?;
+        match &mut self.tool_use {
+            Some(other) => other.set(name, json),
+            None => Ok(()),
+        }
+    }
+
+    /// The template for a conversation.
+    fn of(&self, conversation: &Conversation) -> &Self {
+        let has_tools = conversation.tools.len().is_some_and(|tools| tools > 0);
+        self.tool_use.as_deref().filter(|_| has_tools).unwrap_or(self)
     }
 
     /// The text of a conversation, with the header of an answer at its end where `add_generation_prompt` is set.
@@ -138,7 +178,11 @@ impl Template {
     /// # Errors
     /// [`FinetuneError::TemplateRefuses`].
     pub fn render(&self, conversation: &Conversation, add_generation_prompt: bool) -> Result<String> {
-        Ok(self.render_messages(&conversation.messages, conversation, add_generation_prompt, false)?)
+        let template = self.of(conversation);
+        let render = |conversation: &Conversation| {
+            template.render_messages(&conversation.messages, conversation, add_generation_prompt, false)
+        };
+        Ok(template.adapted(conversation, &render)?)
     }
 
     /// The text of a conversation, and where the assistant speaks: what the template writes after the header of an
@@ -148,17 +192,75 @@ impl Template {
     /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::Spans`] or [`FinetuneError::GenerationMarkers`] where it is
     /// not certain where that is.
     pub fn render_with_targets(&self, conversation: &Conversation) -> Result<Rendered> {
-        Ok(match self.has_markers {
-            true => spans::of_markers(&self.render_messages(&conversation.messages, conversation, false, true)?)?,
-            false => spans::find(self, &self.turns, conversation)?,
+        Ok(self.trace(conversation)?.rendered)
+    }
+
+    /// The same, with what is known of the messages in it.
+    pub(super) fn trace(&self, conversation: &Conversation) -> Result<Traced, FinetuneError> {
+        let template = self.of(conversation);
+        let own;
+        let turns = match conversation.variables.is_empty() {
+            true => &template.turns,
+            false => {
+                own = Turns::of(template, template.turns.special_texts(), &conversation.variables);
+                &own
+            }
+        };
+        template.adapted(conversation, &|conversation| match template.has_markers {
+            true => spans::of_markers(template, turns, conversation),
+            false => spans::find(template, turns, conversation),
         })
+    }
+
+    /// What `render` makes of a conversation whose messages are as the template takes them. Where a message calls tools and
+    /// has no content, which the template needs, it has an empty one.
+    fn adapted<T>(
+        &self,
+        conversation: &Conversation,
+        render: &dyn Fn(&Conversation) -> Result<T, FinetuneError>,
+    ) -> Result<T, FinetuneError> {
+        let mut adapted = Conversation { messages: self.takes.adapt(&conversation.messages), ..conversation.clone() };
+        let refused = match render(&adapted) {
+            Err(FinetuneError::TemplateRefuses { reason }) => reason,
+            other => return other,
+        };
+        let lacks = |message: &Value| {
+            let content = field(message, "content");
+            content.is_undefined() || content.is_none()
+        };
+        let calls = |message: &Value| field(message, "tool_calls").is_true();
+        let Some(first) = adapted.messages.iter().position(lacks) else {
+            return Err(FinetuneError::TemplateRefuses { reason: refused });
+        };
+        let reason = format!("message {} has no content, and the template needs one ({refused})", first + 1);
+        let wrong = FinetuneError::TemplateRefuses { reason };
+        if adapted.messages.iter().any(|message| lacks(message) && !calls(message)) {
+            return Err(wrong);
+        }
+        for message in adapted.messages.iter_mut().filter(|message| lacks(message)) {
+            let keys = message.try_iter().into_iter().flatten().filter(|key| key.as_str() != Some("content"));
+            let others = keys.map(|key| (key.clone(), message.get_item(&key).unwrap_or_default()));
+            *message = Value::from_pairs(others.chain([("content".into(), "".into())]));
+        }
+        render(&adapted).map_err(|_| wrong)
+    }
+
+    /// Whether its source has a word: what it has not, it does not read.
+    pub(super) fn mentions(&self, word: &str) -> bool {
+        self.words.contains(word) || self.tool_use.as_ref().is_some_and(|other| other.mentions(word))
+    }
+
+    /// Whether arguments of a call in the message are texts that are written as JSON once more.
+    pub(super) fn keeps_text(&self, message: &Value) -> bool {
+        self.tool_use.as_deref().unwrap_or(self).takes.keeps_text(message)
     }
 
     /// A number that changes with the template, its variables, the special tokens among them, and the tokens that may end a
     /// turn.
     pub fn fingerprint(&self) -> u64 {
         let (variables, ends) = (&self.variables, self.turns.special_texts());
-        twox_hash::XxHash3_64::oneshot(format!("{:x} {variables:?} {ends:?}", self.source).as_bytes())
+        let other = self.tool_use.as_ref().map(|other| other.fingerprint());
+        twox_hash::XxHash3_64::oneshot(format!("{:x} {variables:?} {ends:?} {other:?}", self.source).as_bytes())
     }
 }
 
@@ -181,19 +283,21 @@ impl Render for Template {
             }
             false => FinetuneError::TemplateRefuses { reason: reason(&e) },
         };
-        let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools);
+        let given = conversation.variables.iter().map(|(_, value)| bytes_of(value)).sum::<usize>();
+        let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools) + given;
         let is_usual = messages.len() <= USUAL.0 && bytes <= USUAL.1;
         let environment = &self.environments[usize::from(!is_usual)];
         let template = environment.get_template(NAME).map_err(refused)?;
         let given = [
             ("messages", messages.iter().cloned().collect()),
             ("tools", conversation.tools.clone()),
-            ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(add_generation_prompt)),
             (MARKED, Value::from(marked)),
         ];
-        let variables = self.variables.iter().map(|(name, value)| (name.as_str(), value.clone()));
-        let values = Value::from_pairs(variables.chain(given));
+        let none = [("documents", Value::from(()))];
+        let variables = self.variables.iter().chain(&conversation.variables);
+        let variables = variables.map(|(name, value)| (name.as_str(), value.clone()));
+        let values = Value::from_pairs(none.into_iter().chain(variables).chain(given));
         let rendered = within(&self.subject, bytes, || template.render(values));
         rendered.map_err(|reason| FinetuneError::TemplateRefuses { reason })?.map_err(refused)
     }
@@ -218,18 +322,29 @@ fn is_out_of_fuel(error: &minijinja::Error) -> bool {
     error.kind() == ErrorKind::OutOfFuel || cause.is_some_and(is_out_of_fuel)
 }
 
-/// `chat_template` of tokenizer_config.json.
-fn configured(folder: &Path) -> Result<Option<String>> {
+/// The templates of tokenizer_config.json.
+#[derive(Default)]
+struct Configured {
+    default: Option<String>,
+    tool_use: Option<String>,
+}
+
+fn configured(folder: &Path) -> Result<Configured> {
     let path = folder.join("tokenizer_config.json");
     let config = object(&path)?;
-    let Some(found) = config.get("chat_template") else { return Ok(None) };
+    let Some(found) = config.get("chat_template") else { return Ok(Configured::default()) };
     let text = |value: &serde_json::Value| value.as_str().map(str::to_string);
-    let named = |name: &str| {
-        let entry = found.as_array()?.iter().find(|entry| entry.get("name").is_some_and(|found| found == name))?;
-        text(entry.get("template")?)
+    let named = |name: &str| match found {
+        serde_json::Value::Array(list) => {
+            text(list.iter().find(|entry| entry.get("name").is_some_and(|found| found == name))?.get("template")?)
+        }
+        serde_json::Value::Object(all) => text(all.get(name)?),
+        _ => None,
     };
-    let found = text(found).or_else(|| named("default"));
-    match found.as_ref().is_some_and(|found| found.len() as u64 > MOST_BYTES) {
+    let found = Configured { default: text(found).or_else(|| named("default")), tool_use: named(TOOL_USE) };
+    let sources = [&found.default, &found.tool_use];
+    let is_large = sources.into_iter().flatten().any(|source| source.len() as u64 > MOST_BYTES);
+    match is_large {
         true => {
             let reason = format!("its chat template is larger than {MOST_BYTES} bytes");
             Err(FinetuneError::TokenizerFile { path, reason }.into())

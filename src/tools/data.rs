@@ -51,10 +51,6 @@ struct Show {
     #[arg(long, value_enum, default_value_t)]
     task: TaskFlag,
 
-    /// The labels of --task classify in the order of their numbers [default: all of the files, sorted]
-    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
-    labels: Vec<String>,
-
     #[command(flatten)]
     samples: SampleFlags,
 }
@@ -100,7 +96,8 @@ impl Show {
         let options = DataOptions {
             overlong: self.samples.overlong(),
             strict: self.samples.strict,
-            labels: self.labels.clone(),
+            labels: self.samples.labels.clone(),
+            columns: self.samples.columns.clone().unwrap_or_default(),
             ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(usual))
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
@@ -117,6 +114,9 @@ impl Show {
         for (path, report) in dataset.reports() {
             _ = writeln!(text, "{}: {report}", path.display());
             report.notes().iter().for_each(|note| _ = writeln!(text, "  {note}"));
+            if report.skips_many() {
+                _ = writeln!(text, "  more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only");
+            }
         }
         if !dataset.labels().is_empty() {
             _ = writeln!(text, "labels: {}", dataset.labels().join(", "));

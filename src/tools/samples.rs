@@ -1,7 +1,7 @@
 //! Flags that say how samples are made of data files, of all commands that read them, and the progress of it.
 
 use super::progress::ByteProgress;
-use crate::finetune::{DataProgress, Overlong};
+use crate::finetune::{Columns, DataProgress, Overlong};
 use clap::{Args, ValueEnum, value_parser};
 use std::path::PathBuf;
 
@@ -19,6 +19,15 @@ pub(super) struct SampleFlags {
     /// Stop at a record that cannot be used, rather than count it
     #[arg(long)]
     pub(super) strict: bool,
+
+    /// What columns are read as: messages, prompt, completion, instruction, input, output, text, label, chosen, rejected,
+    /// system, tools, history, context or weight; ignore=COLUMN leaves one out
+    #[arg(long, value_name = "NAME=COLUMN,...")]
+    pub(super) columns: Option<Columns>,
+
+    /// The labels of --task classify in the order of their numbers [default: all of the files, sorted]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    pub(super) labels: Vec<String>,
 
     /// Folder for tokenized data [default: candle-zero/samples in the user's cache]
     #[arg(long, value_name = "DIR")]

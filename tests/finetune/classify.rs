@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
 use candle_zero::finetune::{
-    Base, Batches, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source, Task,
+    Columns, Base, Batches, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source, Task,
     Tokenizer, labels_of,
 };
 use candle_zero::models::Bert;
@@ -130,10 +130,10 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
 #[test]
 fn labels_are_names_or_whole_numbers_of_any_type() {
     let folder = tempfile::tempdir().unwrap();
-    let found = |name: &str, text: &str| labels_of(&[file(&folder, name, text)]).unwrap();
+    let found = |name: &str, text: &str| labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap();
     let line = |label: Value| json!({"text": "x", "label": label}).to_string() + "\n";
-    let numbers = [json!(10), json!(9.0), json!(-1), json!("2")].map(line).concat();
-    assert_eq!(found("a.jsonl", &numbers), ["-1", "2", "9", "10"]);
+    let numbers = [json!(10), json!(9.0), json!(-2), json!("2")].map(line).concat();
+    assert_eq!(found("a.jsonl", &numbers), ["-2", "2", "9", "10"]);
     assert_eq!(found("b.csv", "text,label\nx,no\ny,yes\n"), ["no", "yes"]);
     assert_eq!(
         found("c.jsonl", &[json!(true), json!(false), json!(0.5), json!([1])].map(line).concat()),
@@ -145,15 +145,15 @@ fn labels_are_names_or_whole_numbers_of_any_type() {
 fn data_without_labels_to_learn_is_refused() {
     let folder = bert();
     let said = |error: candle_zero::Error| error.to_string().replace(folder.path().to_str().unwrap(), "DIR");
-    let refused = |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)]).unwrap_err());
-    insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 (line 2, 3) could not be used (line 2: it is text, and text and label is needed)");
+    let refused = |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
+    insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
     insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are needed to tell apart"#);
-    insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its label is a list, and a label is a name or a whole number)");
-    insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its label is 0.25, and a label is a name or a whole number)");
-    insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: it is text, and text and label is needed)");
-    insta::assert_snapshot!(refused("text.jsonl", "{\"text\": [1], \"label\": \"a\"}\n"), @"DIR/text.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: text is a list, not a text)");
-    insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 (line 1) could not be used (line 1: it is plain text)");
-    insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 (line 1) could not be used (line 1: the file ends within the list)");
+    insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, and a label is a name or a whole number)");
+    insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is 0.25, and a label is a name or a whole number)");
+    insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
+    insta::assert_snapshot!(refused("text.jsonl", "{\"text\": [1], \"label\": \"a\"}\n"), @"DIR/text.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: text is a list, not a text)");
+    insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 record (line 1) could not be used (line 1: it is plain text)");
+    insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
     insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; label is the class of a text");
     // A validation file that has a label which training has not.
@@ -161,7 +161,7 @@ fn data_without_labels_to_learn_is_refused() {
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
     let notes = dataset.reports().flat_map(|(_, report)| report.notes()).collect::<Vec<_>>().join("\n");
-    insta::assert_snapshot!(notes, @r#"1 (line 3) could not be used (line 3: its label "maybe" is not among the known ones (no, yes))"#);
+    insta::assert_snapshot!(notes, @r#"1 record (line 3) could not be used (line 3: its label "maybe" is not among the known ones (no, yes))"#);
     let strict = DataOptions { strict: true, ..options };
     insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); correct it, or leave out --strict to skip such lines"#);
 }
@@ -384,7 +384,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let folder = bert();
     let lines: String = (0..5).map(|i| format!("{},{}\n", "good ".repeat(i + 1), i % 2)).collect();
     let source = file(&folder, "x.csv", &format!("text,label\n{lines}"));
-    let base = EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source)).unwrap()).unwrap();
+    let base = EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap()).unwrap();
     let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 16) };
     let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
@@ -579,7 +579,7 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
     let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
     insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have "a"; at least two labels are needed to tell apart"#);
     let none = file(&folder, "none.csv", "text,sort\nx,a\ny,b\n").path;
-    insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 (line 2, 3) could not be used (line 2: it is text, and text and label is needed)");
+    insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
     let other = file(&folder, "other.csv", "text,label\nx,neutral\n").path;
-    insta::assert_snapshot!(refused(&["--data", &data, "--val", other.to_str().unwrap()]), @r#"zerorun: DIR/other.csv has no sample to learn from: 1 (line 2) could not be used (line 2: its label "neutral" is not among the known ones (negative, positive))"#);
+    insta::assert_snapshot!(refused(&["--data", &data, "--val", other.to_str().unwrap()]), @r#"zerorun: DIR/other.csv has no sample to learn from: 1 record (line 2) could not be used (line 2: its label "neutral" is not among the known ones (negative, positive))"#);
 }

@@ -67,8 +67,10 @@ fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
     assert!(output.status.success(), "{}", stderr(&output));
     insta::assert_snapshot!(stdout(&output), @r#"
     chats.jsonl: chat messages, text: 3 records, 2 samples, 22 tokens, 10 of them targets
-      1 (line 2) could not be used (line 2: it is not JSON (EOF while parsing a value at column 12))
+      1 record (line 2) could not be used (line 2: it is not JSON (EOF while parsing a value at column 12))
+      more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only
     pairs.csv: prompt and completion: 2 records, 2 samples, 12 tokens, 4 of them targets
+      2 records (lines 2, 3) are learned word by word, without the model's chat template; for an instruct model give messages, or --columns instruction=prompt,output=completion
 
     chats.jsonl, line 1: 16 tokens, 5 targets
     <|im_start|>user
@@ -113,8 +115,8 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
         refused(&["x.jsonl", "--task", "learn"]),
     ];
     insta::assert_snapshot!(said.join("\n"), @"
-    zerorun: x.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected)
-    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; correct it, or leave out --strict to skip such lines
+    zerorun: x.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; --columns prompt=question,completion=COLUMN says which are read as what)
+    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; --columns prompt=question,completion=COLUMN says which are read as what; correct it, or leave out --strict to skip such lines
     zerorun: cannot read none.jsonl: No such file or directory (os error 2)
     zerorun: the weight of x.jsonl:-1 must be above 0 and at most 1000, as in data.jsonl:2.5
     zerorun: invalid value '1' for '--ctx <TOKENS>': 1 is not in 2..=4294967295

@@ -12,6 +12,7 @@ mod bounds;
 mod chat;
 mod classify;
 mod data;
+mod data_forms;
 mod data_show;
 mod dpo;
 mod ends;

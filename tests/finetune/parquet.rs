@@ -12,9 +12,14 @@ fn source(path: PathBuf) -> Source {
     Source { path, weight: 1.0 }
 }
 
+/// Options that leave a column of pictures out, which is not read.
+fn without_pictures(task: Task) -> DataOptions {
+    DataOptions { columns: "ignore=image".parse().unwrap(), ..DataOptions::new(task, 64) }
+}
+
 /// The samples of a file with their labels and numbers, and its form.
 fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, Form) {
-    let dataset = desk.prepare(&[source(path)], task);
+    let dataset = desk.try_prepare(&[source(path)], &without_pictures(task)).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
     let [form] = report.forms.keys().collect::<Vec<_>>()[..] else { panic!("{report}") };
     let samples = (0..dataset.len()).map(|i| (dataset.sample(i).to_sample(), dataset.sample(i).label));
@@ -58,7 +63,7 @@ fn a_row_is_named_by_its_number() {
     // A text without a label is one to be continued.
     let dataset = desk.prepare(std::slice::from_ref(&file), Task::Classify);
     let (_, report) = dataset.reports().next().unwrap();
-    insta::assert_snapshot!(report.notes().join("\n"), @"1 (row 3) could not be used (row 3: it is text, and text and label is needed)");
+    insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
     let shown = show(&dataset, &desk.tokenizer, 3, false).unwrap().replace(fixture("").to_str().unwrap(), "");
     let lines: Vec<&str> = shown.lines().filter(|line| line.contains("tokens")).collect();
     insta::assert_snapshot!(lines.join("\n"), @r"
@@ -68,14 +73,23 @@ fn a_row_is_named_by_its_number() {
     ");
     let options = DataOptions { strict: true, ..DataOptions::new(Task::Classify, 64) };
     let error = desk.try_prepare(&[file], &options).unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it is text, and text and label is needed; correct it, or leave out --strict to skip such rows");
+    insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are; correct it, or leave out --strict to skip such rows");
+}
+
+#[test]
+fn pictures_are_refused_whether_they_can_be_read_or_not() {
+    let desk = Desk::new();
+    let options = DataOptions::new(Task::Generate, 64);
+    let refused = desk.try_prepare(&[source(fixture("completion.parquet"))], &options).unwrap_err().to_string();
+    assert!(refused.contains("it has image") && refused.contains("--columns ignore=image"), "{refused}");
 }
 
 #[test]
 fn samples_are_kept_until_the_file_changes() {
     let desk = Desk::new();
     let path = desk.cache().with_file_name("x.parquet");
-    let prepare = || -> Dataset { desk.prepare(&[source(path.clone())], Task::Generate) };
+    let options = without_pictures(Task::Generate);
+    let prepare = || -> Dataset { desk.try_prepare(&[source(path.clone())], &options).unwrap() };
     let from_cache = || prepare().reports().next().unwrap().1.from_cache;
     std::fs::copy(fixture("completion.parquet"), &path).unwrap();
     assert!(!from_cache());

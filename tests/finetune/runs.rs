@@ -350,7 +350,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(with(&["--dpo", "0.1"]), @"zerorun: DIR/chats.jsonl has no sample to learn from: 8 (line 1, 2, 3, 4, 5, ...) could not be used (line 1: it is chat messages, and chosen and rejected is needed)");
+    insta::assert_snapshot!(with(&["--dpo", "0.1"]), @"zerorun: DIR/chats.jsonl has no sample to learn from: 8 records (lines 1, 2, 3, 4, 5, ...) could not be used (line 1: it is chat messages, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which they are)");
     insta::assert_snapshot!(with(&["--save_every", "3"]), @r"
     zerorun: the following required arguments were not provided:
       --save <DIR>
@@ -380,4 +380,23 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);
     insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: cannot read MODEL/tokenizer.json: No such file or directory (os error 2)");
+}
+
+#[test]
+fn many_records_that_are_skipped_end_the_run_unless_that_is_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = r#"{"question": "a", "answer": "b"}"#;
+    let data = write(folder.path(), "x.jsonl", &format!("{}{{\"question\": 1}}\n{{\"answer\": 1}}\n", format!("{good}\n").repeat(12)));
+    let run = |words: &[&str]| {
+        let out = folder.path().join("out").to_str().unwrap().to_string();
+        let columns = ["--columns", "prompt=question,completion=answer", "--steps", "1", "--data", &data, "--out", &out];
+        let output = finetune(&path("models/llama"), folder.path(), &[&columns, words].concat()).output().unwrap();
+        (output.status.code(), stderr(&output).replace(folder.path().to_str().unwrap(), "DIR"))
+    };
+    let (code, said) = run(&[]);
+    let found = "2 of 14 records of DIR/x.jsonl are skipped: 2 records (lines 13, 14) could not be used (line 13: ";
+    assert!(code == Some(2) && said.contains(found) && said.contains("--allow_skipped"), "{said}");
+    assert!(!folder.path().join("out").exists());
+    let (code, said) = run(&["--allow_skipped"]);
+    assert!(code == Some(0) && said.contains("2 records (lines 13, 14) could not be used"), "{said}");
 }

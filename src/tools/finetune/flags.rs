@@ -80,6 +80,10 @@ pub(super) struct Flags {
     #[command(flatten)]
     samples: SampleFlags,
 
+    /// Go on where more than a tenth of a file's records cannot be used
+    #[arg(long = "allow_skipped", alias = "allow-skipped", conflicts_with = "strict")]
+    allow_skipped: bool,
+
     /// Steps of the learning rate's rise, or a part of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
     warmup: Warmup,
@@ -268,6 +272,9 @@ impl Flags {
             packing: self.packing,
             overlong: self.samples.overlong(),
             strict: self.samples.strict,
+            allow_skipped: self.allow_skipped,
+            columns: self.samples.columns.clone().unwrap_or_default(),
+            labels: self.samples.labels.clone(),
             validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
             eval_every: self.eval_every,
             patience: self.patience,
