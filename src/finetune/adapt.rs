@@ -47,7 +47,9 @@ impl Takes {
         }
         changed(message, |name, value| match (name, &joined, &calls) {
             ("content", Some(text), _) => text.as_str().into(),
-            ("tool_calls", _, Some(calls)) => calls.try_iter().into_iter().flatten().map(|call| self.call(&call)).collect(),
+            ("tool_calls", _, Some(calls)) => {
+                calls.try_iter().into_iter().flatten().map(|call| self.call(&call)).collect()
+            }
             _ => value,
         })
     }
@@ -93,7 +95,8 @@ fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
 
 /// The text of parts that are texts.
 fn join(parts: &Value) -> Option<String> {
-    let text = |part: Value| Some(part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()))?);
+    let text =
+        |part: Value| Some(part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()))?);
     parts.try_iter().ok()?.map(text).collect()
 }
 

@@ -34,17 +34,8 @@ pub(super) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_outp
 pub(super) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
 pub(super) const WEIGHTS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
 pub(super) const PREFERENCES: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
-pub(super) const SECOND_TEXTS: [&str; 9] = [
-    "text_pair",
-    "text_b",
-    "text2",
-    "sentence1",
-    "sentence2",
-    "premise",
-    "hypothesis",
-    "context",
-    "question",
-];
+pub(super) const SECOND_TEXTS: [&str; 9] =
+    ["text_pair", "text_b", "text2", "sentence1", "sentence2", "premise", "hypothesis", "context", "question"];
 pub(super) const PICTURES: [&str; 14] = [
     "image",
     "images",
@@ -162,7 +153,9 @@ impl Columns {
     fn hides(&self, role: &str) -> bool {
         let names = |roles: &[&str]| roles.iter().any(|role| self.named_as(role).is_some());
         match role {
-            "messages" | "conversations" | "conversation" => names(&["prompt", "completion", "instruction", "output", "text"]),
+            "messages" | "conversations" | "conversation" => {
+                names(&["prompt", "completion", "instruction", "output", "text"])
+            }
             "chosen" | "rejected" => names(&["messages", "completion", "output", "text"]),
             "prompt" => names(&["messages", "instruction", "text"]),
             "completion" | "response" => names(&["messages", "completion", "output", "text", "chosen"]),
@@ -188,7 +181,8 @@ impl Columns {
 
     /// What is to be written for other names, for messages.
     pub(super) fn hint(keys: &[String]) -> String {
-        let has = |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
+        let has =
+            |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
         let asks = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);
         let says = has(&["answer", "response", "output", "solution", "assistant", "reply", "target"]);
         let (prompt, completion) = (asks.unwrap_or("COLUMN".into()), says.unwrap_or("COLUMN".into()));

@@ -471,7 +471,9 @@ impl Maker<'_> {
                     [Err(reason), _] | [_, Err(reason)] => return Err(reason),
                     [Ok(Some(chosen)), Ok(Some(rejected))] => {
                         if chosen == rejected {
-                            notes.push(Note::Remark("have one answer as chosen and rejected, which teaches nothing".into()));
+                            notes.push(Note::Remark(
+                                "have one answer as chosen and rejected, which teaches nothing".into(),
+                            ));
                         }
                         vec![(chosen, 0), (rejected, 1)]
                     }
@@ -591,7 +593,9 @@ impl Maker<'_> {
         let end_text = self.tokenizer.special_tokens().get("eos_token").filter(|text| !text.is_empty());
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
-            notes.push(Note::Remark("have the tokenizer's own special token at an end already: it is not added again".into()));
+            notes.push(Note::Remark(
+                "have the tokenizer's own special token at an end already: it is not added again".into(),
+            ));
         }
         let before = if has_start { &[] } else { before };
         let mut sample = Sample { ids: before.to_vec(), targets: vec![false; before.len()] };
@@ -733,7 +737,9 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
             let reading = Reading { columns, has_template: false, has_labels: true };
             let read = record.raw.value().and_then(|(value, unread)| reading.read(&value, &unread));
             match read.map(|read| (read.form, read.example)) {
-                Ok((_, Example::Label { label, .. })) if label == NO_LABEL => report.note(line, Note::Broken(no_label())),
+                Ok((_, Example::Label { label, .. })) if label == NO_LABEL => {
+                    report.note(line, Note::Broken(no_label()))
+                }
                 Ok((_, Example::Label { label, .. })) => {
                     // Numbers of up to 18 digits come in their order before names.
                     labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));

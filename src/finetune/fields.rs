@@ -92,10 +92,11 @@ impl<'a> Fields<'a> {
             }
         };
         let described = |tools: Value| -> Value {
-            let tool = |tool: Value| match field(&tool, "function").is_undefined() && !field(&tool, "name").is_undefined() {
-                true => Value::from_pairs([("type", Value::from("function")), ("function", tool)]),
-                false => tool,
-            };
+            let tool =
+                |tool: Value| match field(&tool, "function").is_undefined() && !field(&tool, "name").is_undefined() {
+                    true => Value::from_pairs([("type", Value::from("function")), ("function", tool)]),
+                    false => tool,
+                };
             tools.try_iter().into_iter().flatten().map(tool).collect()
         };
         match (read("tools")?, read("functions")?) {

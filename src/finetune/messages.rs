@@ -242,7 +242,8 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Broke
         match (of.as_str(), inner) {
             (Some("text" | "input_text" | "output_text") | None, Some(text)) => parts.push(text_part(text)),
             (Some("reasoning" | "thinking"), inner) => {
-                let thought = inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
+                let thought =
+                    inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
                 let thought = thought.ok_or("a part of its content is of type \"reasoning\" and has no text")?;
                 fields.push(("reasoning_content".into(), thought.into()));
             }

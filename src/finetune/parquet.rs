@@ -98,7 +98,19 @@ impl Rows {
         let root = Type::group_type_builder(root.name()).with_fields(read).build();
         let columns = Arc::new(SchemaDescriptor::new(Arc::new(root.map_err(|e| damaged(e.to_string()))?)));
         let of = check_groups(metadata, &columns).map_err(wrong)?;
-        Ok(Self { path: path.into(), subject, reader, names, unread, columns, groups: 0, group: None, row: 0, of, bytes })
+        Ok(Self {
+            path: path.into(),
+            subject,
+            reader,
+            names,
+            unread,
+            columns,
+            groups: 0,
+            group: None,
+            row: 0,
+            of,
+            bytes,
+        })
     }
 
     /// The next row; none at the end. Its number stands for its line.
@@ -130,7 +142,10 @@ impl Rows {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
-                    return Ok(Some(Record { line: self.row, raw: Raw::Columns { value, bytes, unread: self.unread.clone() } }));
+                    return Ok(Some(Record {
+                        line: self.row,
+                        raw: Raw::Columns { value, bytes, unread: self.unread.clone() },
+                    }));
                 }
                 Err(reason) => return Err(self.damaged(&reason)),
             }

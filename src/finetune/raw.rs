@@ -104,7 +104,8 @@ fn not_json(text: &str) -> Option<String> {
         }
     }
     let mut found = outside.split(|c: char| !c.is_alphanumeric());
-    let word = found.find(|word| ["NaN", "Infinity", "None", "True", "False", "undefined", "nan", "inf"].contains(word))?;
+    let word =
+        found.find(|word| ["NaN", "Infinity", "None", "True", "False", "undefined", "nan", "inf"].contains(word))?;
     let instead = match word {
         "True" => "true",
         "False" => "false",

@@ -258,13 +258,16 @@ impl Reading<'_> {
         }
         if let Some(name) = fields.any(&["instruction", "question"]) {
             let asked = self.asked(fields, name)?;
-            let text = |answer: &Value| answer.as_str().map(str::to_string).ok_or_else(|| format!("an answer is {}", kind(answer)));
+            let text = |answer: &Value| {
+                answer.as_str().map(str::to_string).ok_or_else(|| format!("an answer is {}", kind(answer)))
+            };
             return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
         }
         let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
             return Err(format!("its chosen is {} and its rejected {}", kind(&answers[0]), kind(&answers[1])));
         };
-        let at = common_beginning(chosen, rejected).ok_or("it has two texts that begin alike in nothing, and no prompt")?;
+        let at =
+            common_beginning(chosen, rejected).ok_or("it has two texts that begin alike in nothing, and no prompt")?;
         let completion = |text: &str| Example::Completion { prompt: text[..at].into(), completion: text[at..].into() };
         pair([chosen, rejected].map(|text| Ok(completion(text))))
     }

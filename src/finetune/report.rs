@@ -140,7 +140,10 @@ impl Report {
             (&self.without_target, "were left out, with nothing to be predicted"),
             (&self.dropped, "were left out, as longer than the context"),
             (&self.cut, "are longer than the context, cut into pieces"),
-            (&self.endless, "have an answer of which no end is learned, as the template or tokenizer has no text or token for it"),
+            (
+                &self.endless,
+                "have an answer of which no end is learned, as the template or tokenizer has no text or token for it",
+            ),
         ];
         let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));
         let seen = kinds.into_iter().chain(remarks).filter(|(lines, _)| lines.count > 0);

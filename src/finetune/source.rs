@@ -64,7 +64,8 @@ impl Records {
     pub(super) fn open(path: &Path, columns: &Columns) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
         let table = |separator| -> Result<Format> {
-            let table = Table::open(Lines::open(path)?.reader, separator, columns).map_err(|source| io(path, source))?;
+            let table =
+                Table::open(Lines::open(path)?.reader, separator, columns).map_err(|source| io(path, source))?;
             Ok(Format::Table(table.map_err(|problem| unreadable(path, problem))?))
         };
         let format = match extension.as_str() {
@@ -72,7 +73,9 @@ impl Records {
                 let mut lines = Lines::open(path)?;
                 let head = lines.head().map_err(|source| io(path, source))?.trim_ascii_start();
                 match head.first() {
-                    Some(b'[') if extension == "json" || is_printed(head) => Format::List(List::of(lines, State::Before)),
+                    Some(b'[') if extension == "json" || is_printed(head) => {
+                        Format::List(List::of(lines, State::Before))
+                    }
                     Some(b'{') if is_printed(head) => Format::List(List::of(lines, State::Following)),
                     _ => Format::Lines(lines),
                 }
@@ -111,9 +114,7 @@ impl Records {
                 Ok((!piece.is_empty()).then(|| Record { line, raw: raw(&piece) }))
             }
             Format::List(list) => list.next().map_err(wrong),
-            Format::Table(table) => {
-                table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem))
-            }
+            Format::Table(table) => table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem)),
             Format::Rows(rows) => rows.next(),
         }
     }
@@ -142,7 +143,9 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] => Some(UTF_16),
         [0x1F, 0x8B, ..] => Some("it is compressed with gzip; unpack it with gunzip"),
         [0x28, 0xB5, 0x2F, 0xFD, ..] => Some("it is compressed with Zstandard; unpack it with unzstd"),
-        [b'P', b'K', 3, 4, ..] => Some("it is a ZIP archive, as of Excel; unpack it, or save the table as CSV in UTF-8"),
+        [b'P', b'K', 3, 4, ..] => {
+            Some("it is a ZIP archive, as of Excel; unpack it, or save the table as CSV in UTF-8")
+        }
         [b'P', b'A', b'R', b'1', ..] => Some("it is a Parquet file; name it .parquet"),
         _ if head.iter().take(4).any(|byte| *byte == 0) => Some(UTF_16),
         _ => None,
@@ -152,7 +155,8 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
 /// Whether JSON is printed over several lines: the first one ends within a value, and the second one has none of its own.
 fn is_printed(head: &[u8]) -> bool {
     let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
-    let is_object = |line: &[u8]| line.starts_with(b"{") && serde_json::from_slice::<serde::de::IgnoredAny>(line).is_ok();
+    let is_object =
+        |line: &[u8]| line.starts_with(b"{") && serde_json::from_slice::<serde::de::IgnoredAny>(line).is_ok();
     let mut lines = head.split_inclusive(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
     match (lines.next(), lines.next()) {
         (Some(first), Some(second)) => first.ends_with(b"\n") && is_cut(first) && !is_object(second.trim_ascii()),
@@ -378,7 +382,10 @@ mod tests {
             format!("prompt,completion\n{good}{bad}\n{good}")
         };
         holds(&refused("x.csv", rows("a,\"b")), "a quote that opens in line 6 is not closed by the end of the file");
-        holds(&refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")), "a quote that opens in line 6 closes in line 8 before other text");
+        holds(
+            &refused("x.csv", rows("a,\"b\nc,d\ne,\"f\"")),
+            "a quote that opens in line 6 closes in line 8 before other text",
+        );
         holds(&refused("x.csv", "\"prompt,completion\na,b\n"), "a quote that opens in line 1 is not closed");
         holds(&refused("x.csv", "prompt,prompt\na,b\n"), "two columns are named");
         let one = records("x.csv", &rows("a,\"b\" c"));
@@ -400,8 +407,13 @@ mod tests {
     #[test]
     fn what_is_not_text_in_utf_8_is_named() {
         let utf16: Vec<u8> = "\u{FEFF}{}".encode_utf16().flat_map(u16::to_le_bytes).collect();
-        holds(&refused("x.jsonl", &utf16), "DIR/x.jsonl cannot be read: it is text in UTF-16 or UTF-32; save it as UTF-8");
-        for (name, bytes) in [("x.csv", &utf16[..]), ("x.txt", &utf16), ("x.jsonl", &utf16[2..]), ("x.json", b"\xFE\xFF\0{")] {
+        holds(
+            &refused("x.jsonl", &utf16),
+            "DIR/x.jsonl cannot be read: it is text in UTF-16 or UTF-32; save it as UTF-8",
+        );
+        for (name, bytes) in
+            [("x.csv", &utf16[..]), ("x.txt", &utf16), ("x.jsonl", &utf16[2..]), ("x.json", b"\xFE\xFF\0{")]
+        {
             assert!(refused(name, bytes).contains("UTF-16"), "{name}");
         }
         holds(&refused("x.jsonl", b"\x1F\x8B\x08"), "gunzip");
@@ -410,7 +422,10 @@ mod tests {
         let path = folder.path().join("x.csv");
         std::fs::write(&path, b"prompt,completion\ncaf\xE9,b\n").unwrap();
         let record = Records::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
-        holds(&record.raw.value().unwrap_err(), "(byte 0xE9, as of Windows-1252 or Latin-1, where it is 'é'); save the file as UTF-8");
+        holds(
+            &record.raw.value().unwrap_err(),
+            "(byte 0xE9, as of Windows-1252 or Latin-1, where it is 'é'); save the file as UTF-8",
+        );
     }
 
     #[test]
@@ -432,7 +447,10 @@ mod tests {
     #[test]
     fn what_is_not_json_is_told_by_its_kind() {
         let said = |text: &str| Raw::Json(text.into()).value().unwrap_err();
-        holds(&said("{\"instruction\":\"a\",\"input\":NaN}"), "it is not JSON: NaN is no JSON; write null (expected value at column 28)");
+        holds(
+            &said("{\"instruction\":\"a\",\"input\":NaN}"),
+            "it is not JSON: NaN is no JSON; write null (expected value at column 28)",
+        );
         holds(&said("{\"a\": -Infinity}"), "Infinity is no JSON; write null");
         holds(&said("{'role': 'user'}"), "its texts are in single quotes, as Python prints them");
         holds(&said("{\"a\": True}"), "True is no JSON; write true");

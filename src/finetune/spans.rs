@@ -183,10 +183,9 @@ pub(super) fn find(
     let trace = traced(template, turns, conversation, &text)?;
     let (mut targets, mut endless) = (vec![], vec![]);
     for answer in answers {
-        let (target, has_end) = turns.target(&text, &trace.points, answer).ok_or(FinetuneError::Spans {
-            message: answer + 1,
-            reason: "the template does not write its content",
-        })?;
+        let (target, has_end) = turns
+            .target(&text, &trace.points, answer)
+            .ok_or(FinetuneError::Spans { message: answer + 1, reason: "the template does not write its content" })?;
         targets.push((target, answer));
         if !has_end {
             endless.push(answer);
@@ -251,7 +250,8 @@ fn traced(
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
     let marks = Marks::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
     let trace = |places: &[Option<Place>]| trace(template, conversation, text, marks, places);
-    let has = |trace: &Trace, i: usize| !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i);
+    let has =
+        |trace: &Trace, i: usize| !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i);
     // The first place that leaves the text as it is, with something of each answer.
     let all = PLACES.iter().filter_map(|place| trace(&vec![Some(*place); count]));
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
@@ -285,8 +285,10 @@ impl Trace {
             // At a border of two, that which it has more of.
             (point.at == block.start || point.at == block.end, point.message)
         });
-        let before = || self.points.iter().filter(|point| point.at <= block.start).max_by_key(|point| (point.at, point.message));
-        let after = || self.points.iter().filter(|point| point.at >= block.end).min_by_key(|point| (point.at, point.message));
+        let before =
+            || self.points.iter().filter(|point| point.at <= block.start).max_by_key(|point| (point.at, point.message));
+        let after =
+            || self.points.iter().filter(|point| point.at >= block.end).min_by_key(|point| (point.at, point.message));
         let beside = || before().filter(is_answer).or_else(|| after().filter(is_answer));
         within.or_else(beside).map(|point| point.message)
     }
@@ -451,7 +453,12 @@ fn trace(
 }
 
 /// A message with its texts changed by `mark`, which is told the key that they belong to.
-fn mark_message(message: &Value, is_assistant: bool, place: Place, mark: &mut dyn FnMut(&str, &str) -> String) -> Value {
+fn mark_message(
+    message: &Value,
+    is_assistant: bool,
+    place: Place,
+    mark: &mut dyn FnMut(&str, &str) -> String,
+) -> Value {
     let keys = message.try_iter().into_iter().flatten();
     let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
     let fields = keys.map(|key| {

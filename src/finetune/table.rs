@@ -27,7 +27,11 @@ impl Table {
     /// Reads the first line. The inner error says why there is no table.
     ///
     /// Columns are separated by what gives the most names that are read, then by `usual`.
-    pub(super) fn open(mut input: BufReader<File>, usual: u8, columns: &Columns) -> std::io::Result<Result<Self, String>> {
+    pub(super) fn open(
+        mut input: BufReader<File>,
+        usual: u8,
+        columns: &Columns,
+    ) -> std::io::Result<Result<Self, String>> {
         let head = input.fill_buf()?;
         let first_line = head.split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
         // As Excel writes it.

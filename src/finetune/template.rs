@@ -95,8 +95,19 @@ impl Template {
         let words = words.map(str::to_string).collect();
         let source = twox_hash::XxHash3_64::oneshot(source.as_bytes());
         let (turns, takes, tool_use, endless) = (Turns::default(), Takes::default(), None, Arc::default());
-        let mut template =
-            Self { environments, name, subject, endless, variables, has_markers, turns, source, takes, words, tool_use };
+        let mut template = Self {
+            environments,
+            name,
+            subject,
+            endless,
+            variables,
+            has_markers,
+            turns,
+            source,
+            takes,
+            words,
+            tool_use,
+        };
         template.look_at_turns(special_texts)?;
         Ok(template)
     }

@@ -68,7 +68,9 @@ impl Unwritten {
             Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
         });
         let mut parts: Vec<(String, String, Part)> = names
-            .map(|name| ("tool_calls".to_string(), name.clone(), if learned.contains(&name) { Part::All } else { Part::None }))
+            .map(|name| {
+                ("tool_calls".to_string(), name.clone(), if learned.contains(&name) { Part::All } else { Part::None })
+            })
             .collect();
         for (key, text, leaf) in texts_of(conversation, traced, message) {
             let part = part(&text, leaf, traced, &learned);

@@ -115,7 +115,10 @@ impl Show {
             _ = writeln!(text, "{}: {report}", path.display());
             report.notes().iter().for_each(|note| _ = writeln!(text, "  {note}"));
             if report.skips_many() {
-                _ = writeln!(text, "  more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only");
+                _ = writeln!(
+                    text,
+                    "  more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only"
+                );
             }
         }
         if !dataset.labels().is_empty() {

@@ -6,8 +6,8 @@ use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
 use candle_zero::finetune::{
-    Columns, Base, Batches, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source, Task,
-    Tokenizer, labels_of,
+    Base, Batches, Columns, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source,
+    Task, Tokenizer, labels_of,
 };
 use candle_zero::models::Bert;
 use candle_zero::{Engine, Result};
@@ -145,7 +145,8 @@ fn labels_are_names_or_whole_numbers_of_any_type() {
 fn data_without_labels_to_learn_is_refused() {
     let folder = bert();
     let said = |error: candle_zero::Error| error.to_string().replace(folder.path().to_str().unwrap(), "DIR");
-    let refused = |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
+    let refused =
+        |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)], &Columns::default()).unwrap_err());
     insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 records (lines 2, 3) could not be used (line 2: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
     insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are needed to tell apart"#);
     insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its label is a list, and a label is a name or a whole number)");
@@ -384,7 +385,9 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     let folder = bert();
     let lines: String = (0..5).map(|i| format!("{},{}\n", "good ".repeat(i + 1), i % 2)).collect();
     let source = file(&folder, "x.csv", &format!("text,label\n{lines}"));
-    let base = EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap()).unwrap();
+    let base =
+        EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source), &Columns::default()).unwrap())
+            .unwrap();
     let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 16) };
     let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
     let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();

@@ -51,7 +51,8 @@ impl Desk {
         let dataset = self.prepare(&[self.file(name, text)], task);
         let (_, report) = dataset.reports().next().unwrap();
         assert_eq!(report.forms.keys().collect::<Vec<_>>(), [&form], "{report}: {:?}", report.notes());
-        let usual = |note: &String| note == "not read: id (1 record)" || note.contains("without the model's chat template");
+        let usual =
+            |note: &String| note == "not read: id (1 record)" || note.contains("without the model's chat template");
         assert_eq!(report.notes().into_iter().filter(|note| !usual(note)).collect::<Vec<_>>(), Vec::<String>::new());
         (0..dataset.len()).map(|i| dataset.sample(i).to_sample()).collect()
     }

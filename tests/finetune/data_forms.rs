@@ -90,10 +90,16 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let generate = |text: &str| made(CHATML, text, Task::Generate, "");
     // Unpaired preferences.
     for label in ["true", "false", "0", "\"false\""] {
-        holds(&generate(&format!("{{{chat}, \"label\": {label}}}")), &["refused", "it has label", "KTO", "--columns ignore=label"]);
+        holds(
+            &generate(&format!("{{{chat}, \"label\": {label}}}")),
+            &["refused", "it has label", "KTO", "--columns ignore=label"],
+        );
     }
     holds(&generate(r#"{"prompt": "a", "completion": "b", "label": false}"#), &["refused", "it has label", "KTO"]);
-    holds(&made(CHATML, &format!("{{{chat}, \"label\": true}}"), Task::Generate, "ignore=label"), &["⟦b<|im_end|>⟧", "label (1 record)"]);
+    holds(
+        &made(CHATML, &format!("{{{chat}, \"label\": true}}"), Task::Generate, "ignore=label"),
+        &["⟦b<|im_end|>⟧", "label (1 record)"],
+    );
     // Pictures, in columns and in contents.
     holds(&generate(&format!("{{{chat}, \"images\": [\"1.jpg\"]}}")), &["refused", "it has images"]);
     holds(&generate(&format!("{{{chat}, \"images\": []}}")), &["⟦b<|im_end|>⟧", "!images"]);
@@ -101,16 +107,25 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     holds(&generate(seen), &["refused", "message 1: it has content of type \"image_url\""]);
     // System texts.
     for key in ["system", "system_prompt"] {
-        holds(&generate(&format!("{{\"{key}\": \"S\", {chat}}}")), &["<|im_start|>system\nS<|im_end|>", "⟦b<|im_end|>⟧"]);
+        holds(
+            &generate(&format!("{{\"{key}\": \"S\", {chat}}}")),
+            &["<|im_start|>system\nS<|im_end|>", "⟦b<|im_end|>⟧"],
+        );
     }
     let pair = r#"{"system": "S", "prompt": "a?", "chosen": "good", "rejected": "bad"}"#;
     holds(&made(CHATML, pair, Task::Prefer, ""), &["refused", "it has system: this form has no place for it"]);
     let pair = pair.replace("prompt", "question");
-    holds(&made(CHATML, &pair, Task::Prefer, ""), &["system\nS<", "user\na?<", "⟦good<|im_end|>⟧", "⟦bad<|im_end|>⟧", "1 pair,"]);
+    holds(
+        &made(CHATML, &pair, Task::Prefer, ""),
+        &["system\nS<", "user\na?<", "⟦good<|im_end|>⟧", "⟦bad<|im_end|>⟧", "1 pair,"],
+    );
     holds(&generate(r#"{"system": "S", "prompt": "a?", "completion": "b"}"#), &["refused", "it has system"]);
     // Context and history.
     let dolly = r#"{"instruction": "When?", "context": "In May.", "response": "May", "category": "qa"}"#;
-    holds(&generate(dolly), &["When?\n\nIn May.<|im_end|>", "⟦May<|im_end|>⟧", "not read: category (1 record)", "!context"]);
+    holds(
+        &generate(dolly),
+        &["When?\n\nIn May.<|im_end|>", "⟦May<|im_end|>⟧", "not read: category (1 record)", "!context"],
+    );
     holds(&generate(&format!("{{{chat}, \"context\": \"In May.\"}}")), &["refused", "it has context"]);
     let history = r#"{"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}"#;
     holds(&generate(history), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "⟦d<|im_end|>⟧"]);
@@ -125,13 +140,21 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let null = r#"{"messages": [{"role": "user", "content": "a", "name": null, "tool_calls": null}, {"role": "assistant", "content": "b"}], "tools": null, "prompt": null}"#;
     holds(&generate(null), &["⟦b<|im_end|>⟧", "!not read"]);
     let kwargs = format!("{{{chat}, \"chat_template_kwargs\": {{\"mood\": \"glad\"}}}}");
-    holds(&made(&format!("{{{{ mood }}}}{CHATML}"), &kwargs, Task::Generate, ""), &["glad<|im_start|>user", "⟦b<|im_end|>⟧"]);
+    holds(
+        &made(&format!("{{{{ mood }}}}{CHATML}"), &kwargs, Task::Generate, ""),
+        &["glad<|im_start|>user", "⟦b<|im_end|>⟧"],
+    );
 }
 
 #[test]
 fn weights_of_messages_and_records_say_what_is_learned() {
     let generate = |text: &str| made(CHATML, text, Task::Generate, "");
-    for (key, no, yes) in [("weight", "0", "1"), ("train", "false", "true"), ("loss_weight", "0.0", "1.0"), ("training", "\"false\"", "\"1\"")] {
+    for (key, no, yes) in [
+        ("weight", "0", "1"),
+        ("train", "false", "true"),
+        ("loss_weight", "0.0", "1.0"),
+        ("training", "\"false\"", "\"1\""),
+    ] {
         let text = format!(
             r#"{{"messages": [{{"role": "user", "content": "a?"}}, {{"role": "assistant", "content": "NO", "{key}": {no}}},
                 {{"role": "user", "content": "b?"}}, {{"role": "assistant", "content": "YES", "{key}": {yes}}}]}}"#
@@ -146,13 +169,18 @@ fn weights_of_messages_and_records_say_what_is_learned() {
         )
         .replace('\n', " ");
         holds(&generate(&turns), &["ShareGPT", "⟦YES<|im_end|>⟧", "!⟦NO"]);
-        holds(&generate(&format!("{{\"prompt\": \"a\", \"completion\": \"b\", \"{key}\": {no}}}\n{{\"prompt\": \"c\", \"completion\": \"d\", \"{key}\": {yes}}}")), &[
-            "c⟦d<|im_end|>⟧", "!a⟦b", "1 record (line 1) was left out by a weight of 0",
-        ]);
+        holds(
+            &generate(&format!(
+                "{{\"prompt\": \"a\", \"completion\": \"b\", \"{key}\": {no}}}\n{{\"prompt\": \"c\", \"completion\": \"d\", \"{key}\": {yes}}}"
+            )),
+            &["c⟦d<|im_end|>⟧", "!a⟦b", "1 record (line 1) was left out by a weight of 0"],
+        );
     }
-    let part = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}"#;
+    let part =
+        r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}"#;
     holds(&generate(part), &["refused", "message 2: its weight is 0.5", "0 (not learned) or 1"]);
-    let user = r#"{"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b"}]}"#;
+    let user =
+        r#"{"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b"}]}"#;
     holds(&generate(user), &["refused", "message 1: it has train, and only what the assistant says is learned"]);
     holds(&generate(&user.replace("train", "weight").replace("true", "1")), &["⟦b<|im_end|>⟧"]);
     let detail = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train_detail": [1]}]}"#;
@@ -189,31 +217,63 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
     let quoted = serde_json::to_string(&object).unwrap();
     let calls = format!(r#""tool_calls": [{{"id": "c1", "type": "function", "function": {call}}}]"#);
     let files = [
-        format!(r#"{{"messages": [{ask}, {{"role": "assistant", {calls}}}], "tools": {tools}, "parallel_tool_calls": false}}"#),
+        format!(
+            r#"{{"messages": [{ask}, {{"role": "assistant", {calls}}}], "tools": {tools}, "parallel_tool_calls": false}}"#
+        ),
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": null, {calls}}}], "tools": {tools}}}"#),
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", {calls}}}], "tools": {tools}}}"#),
-        format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": null, "function_call": {call}}}], "functions": {bare}}}"#),
-        format!(r#"{{"conversations": [{{"from": "human", "value": "go"}}, {{"from": "function_call", "value": {quoted}}}], "tools": {}}}"#, serde_json::to_string(bare).unwrap()),
-        format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": [{{"type": "tool_call", "value": {quoted}}}], "loss_weight": 1.0}}], "tools": {tools}}}"#),
+        format!(
+            r#"{{"messages": [{ask}, {{"role": "assistant", "content": null, "function_call": {call}}}], "functions": {bare}}}"#
+        ),
+        format!(
+            r#"{{"conversations": [{{"from": "human", "value": "go"}}, {{"from": "function_call", "value": {quoted}}}], "tools": {}}}"#,
+            serde_json::to_string(bare).unwrap()
+        ),
+        format!(
+            r#"{{"messages": [{ask}, {{"role": "assistant", "content": [{{"type": "tool_call", "value": {quoted}}}], "loss_weight": 1.0}}], "tools": {tools}}}"#
+        ),
     ];
     for text in files {
         let with = made(TOOLS, &text, Task::Generate, "");
-        holds(&with, &["⟦<call>{\"name\": \"fly\", \"arguments\": {\"up\": 100}}</call><|im_end|>⟧", "\"parameters\": {}", "!refused", "!has tools"]);
-        holds(&made(THOUGHTLESS, &text, Task::Generate, ""), &["⟦fly({\"up\": 100})<|im_end|>⟧", "has tools that the template does not write"]);
+        holds(
+            &with,
+            &[
+                "⟦<call>{\"name\": \"fly\", \"arguments\": {\"up\": 100}}</call><|im_end|>⟧",
+                "\"parameters\": {}",
+                "!refused",
+                "!has tools",
+            ],
+        );
+        holds(
+            &made(THOUGHTLESS, &text, Task::Generate, ""),
+            &["⟦fly({\"up\": 100})<|im_end|>⟧", "has tools that the template does not write"],
+        );
         let without = made(CHATML, &text, Task::Generate, "");
         holds(&without, &["refused", "the template does not write the tool_calls of message 2"]);
     }
     // What is no object stays a text, and is said.
-    let text = format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#);
+    let text = format!(
+        r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
+    );
     holds(&made(TOOLS, &text, Task::Generate, ""), &["calls a tool with arguments that are no JSON object"]);
     // An answer beside a call that is not written.
-    let text = format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
-    holds(&made(CHATML, &text, Task::Generate, ""), &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not write", "has tools that"]);
+    let text =
+        format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
+    holds(
+        &made(CHATML, &text, Task::Generate, ""),
+        &["⟦Yes.<|im_end|>⟧", "has tool_calls that the template does not write", "has tools that"],
+    );
     // Results of tools.
     let talk = r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{\"name\":\"f\",\"arguments\":{}}"}, {"from": "observation", "value": "RESULT"}, {"from": "gpt", "value": "one"}], "tools": "[]"}"#;
-    holds(&made(TOOLS, talk, Task::Generate, ""), &["⟦<call>{\"name\": \"f\", \"arguments\": {}}</call><|im_end|>⟧", "tool\nRESULT<", "⟦one<|im_end|>⟧"]);
+    holds(
+        &made(TOOLS, talk, Task::Generate, ""),
+        &["⟦<call>{\"name\": \"f\", \"arguments\": {}}</call><|im_end|>⟧", "tool\nRESULT<", "⟦one<|im_end|>⟧"],
+    );
     let missing = r#"{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}"#;
-    holds(&made(CHATML, missing, Task::Generate, ""), &["refused", "message 1 has no content, and the template needs one"]);
+    holds(
+        &made(CHATML, missing, Task::Generate, ""),
+        &["refused", "message 1 has no content, and the template needs one"],
+    );
 }
 
 #[test]
@@ -240,38 +300,89 @@ fn pairs_of_answers_are_read_in_each_form() {
     let talk = "{\"from\": \"human\", \"value\": \"q\"}";
     let (ask, good, bad) = (turn("user", "q"), turn("assistant", "good"), turn("assistant", "bad"));
     let files = [
-        format!("{{\"conversations\": [{talk}], \"chosen\": {{\"from\": \"gpt\", \"value\": \"good\"}}, \"rejected\": {{\"from\": \"gpt\", \"value\": \"bad\"}}}}"),
+        format!(
+            "{{\"conversations\": [{talk}], \"chosen\": {{\"from\": \"gpt\", \"value\": \"good\"}}, \"rejected\": {{\"from\": \"gpt\", \"value\": \"bad\"}}}}"
+        ),
         format!("{{\"messages\": [{ask}], \"chosen\": {good}, \"rejected\": {bad}}}"),
         format!("{{\"messages\": [{ask}], \"chosen\": \"good\", \"rejected\": \"bad\"}}"),
         format!("{{\"chosen\": [{ask}, {good}], \"rejected\": [{ask}, {bad}]}}"),
-        format!("{{\"prompt\": \"q\", \"chosen\": [{ask}, {good}], \"rejected\": [{ask}, {bad}], \"score_chosen\": 8.0, \"score_rejected\": 2.0}}"),
+        format!(
+            "{{\"prompt\": \"q\", \"chosen\": [{ask}, {good}], \"rejected\": [{ask}, {bad}], \"score_chosen\": 8.0, \"score_rejected\": 2.0}}"
+        ),
         format!("{{\"prompt\": null, \"chosen\": [{ask}, {good}], \"rejected\": [{ask}, {bad}]}}"),
-        format!("{{\"input\": {{\"messages\": [{ask}]}}, \"preferred_output\": [{good}], \"non_preferred_output\": [{bad}]}}"),
+        format!(
+            "{{\"input\": {{\"messages\": [{ask}]}}, \"preferred_output\": [{good}], \"non_preferred_output\": [{bad}]}}"
+        ),
         "{\"instruction\": \"q\", \"input\": \"\", \"chosen\": \"good\", \"rejected\": \"bad\"}".into(),
         "{\"question\": \"q\", \"chosen\": \"good\", \"rejected\": \"bad\"}".into(),
     ];
     for text in files {
         let made = made(CHATML, &text, Task::Prefer, "");
-        holds(&made, &["1 record, 1 pair", "user\nq<|im_end|>\n<|im_start|>assistant\n⟦good<|im_end|>⟧", "assistant\n⟦bad<|im_end|>⟧"]);
+        holds(
+            &made,
+            &[
+                "1 record, 1 pair",
+                "user\nq<|im_end|>\n<|im_start|>assistant\n⟦good<|im_end|>⟧",
+                "assistant\n⟦bad<|im_end|>⟧",
+            ],
+        );
     }
-    let transcripts = r#"{"chosen": "\n\nHuman: What?\n\nAssistant: good", "rejected": "\n\nHuman: What?\n\nAssistant: great"}"#;
-    holds(&made(CHATML, transcripts, Task::Prefer, ""), &["Assistant:⟦ good<|im_end|>⟧", "Assistant:⟦ great<|im_end|>⟧"]);
-    holds(&made(CHATML, r#"{"chosen": "one two", "rejected": "one three"}"#, Task::Prefer, ""), &["one⟦ two<", "one⟦ three<"]);
-    holds(&made(CHATML, r#"{"chosen": "x", "rejected": "y"}"#, Task::Prefer, ""), &["refused", "begin alike in nothing"]);
+    let transcripts =
+        r#"{"chosen": "\n\nHuman: What?\n\nAssistant: good", "rejected": "\n\nHuman: What?\n\nAssistant: great"}"#;
+    holds(
+        &made(CHATML, transcripts, Task::Prefer, ""),
+        &["Assistant:⟦ good<|im_end|>⟧", "Assistant:⟦ great<|im_end|>⟧"],
+    );
+    holds(
+        &made(CHATML, r#"{"chosen": "one two", "rejected": "one three"}"#, Task::Prefer, ""),
+        &["one⟦ two<", "one⟦ three<"],
+    );
+    holds(
+        &made(CHATML, r#"{"chosen": "x", "rejected": "y"}"#, Task::Prefer, ""),
+        &["refused", "begin alike in nothing"],
+    );
     let same = r#"{"prompt": "a?", "chosen": "same", "rejected": "same"}"#;
     holds(&made(CHATML, same, Task::Prefer, ""), &["has one answer as chosen and rejected"]);
-    holds(&made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, Task::Prefer, ""), &["an answer that says nothing"]);
+    holds(
+        &made(CHATML, r#"{"prompt": "a", "chosen": " ", "rejected": "x"}"#, Task::Prefer, ""),
+        &["an answer that says nothing"],
+    );
 }
 
 #[test]
 fn columns_are_read_by_the_names_that_the_user_gives() {
     let text = r#"{"question": "a", "answer": "b", "messages": [], "text": "other"}"#;
-    holds(&made(CHATML, text, Task::Generate, "prompt=question,completion=answer"), &["a⟦b<|im_end|>⟧", "without the model's chat template", "text (1 record)"]);
-    holds(&made(CHATML, text, Task::Generate, "instruction=question,output=answer"), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "!without the model's"]);
+    holds(
+        &made(CHATML, text, Task::Generate, "prompt=question,completion=answer"),
+        &["a⟦b<|im_end|>⟧", "without the model's chat template", "text (1 record)"],
+    );
+    holds(
+        &made(CHATML, text, Task::Generate, "instruction=question,output=answer"),
+        &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "!without the model's"],
+    );
     let text = r#"{"question": "a", "answer": "b"}"#;
-    holds(&made(CHATML, text, Task::Generate, ""), &["refused", "(question, answer)", "--columns prompt=question,completion=answer"]);
-    holds(&made(CHATML, r#"{"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#, Task::Generate, "messages=talk"), &["⟦b<|im_end|>⟧"]);
-    holds(&made(CHATML, r#"{"q": "a", "best": " b", "worst": " c"}"#, Task::Prefer, "prompt=q,chosen=best,rejected=worst"), &["a⟦ b<", "a⟦ c<"]);
+    holds(
+        &made(CHATML, text, Task::Generate, ""),
+        &["refused", "(question, answer)", "--columns prompt=question,completion=answer"],
+    );
+    holds(
+        &made(
+            CHATML,
+            r#"{"talk": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
+            Task::Generate,
+            "messages=talk",
+        ),
+        &["⟦b<|im_end|>⟧"],
+    );
+    holds(
+        &made(
+            CHATML,
+            r#"{"q": "a", "best": " b", "worst": " c"}"#,
+            Task::Prefer,
+            "prompt=q,chosen=best,rejected=worst",
+        ),
+        &["a⟦ b<", "a⟦ c<"],
+    );
     let labels = "{\"sentence\": \"a\", \"class\": 1}\n{\"sentence\": \"b\", \"class\": 0}";
     holds(&made(CHATML, labels, Task::Classify, "text=sentence,label=class"), &["label 1\na", "label 0\nb"]);
     let wrapped = r#"{"version": "0.1", "data": [{"instruction": "a", "output": "b"}]}"#;
@@ -284,19 +395,41 @@ fn columns_are_read_by_the_names_that_the_user_gives() {
 
 #[test]
 fn what_the_template_does_not_write_of_an_answer_is_said() {
-    let thought = format!("{{\"messages\": [{}, {}]}}", turn("user", "2+2?"), turn("assistant", "<think>\n2 and 2\n</think>\n\n4"));
-    holds(&made(THOUGHTLESS, &thought, Task::Generate, ""), &["⟦\n\n4<|im_end|>⟧", "has thoughts, up to </think>, that the template does not write"]);
+    let thought = format!(
+        "{{\"messages\": [{}, {}]}}",
+        turn("user", "2+2?"),
+        turn("assistant", "<think>\n2 and 2\n</think>\n\n4")
+    );
+    holds(
+        &made(THOUGHTLESS, &thought, Task::Generate, ""),
+        &["⟦\n\n4<|im_end|>⟧", "has thoughts, up to </think>, that the template does not write"],
+    );
     holds(&made(CHATML, &thought, Task::Generate, ""), &["⟦<think>", "!thoughts"]);
     let reasoned = r#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]}"#;
-    holds(&made(CHATML, reasoned, Task::Generate, ""), &["⟦4<|im_end|>⟧", "has reasoning_content that the template does not write"]);
+    holds(
+        &made(CHATML, reasoned, Task::Generate, ""),
+        &["⟦4<|im_end|>⟧", "has reasoning_content that the template does not write"],
+    );
     let silent = "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
-    let text = format!("{{\"messages\": [{}, {}, {}]}}", turn("system", "S"), turn("user", "a"), turn("assistant", "b"));
-    holds(&made(silent, &text, Task::Generate, ""), &["⟦b<|im_end|>⟧", "has a message of the system that the template does not write"]);
-    let object = format!("{{\"messages\": [{}, {}, {{\"role\": \"tool\", \"content\": {{\"t\": \"x\"}}}}, {}]}}", turn("user", "a"), turn("assistant", "b"), turn("assistant", "c"));
+    let text =
+        format!("{{\"messages\": [{}, {}, {}]}}", turn("system", "S"), turn("user", "a"), turn("assistant", "b"));
+    holds(
+        &made(silent, &text, Task::Generate, ""),
+        &["⟦b<|im_end|>⟧", "has a message of the system that the template does not write"],
+    );
+    let object = format!(
+        "{{\"messages\": [{}, {}, {{\"role\": \"tool\", \"content\": {{\"t\": \"x\"}}}}, {}]}}",
+        turn("user", "a"),
+        turn("assistant", "b"),
+        turn("assistant", "c")
+    );
     holds(&made(TOOLS, &object, Task::Generate, ""), &["object is written as Python prints it"]);
     let partial = "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}";
     let two = [turn("user", "a"), turn("assistant", "FIRST"), turn("user", "b"), turn("assistant", "LAST")].join(",");
-    holds(&made(partial, &format!("{{\"messages\": [{two}]}}"), Task::Generate, ""), &["⟦LAST<|im_end|>⟧", "no {% generation %} block encloses"]);
+    holds(
+        &made(partial, &format!("{{\"messages\": [{two}]}}"), Task::Generate, ""),
+        &["⟦LAST<|im_end|>⟧", "no {% generation %} block encloses"],
+    );
 }
 
 #[test]
@@ -331,7 +464,10 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
     let already = "has the tokenizer's own special token at an end already";
     holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!already"]);
-    holds(&made(r#"{"prompt": "<|endoftext|>a", "completion": "b<|im_end|>"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧\n", already]);
+    holds(
+        &made(r#"{"prompt": "<|endoftext|>a", "completion": "b<|im_end|>"}"#),
+        &["\n<|endoftext|>a⟦b<|im_end|>⟧\n", already],
+    );
     holds(&made(r#"{"text": "<|endoftext|>a<|im_end|>\n"}"#), &["\n⟦<|endoftext|>a<|im_end|>\n⟧", already]);
 }
 
@@ -351,7 +487,8 @@ fn a_template_for_tools_is_taken_where_there_are_tools() {
             std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
             std::fs::write(folder.path().join("additional_chat_templates/tool_use.jinja"), TOOLS).unwrap();
         } else {
-            config["chat_template"] = serde_json::json!([{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]);
+            config["chat_template"] =
+                serde_json::json!([{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]);
         }
         std::fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
         let template = Template::open(folder.path(), &desk.tokenizer).unwrap();
@@ -366,28 +503,61 @@ fn a_template_for_tools_is_taken_where_there_are_tools() {
 fn labels_that_are_none_and_pairs_of_texts_are_refused() {
     let classify = |text: &str| made(CHATML, text, Task::Classify, "");
     let unsure = "{\"text\": \"q\", \"label\": -1}\n{\"text\": \"a\", \"label\": 0}\n{\"text\": \"b\", \"label\": 1}";
-    holds(&classify(unsure), &["label 0\na", "label 1\nb", "1 record (line 1) could not be used", "stands for no label"]);
+    holds(
+        &classify(unsure),
+        &["label 0\na", "label 1\nb", "1 record (line 1) could not be used", "stands for no label"],
+    );
     let desk = Desk::new();
     let labels = ["-1", "0", "1"].map(String::from).into();
     let options = DataOptions { labels, ..DataOptions::new(Task::Classify, 64) };
     holds(&made_with(&desk, None, "x.jsonl", unsure, &options), &["label -1\nq", "!could not"]);
-    holds(&made_with(&desk, None, "x.csv", "text,label\na,\nb,x\nc,y\n", &DataOptions { labels: vec![], ..options.clone() }), &["its label is empty", "label x\nb"]);
+    holds(
+        &made_with(
+            &desk,
+            None,
+            "x.csv",
+            "text,label\na,\nb,x\nc,y\n",
+            &DataOptions { labels: vec![], ..options.clone() },
+        ),
+        &["its label is empty", "label x\nb"],
+    );
     let spaced = "text,label\na, negative\nb,negative\nc,good\n";
-    holds(&made_with(&desk, None, "x.csv", spaced, &DataOptions { labels: vec![], ..options }), &["refused", "differ only by white space"]);
-    holds(&classify("{\"sentence\": \"a\", \"label\": 1}"), &["refused", "(sentence, label) have no text and label", "--columns text=COLUMN"]);
-    holds(&classify("{\"text\": \"a\", \"text_pair\": \"b\", \"label\": 1}\n{\"text\": \"c\", \"label\": 0}"), &["refused", "it has text_pair: pairs of texts"]);
-    holds(&made(CHATML, "{\"text\": \"a\", \"label\": 1}", Task::Generate, ""), &["⟦a<|im_end|>⟧", "not read: label (1 record)"]);
+    holds(
+        &made_with(&desk, None, "x.csv", spaced, &DataOptions { labels: vec![], ..options }),
+        &["refused", "differ only by white space"],
+    );
+    holds(
+        &classify("{\"sentence\": \"a\", \"label\": 1}"),
+        &["refused", "(sentence, label) have no text and label", "--columns text=COLUMN"],
+    );
+    holds(
+        &classify("{\"text\": \"a\", \"text_pair\": \"b\", \"label\": 1}\n{\"text\": \"c\", \"label\": 0}"),
+        &["refused", "it has text_pair: pairs of texts"],
+    );
+    holds(
+        &made(CHATML, "{\"text\": \"a\", \"label\": 1}", Task::Generate, ""),
+        &["⟦a<|im_end|>⟧", "not read: label (1 record)"],
+    );
     assert!(labels_of(&[], &Columns::default()).is_err());
 }
 
 #[test]
 fn empty_answers_and_texts_as_they_stand_are_said() {
     let generate = |text: &str| made(CHATML, text, Task::Generate, "");
-    holds(&generate("{\"prompt\": \"c\", \"completion\": \"\"}"), &["an answer that says nothing", "learned word by word, without the model's chat template"]);
-    holds(&generate("{\"prompt\": \"c\", \"completion\": \"d\"}"), &["--columns instruction=prompt,output=completion", "!says nothing"]);
+    holds(
+        &generate("{\"prompt\": \"c\", \"completion\": \"\"}"),
+        &["an answer that says nothing", "learned word by word, without the model's chat template"],
+    );
+    holds(
+        &generate("{\"prompt\": \"c\", \"completion\": \"d\"}"),
+        &["--columns instruction=prompt,output=completion", "!says nothing"],
+    );
     let desk = Desk::new();
     let options = DataOptions::new(Task::Generate, 64);
-    holds(&made_with(&desk, None, "x.jsonl", "{\"prompt\": \"c\", \"completion\": \"d\"}", &options), &["c⟦d<|im_end|>⟧", "!without the model's"]);
+    holds(
+        &made_with(&desk, None, "x.jsonl", "{\"prompt\": \"c\", \"completion\": \"d\"}", &options),
+        &["c⟦d<|im_end|>⟧", "!without the model's"],
+    );
     let printed = "{\n  \"messages\": [\n    {\"role\": \"user\", \"content\": \"a\"},\n    {\"role\": \"assistant\", \"content\": \"b\"}\n  ]\n}\n";
     holds(&generate(&printed.repeat(2)), &["2 records, 2 samples", "line 7:"]);
 }

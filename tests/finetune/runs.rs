@@ -386,10 +386,15 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 fn many_records_that_are_skipped_end_the_run_unless_that_is_allowed() {
     let folder = tempfile::tempdir().unwrap();
     let good = r#"{"question": "a", "answer": "b"}"#;
-    let data = write(folder.path(), "x.jsonl", &format!("{}{{\"question\": 1}}\n{{\"answer\": 1}}\n", format!("{good}\n").repeat(12)));
+    let data = write(
+        folder.path(),
+        "x.jsonl",
+        &format!("{}{{\"question\": 1}}\n{{\"answer\": 1}}\n", format!("{good}\n").repeat(12)),
+    );
     let run = |words: &[&str]| {
         let out = folder.path().join("out").to_str().unwrap().to_string();
-        let columns = ["--columns", "prompt=question,completion=answer", "--steps", "1", "--data", &data, "--out", &out];
+        let columns =
+            ["--columns", "prompt=question,completion=answer", "--steps", "1", "--data", &data, "--out", &out];
         let output = finetune(&path("models/llama"), folder.path(), &[&columns, words].concat()).output().unwrap();
         (output.status.code(), stderr(&output).replace(folder.path().to_str().unwrap(), "DIR"))
     };
