@@ -119,10 +119,19 @@ impl InplaceOp1 for Swap {
     }
 }
 
+/// Runs an operation on a tensor's storage.
+fn change(tensor: &Tensor, op: &impl InplaceOp1) -> Result<()> {
+    if tensor.elem_count() == 0 {
+        // Candle takes a shape such as [3, 0], whose rows lie at one place, for one with repeated elements.
+        return tensor.detach().reshape(0)?.inplace_op1(op);
+    }
+    tensor.inplace_op1(op)
+}
+
 /// Puts `storage` into `tensor` and returns what was there.
 pub(super) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     let op = Swap(Mutex::new(storage));
-    tensor.inplace_op1(&op)?;
+    change(tensor, &op)?;
     Ok(crate::util::unpoisoned(op.0.into_inner()))
 }
 
@@ -151,7 +160,7 @@ pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
             Ok(())
         }
     }
-    tensor.inplace_op1(&Clear)
+    change(tensor, &Clear)
 }
 
 /// Fills a tensor that was made absent with `storage`, which lies on the tensor's device.
@@ -183,7 +192,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
             Ok(())
         }
     }
-    tensor.inplace_op1(&Fill(Mutex::new(Some(storage))))
+    change(tensor, &Fill(Mutex::new(Some(storage))))
 }
 
 /// Lets `change` work on a parameter's values on the host; on another device they travel there and back.
