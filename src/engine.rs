@@ -19,6 +19,7 @@ mod construct;
 pub(crate) mod error;
 mod for_eval;
 mod given;
+mod gradient_check;
 mod output;
 mod reporter;
 mod reports;
@@ -27,6 +28,8 @@ mod watch;
 
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
+pub(crate) use gradient_check::CHECK_GRADIENTS;
+pub use gradient_check::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::Upload;
 use crate::checkpoint::{HeldFolders, Place, SaveJob};
@@ -34,7 +37,7 @@ use crate::comm::agree::Failure;
 use crate::comm::calls::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
-use crate::graph::{ForwardPlace, autocast, draw_from, stream_of};
+use crate::graph::{ForwardPlace, autocast, stream_of};
 use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
@@ -44,6 +47,7 @@ use crate::zero::core::Core;
 use crate::zero::step::Vote;
 use candle_core::{DType, Device, Tensor};
 use clock::{Call, Clock};
+use gradient_check::Check;
 use reporter::Reporter;
 use std::sync::Arc;
 
@@ -82,6 +86,7 @@ pub struct Engine<M> {
     device: Device,
     phase: Phase,
     losses: Losses,
+    check: Check,
     global_steps: u64,
     micro_steps: u64,
     /// Of what is drawn in forwards.
@@ -156,20 +161,29 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, mut run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
-        self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
-        let watch = self.watch(Call::Forward);
+        let inside = self.stream_inside();
         let stream = stream_of(ForwardPlace {
             seed: self.seed,
             rank: self.rank() as u64,
             step: self.global_steps,
             micro_step: self.accumulation.micro_steps,
-            forward: self.forwards,
+            forward: inside.unwrap_or(self.forwards),
         });
-        let output = self
-            .attempt(|engine| draw_from((stream, 0), || engine.cast(|| engine.core.forward(|| run(&engine.model)))))?;
+        if Self::is_repeating() {
+            return self.attempt(|engine| engine.repeat_inside(stream, &mut run));
+        }
+        self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
+        let watch = self.watch(Call::Forward);
+        let (output, probes) = self.attempt(|engine| engine.run_forward(stream, &mut run))?;
         self.forwards += 1;
         self.phase = Phase::Forwarded;
         self.end_watch(watch);
+        if let Some(forward) = probes {
+            self.attempt(|engine| {
+                let probed = engine.probe((stream, forward), &output, &mut run);
+                engine.or_give_up(probed)
+            })?;
+        }
         Ok(output)
     }
 
@@ -210,7 +224,12 @@ impl<M> Engine<M> {
         let watch = self.watch(Call::Backward);
         self.attempt(|engine| {
             let scaled = engine.scaled(loss)?;
-            engine.cast(|| engine.core.backward(&scaled))
+            let measures = engine.begin_measuring();
+            engine.cast(|| engine.core.backward(&scaled))?;
+            if measures {
+                engine.end_measuring();
+            }
+            Ok::<(), Error>(())
         })?;
         self.accumulation.holds |= self.accumulation.in_no_sync;
         self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
@@ -238,6 +257,7 @@ impl<M> Engine<M> {
             self.attempt(Self::optimizer_step)?;
         }
         self.end_watch(watch);
+        self.core.forget_outputs(updates && self.was_applied);
         if updates {
             self.attempt(Self::tell)?;
         }
@@ -254,6 +274,7 @@ impl<M> Engine<M> {
         self.core.reduce_unreduced()?;
         self.core.settle()?;
         let vote = self.vote()?;
+        self.judge_gradients(vote.has_overflow())?;
         // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });

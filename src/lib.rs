@@ -80,7 +80,7 @@ pub mod zero;
 pub mod zerorun;
 
 pub use config::Config;
-pub use engine::{Engine, EngineBuilder};
+pub use engine::{Engine, EngineBuilder, GradientReport, GradientRow, GradientVerdict};
 pub use error::{Error, Result};
 pub use profiler::StepTimings;
 /// The crate whose `Value` and `json!` stand in calls of this one: for programs that do not name it themselves.

@@ -38,6 +38,8 @@ pub enum Kind {
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
+    /// Values of parameters that are moved for a forward of a check of gradients, until they are put back.
+    GradientCheck,
     /// Tensors of the model that are no parameters (running statistics, position ids), whole on every rank.
     Buffers,
 }
@@ -72,6 +74,7 @@ impl Kind {
             Self::Buckets => "buckets",
             Self::Staging => "staging",
             Self::Activations => "activations",
+            Self::GradientCheck => "gradient check",
             Self::Buffers => "buffers",
         }
     }
@@ -282,6 +285,7 @@ impl MemoryReport {
             free(Kind::Buckets),
             free(Kind::Staging),
             free(Kind::Activations),
+            free(Kind::GradientCheck),
             free(Kind::Buffers),
         ];
         let (world_size, copies) = (division.world_size(), division.copies());

@@ -17,6 +17,10 @@ impl Config {
         for (path, value) in self.fields() {
             set(&mut tree, path, value);
         }
+        // Not of DeepSpeed.
+        if !self.gradient_check {
+            set(&mut tree, "gradient_check", json!(false));
+        }
         match &self.optimizer {
             Some(optimizer) => set(&mut tree, "optimizer", optimizer_json(optimizer)),
             None => set(&mut tree, "optimizer", Value::Null),

@@ -70,6 +70,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         keep_in_fp32_modules,
         zero,
         optimizer,
+        gradient_check: walk.bool("gradient_check"),
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),

@@ -39,6 +39,7 @@ pub struct EngineBuilder {
     pub(super) buffer_rule: Option<BufferRule>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
+    gradient_check: Option<bool>,
     pub(super) leaf_units: Vec<String>,
     pub(super) same: Vec<Same>,
 }
@@ -186,6 +187,16 @@ impl EngineBuilder {
         self
     }
 
+    /// Whether the gradient of the first step is compared with how the loss changes when the weights are moved a little up and
+    /// down, which costs two forwards once. A graph that is cut in part, a backward that is wrong and a term of second order that
+    /// is dropped end the step with [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any
+    /// weight changes. Default: `gradient_check` of the configuration, true without it.
+    #[must_use]
+    pub fn gradient_check(mut self, gradient_check: bool) -> Self {
+        self.gradient_check = Some(gradient_check);
+        self
+    }
+
     /// Trains only the parameters of which `rule` says so, by name and shape, and freezes all others; the same on all
     /// ranks. Frozen parameters are sharded, gathered and offloaded as all others, and have no gradient, master weights
     /// or optimizer states. [`Engine::set_trainable`] changes it between steps. Default: all are trained, but for those
@@ -275,6 +286,7 @@ impl EngineBuilder {
         let _call = crate::comm::calls::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
+            config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check);
             let seed = self.seed.unwrap_or(config.seed);
             let source = match (&self.initial_values, &self.init_from) {
                 (Some(values), _) => Source::Given { values: values.clone(), seed },

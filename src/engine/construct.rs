@@ -7,6 +7,7 @@
 use super::clock::Clock;
 use super::common::check_same_on_all_ranks;
 use super::given::Own;
+use super::gradient_check::Check;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::{self, HeldFolders};
@@ -112,7 +113,8 @@ impl<M> Engine<M> {
         core.join_gpus()?;
         core.refresh()?;
         tell_of_delay(&core, &config);
-        let engine = Self {
+        let mut engine = Self {
+            check: Check::of_first_step(config.gradient_check),
             model,
             for_eval: None,
             core,
@@ -142,6 +144,7 @@ impl<M> Engine<M> {
             stopped: None,
             recorder: None,
         };
+        engine.arm();
         engine.dump_state();
         Ok(engine)
     }

@@ -147,6 +147,46 @@ pub enum EngineError {
         /// Its shape.
         shape: Vec<usize>,
     },
+    /// `backward` on a loss that no parameter has a part in.
+    #[error(
+        "the loss reaches no parameter that is trained: it was computed without them, detached (Tensor::detach, eval), or made by \
+         operations without a backward alone; make it from what engine.forward returns"
+    )]
+    LossReachesNothing,
+    /// `backward` on the loss of an older forward.
+    #[error(
+        "the loss comes from an older forward, {}; run forward again, call backward on what it returns, and detach \
+         what is carried from one step into the next",
+        if *.is_old { "before the last update of the weights" } else { "which backward has run on already" }
+    )]
+    OldLoss {
+        /// The weights have changed since.
+        is_old: bool,
+    },
+    /// The gradient is not that of the loss.
+    #[error(
+        "{what}: moving the weights a little changes the loss by {by_difference:.4e}, and by the gradient that backward gave it \
+         would be {by_gradient:.4e}. The model would learn something else than the loss says. The usual causes: an operation \
+         without a backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace \
+         the operation by candle_zero::nn's or by layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; freezing the \
+         parameters that it has does not mend it; an operation whose backward is wrong in Candle 0.11 (conv1d, max_pool2d and \
+         avg_pool2d whose size does not divide the image's, upsampling, scatter, scatter_add, matmul with a transposed left and a \
+         broadcast right operand): use candle_zero::nn's; a gradient inside of the loss (gradient penalty), of which Candle \
+         drops terms unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term made of parameters outside of \
+         engine.forward. `zerorun verify SCRIPT` lists the parameters whose gradient is wrong. Where a part is left out on \
+         purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
+    )]
+    WrongGradient {
+        /// The parameters, as far as they are known.
+        what: String,
+        /// The change of the loss along a direction, by the gradient.
+        by_gradient: f64,
+        /// The same, by running forward there.
+        by_difference: f64,
+    },
+    /// A run that was to check gradients alone.
+    #[error("the run ends here: it was to check the gradients of the first step (zerorun verify)")]
+    GradientsChecked,
     /// NaN or infinity in the loss.
     #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", after(*step))]
     NonFiniteLoss {
@@ -205,7 +245,8 @@ pub enum EngineError {
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
          without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
-         do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; or the \
+         do; replace the operation by candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), \
+         rope_slow; freezing these parameters leaves the graph cut, and others learn from a part of their gradient; or the \
          model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call \
          EngineBuilder::ignore_unused_parameters"
     )]

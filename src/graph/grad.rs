@@ -172,6 +172,11 @@ impl Slot {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }
 
+    /// Lets `look` see what has come in this backward, if anything has.
+    pub fn look<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
+        lock(&self.grad).as_ref().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| look(grad))
+    }
+
     /// Takes what has come in this backward. What another thread's has brought stays.
     pub fn take(&self) -> Option<Grad> {
         lock(&self.grad).take_if(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)

@@ -110,6 +110,12 @@ impl Buffers {
         own.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(KeptBuffers)
     }
 
+    /// The values of all buffers.
+    pub(super) fn all(&self) -> Result<KeptBuffers> {
+        let all = self.list.iter().enumerate();
+        all.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(KeptBuffers)
+    }
+
     /// Only those that have changed since.
     pub(super) fn that_changed(&self, KeptBuffers(mut kept): KeptBuffers) -> Result<KeptBuffers> {
         let mut failure = Ok(());

@@ -6,8 +6,10 @@
 
 use super::buffers::Buffers;
 use super::gather::Gatherer;
+use super::gradient_check::GradientCheck;
 use super::gradients::{Gradients, ReducePlan};
 use super::leaf::{InLeaf, Leaves};
+use super::outputs::Outputs;
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
@@ -93,6 +95,10 @@ pub(crate) struct Core {
     pub(super) evaluating: AtomicBool,
     /// The engine's forward is running.
     pub(super) in_forward: AtomicBool,
+    /// A check of gradients.
+    pub(super) check: GradientCheck,
+    /// What forwards have given.
+    pub(super) outputs: Outputs,
     /// The thread that runs the engine's backward: gradients count in that one alone.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
@@ -243,6 +249,8 @@ impl Core {
             update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             in_forward: AtomicBool::new(false),
+            check: GradientCheck::default(),
+            outputs: Outputs::default(),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }

@@ -344,6 +344,11 @@ impl<R: Rank> Gatherer<R> {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
+    /// Goes by another record in evaluations from now on. Gives the one before.
+    pub fn exchange_trace(&mut self, trace: Trace) -> Trace {
+        std::mem::replace(&mut self.traces[1], trace)
+    }
+
     fn need(&mut self, core: &R, unit: UnitId, after: After) -> Result<()> {
         if self.persistent_is_released {
             self.refresh_persistent(core)?;

@@ -44,6 +44,7 @@ pub(crate) mod core;
 mod delayed;
 #[cfg(feature = "cuda")]
 mod device_step;
+mod direction;
 mod diverged;
 mod export;
 pub(crate) mod for_eval;
@@ -51,6 +52,7 @@ mod freeze;
 pub(crate) mod gather;
 #[cfg(feature = "cuda")]
 mod gpu_work;
+pub(crate) mod gradient_check;
 pub(crate) mod gradients;
 mod kept;
 mod kept_input;
@@ -61,6 +63,7 @@ pub(crate) mod moving;
 mod no_sync;
 #[cfg(feature = "cuda")]
 mod on_device;
+mod outputs;
 mod packed;
 pub(crate) mod parcel;
 mod publish;

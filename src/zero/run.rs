@@ -34,6 +34,9 @@ impl Core {
         self.begin_call()?;
         if !self.is_evaluating() {
             self.buffers.before_forward(self.comm())?;
+            if self.check.is_armed() {
+                self.check.keep_buffers(self.buffers.all()?);
+            }
         }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
@@ -41,7 +44,8 @@ impl Core {
             let output = run()?;
             drop(running);
             self.leave_forward(ROOT)?;
-            self.mark_output(output)
+            let output = self.mark_output(output)?;
+            if self.is_evaluating() { Ok(output) } else { self.watch_output(output) }
         };
         run().map_err(|e| self.explain(e))
     }
@@ -81,15 +85,17 @@ impl Core {
         self.begin_call()?;
         // What backwards that failed have left in the parameters' slots.
         abandon();
+        self.begin_counting();
         let run = || {
             let _sections = timeline::sections();
             let _own = Replaced::with(&self.backward_on, Some(thread::current().id()));
             self.begin_backward(ROOT)?;
-            once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
+            once(|| on_big_stack(|| loss.backward())).map(drop)
         };
         #[cfg(feature = "cuda")]
         let on_gpu = super::gpu_work::GpuWork::begin(self)?;
         run().map_err(|e| self.explain(e))?;
+        self.judge_reached(loss)?;
         #[cfg(feature = "cuda")]
         let on_gpu = on_gpu.map(super::gpu_work::GpuWork::end).transpose()?;
         let end = || {
@@ -128,12 +134,23 @@ impl Core {
     }
 }
 
+/// Runs what goes through a graph by recursion.
+pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
+    stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, run)
+}
+
 /// Methods for units and parameters.
 impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations make gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());
+        if let Some(grad) = &grad {
+            self.count_reached();
+            if self.check.is_measuring() {
+                self.measure(param, grad)?;
+            }
+        }
         let arrived = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
             Some(grad) => lock(&self.gradients).arrive(self, param, grad),
             None => Ok(()),
@@ -160,10 +177,13 @@ impl Core {
 
     /// A unit is about to run forward.
     pub(super) fn enter(&self, event: Event) -> candle_core::Result<()> {
-        if !self.shards_params() {
-            return Ok(());
+        if self.shards_params() {
+            lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
         }
-        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))
+        match event {
+            Event::Forward(unit) => self.shift_unit(unit).map_err(|e| self.stash(e)),
+            Event::Backward(_) => Ok(()),
+        }
     }
 
     /// A unit's backward is about to begin, or that of the root.
@@ -185,6 +205,7 @@ impl Core {
 
     /// A unit's forward is over.
     pub(super) fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
+        self.unshift_unit(unit).map_err(|e| self.stash(e))?;
         if !self.shards_params() {
             return Ok(());
         }

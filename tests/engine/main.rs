@@ -13,6 +13,7 @@ mod draws;
 mod errors;
 mod for_eval;
 mod generation;
+mod gradient_check;
 mod monitors;
 mod muon;
 mod overflow;

@@ -4,6 +4,7 @@
 //! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
 
 mod compare;
+mod gradients;
 mod rows;
 mod train;
 
@@ -27,11 +28,22 @@ use std::sync::mpsc::Receiver;
 /// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
 /// those of stage 0.
 ///
-/// Exit code: 0 all are the same, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such
+/// With a SCRIPT: runs its first step, and compares the gradient of every parameter that is trained with how the loss changes
+/// when that parameter is moved a little up and down; prints a table. The script ends after that step.
+///
+/// Exit code: 0 all are the same, or right, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such
 /// folder.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct Arguments {
+    /// A script whose gradients are checked, as zerorun runs it
+    #[arg(value_name = "SCRIPT")]
+    script: Option<PathBuf>,
+
+    /// Its arguments
+    #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true, requires = "script")]
+    args: Vec<OsString>,
+
     /// Ranks of each job
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "2",
           value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -86,6 +98,10 @@ impl Arguments {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(error) => refused(&error, 1),
             };
+        }
+        if let Some(script) = &self.script {
+            return gradients::run(script, &self.args, self.ranks, self.json)
+                .unwrap_or_else(|error| refused(&error, EXIT_SETUP));
         }
         match self.compare_all() {
             Ok(true) => ExitCode::SUCCESS,

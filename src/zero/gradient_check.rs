@@ -1,0 +1,292 @@
+//! A check of gradients, as far as the core goes: parameters that are moved for a forward and put back, and what a backward
+//! brings along the way.
+//!
+//! ```text
+//!   forward    once as ever | again, each unit's parameters moved up while it runs | again, moved down
+//!   backward   an output has its gradient v: v times half of the difference that the moves made
+//!              a parameter has its gradient g: g times half of the difference that was made to it
+//! ```
+//!
+//! Summed up, both are the change of the loss along one direction, if every operation's backward is true. No collective is
+//! needed for them, beyond those of two more forwards.
+
+use super::buffers::KeptBuffers;
+use super::core::Core;
+use super::direction::{Along, Direction};
+use super::trace::Trace;
+use crate::error::Result;
+use crate::graph::{Grad, without_gradients};
+use crate::memory::{Held, Kind, Tier};
+use crate::param::{ParamId, UnitId};
+use crate::precision::Flat;
+use crate::tensor::residency;
+use crate::util::lock;
+use candle_core::Tensor;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// The state of a check.
+#[derive(Default)]
+pub(crate) struct GradientCheck {
+    /// Forwards are looked at: what they change is kept, and their outputs give their gradients.
+    armed: AtomicBool,
+    /// A forward runs with other values of parameters.
+    shifts: AtomicBool,
+    /// The backward under way is measured.
+    measures: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    relative: f64,
+    /// 1: up, -1: down.
+    sign: f32,
+    /// The parameters that are moved; all of them, if there is no list.
+    only: Option<Vec<ParamId>>,
+    /// The direction of each parameter that has been moved.
+    directions: Vec<Option<Direction>>,
+    /// The parameters that are moved now, with their own values.
+    kept: Vec<(ParamId, Flat, Held)>,
+    /// Buffers as the forward under way has found them.
+    buffers: Option<KeptBuffers>,
+    /// What the backward has brought, by parameter.
+    along: Vec<Along>,
+    /// What it has brought of outputs, by group of parameters.
+    outputs: Vec<Change>,
+    /// Outputs without a probe had a gradient.
+    unprobed: bool,
+}
+
+/// How an output, or the loss, changes along a direction.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Change {
+    /// Half of the difference between both moves.
+    pub difference: f64,
+    /// How far the mean of both moves is from the value between them.
+    pub bend: f64,
+    /// What rounding of the output may make of the difference.
+    pub noise: f64,
+}
+
+/// How an output changes when groups of parameters are moved.
+pub(crate) struct Probe {
+    pub groups: Vec<Moved>,
+    /// What the output's format loses of its largest element.
+    pub rounding: f64,
+}
+
+/// An output's elements along one direction.
+#[derive(Default)]
+pub(crate) struct Moved {
+    /// Half of the difference between both moves.
+    pub difference: Vec<f32>,
+    /// How far their mean is from the value between them.
+    pub bend: Vec<f32>,
+}
+
+/// What a measured backward has brought.
+pub(crate) struct Measured {
+    /// By group of parameters.
+    pub outputs: Vec<Change>,
+    /// By parameter.
+    pub along: Vec<Along>,
+    /// A part of the loss comes from an output that was not probed.
+    pub unprobed: bool,
+}
+
+impl GradientCheck {
+    pub(super) fn is_armed(&self) -> bool {
+        self.armed.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_measuring(&self) -> bool {
+        self.measures.load(Ordering::Relaxed)
+    }
+
+    /// Keeps buffers as a forward finds them.
+    pub(super) fn keep_buffers(&self, buffers: KeptBuffers) {
+        lock(&self.state).buffers = Some(buffers);
+    }
+
+    /// The gradient of an output has come.
+    pub(super) fn output_arrived(&self, probe: Option<&Probe>, grad: &Grad) -> candle_core::Result<()> {
+        let mut state = lock(&self.state);
+        let Some(probe) = probe else {
+            state.unprobed = true;
+            return Ok(());
+        };
+        let mut wide = Flat::with_capacity(candle_core::DType::F32, grad.len());
+        grad.view(|values| wide.extend_cast(values))?;
+        let Flat::F32(grad) = wide else { unreachable!("it was made so") };
+        let product = |change: &[f32]| -> f64 {
+            grad.iter().zip(change).map(|(grad, change)| f64::from(*grad) * f64::from(*change)).sum()
+        };
+        let length = grad.iter().map(|grad| f64::from(*grad).powi(2)).sum::<f64>().sqrt();
+        state.outputs.resize(probe.groups.len(), Change::default());
+        for (change, moved) in state.outputs.iter_mut().zip(&probe.groups) {
+            change.difference += product(&moved.difference);
+            change.bend += product(&moved.bend);
+            change.noise += length * probe.rounding;
+        }
+        Ok(())
+    }
+}
+
+/// Methods for the engine.
+impl Core {
+    /// From now on outputs of forwards give their gradients to the check, with moves of this size, as a part of each
+    /// parameter's own.
+    pub fn arm_check(&self, relative: f64) {
+        *lock(&self.check.state) = State { relative, ..State::default() };
+        self.check.armed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a forward runs for a check: as training, without a graph.
+    pub fn is_checking(&self) -> bool {
+        self.check.shifts.load(Ordering::Relaxed)
+    }
+
+    /// The last forward once more, without a graph, with the parameters `only` (all that are trained, without a list) moved by
+    /// `sign`: up, down, or not at all. Everything is as it was afterwards.
+    ///
+    /// # Errors
+    /// That of `run`; a failed collective.
+    pub fn forward_again(
+        self: &Arc<Self>,
+        (sign, only): (f32, Option<&[ParamId]>),
+        run: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        let buffers = {
+            let mut state = lock(&self.check.state);
+            state.sign = sign;
+            state.only = only.map(<[_]>::to_vec);
+            state.directions.resize(self.params.len(), None);
+            state.buffers.take()
+        };
+        let after = buffers.as_ref().map(|before| self.buffers.exchange(before)).transpose()?;
+        let trace = lock(&self.gather).exchange_trace(Trace::default());
+        let output = {
+            let _shifted = Shifted::begin(self);
+            self.evaluating.store(true, Ordering::Relaxed);
+            let output = without_gradients(|| self.forward(run)).map(|output| output.detach());
+            self.evaluating.store(false, Ordering::Relaxed);
+            output
+        };
+        self.evaluating.store(true, Ordering::Relaxed);
+        let released = self.release_all();
+        self.evaluating.store(false, Ordering::Relaxed);
+        lock(&self.gather).exchange_trace(trace);
+        if let Some(after) = &after {
+            let before = self.buffers.exchange(after)?;
+            lock(&self.check.state).buffers = Some(before);
+        }
+        released?;
+        output
+    }
+
+    /// The coming backward is measured.
+    pub fn begin_measuring(&self) {
+        let mut state = lock(&self.check.state);
+        state.along = vec![Along::default(); self.params.len()];
+        state.directions.resize(self.params.len(), None);
+        self.check.measures.store(true, Ordering::Relaxed);
+    }
+
+    /// It is over; so is the check.
+    pub fn end_measuring(&self) -> Measured {
+        self.check.measures.store(false, Ordering::Relaxed);
+        self.check.armed.store(false, Ordering::Relaxed);
+        let State { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
+        Measured { outputs, along, unprobed }
+    }
+}
+
+/// Methods for units and parameters.
+impl Core {
+    /// A unit's parameters are in memory and about to be used.
+    pub(super) fn shift_unit(&self, unit: UnitId) -> Result<()> {
+        if !self.is_checking() {
+            return Ok(());
+        }
+        let mut state = lock(&self.check.state);
+        if state.sign == 0.0 {
+            return Ok(());
+        }
+        for (id, param) in self.params.iter().enumerate() {
+            let is_meant = state.only.as_ref().is_none_or(|only| only.contains(&id));
+            let is_moved = || state.kept.iter().any(|(kept, ..)| *kept == id);
+            if param.unit != unit || !param.is_trained() || param.numel == 0 || !is_meant || is_moved() || !param.is_whole()
+            {
+                continue;
+            }
+            let (relative, sign) = (state.relative, state.sign);
+            let (direction, kept) = residency::with_values(&param.tensor, |values| {
+                let kept = values.clone();
+                let direction = Direction::new(&param.name, &param.shape, values.as_ref(), relative);
+                direction.shift(values.as_mut(), sign);
+                (direction, kept)
+            })?;
+            let held = self.ledger.hold_in(Tier::Host, Kind::GradientCheck, kept.capacity_in_bytes());
+            state.directions[id] = Some(direction);
+            state.kept.push((id, kept, held));
+        }
+        Ok(())
+    }
+
+    /// A unit has run: its parameters have their own values again.
+    pub(super) fn unshift_unit(&self, unit: UnitId) -> Result<()> {
+        if !self.is_checking() {
+            return Ok(());
+        }
+        self.put_back(|param| self.params[param].unit == unit)
+    }
+
+    fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
+        let mut state = lock(&self.check.state);
+        let (back, kept) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
+        state.kept = kept;
+        let back: Vec<(ParamId, Flat, Held)> = back;
+        for (param, values, _held) in back {
+            let param = &self.params[param];
+            if param.is_whole() {
+                residency::with_values(&param.tensor, |moved| *moved = values)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A parameter's gradient has come in the backward that is measured.
+    pub(super) fn measure(&self, param: ParamId, grad: &Grad) -> candle_core::Result<()> {
+        let mut state = lock(&self.check.state);
+        let Some(direction) = state.directions.get(param).copied().flatten() else { return Ok(()) };
+        let about = &self.params[param];
+        let found = grad.view(|grad| match about.is_whole() {
+            true => residency::with_view(&about.tensor, |values| direction.along(grad, Some(values))),
+            false => Ok(direction.along(grad, None)),
+        })??;
+        let along = &mut state.along[param];
+        along.product += found.product;
+        along.squares += found.squares;
+        Ok(())
+    }
+}
+
+/// Parameters are moved; whatever happens, they are put back.
+struct Shifted<'a>(&'a Core);
+
+impl<'a> Shifted<'a> {
+    fn begin(core: &'a Core) -> Self {
+        core.check.shifts.store(true, Ordering::Relaxed);
+        Self(core)
+    }
+}
+
+impl Drop for Shifted<'_> {
+    fn drop(&mut self) {
+        // What cannot be put back was not taken out.
+        let _ = self.0.put_back(|_| true);
+        self.0.check.shifts.store(false, Ordering::Relaxed);
+        self.0.evaluating.store(false, Ordering::Relaxed);
+    }
+}
