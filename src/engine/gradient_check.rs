@@ -292,7 +292,12 @@ impl<M> Engine<M> {
         if self.check.why_not.is_some() {
             return Ok(());
         }
-        let Some(about) = self.core.last_output() else { return Ok(()) };
+        let Some(about) = self.core.last_output() else {
+            if output.track_op() {
+                self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
+            }
+            return Ok(());
+        };
         if self.check.groups.is_empty() {
             self.check.groups = self.groups(output.elem_count());
         }
@@ -427,12 +432,6 @@ impl<M> Engine<M> {
             None if !finite => Some("the loss or a gradient is not finite near these weights".into()),
             None => None,
         };
-        if std::env::var_os("CANDLE_ZERO_CHECK_LOG").is_some() {
-            for row in &rows {
-                let number = 0;
-                eprintln!("GRADCHECK {} {:?} fd {:e} dot {:e} sigma {:e} r {:.2e} bend {:.2e} noise {:.2e} {:?} {:?}", self.config.precision.dtype().as_str(), self.config.zero.stage, row.by_difference, row.by_gradient, row.expected, (row.by_difference - row.by_gradient).abs() / row.expected, sum(1 + 5 * number + 1).abs() / row.expected, sum(1 + 5 * number + 2) / row.expected, row.verdict, not_judged);
-            }
-        }
         let report = GradientReport { step: self.global_steps, rows, not_judged };
         if let (Some(why), 0) = (&report.not_judged, self.rank()) {
             say(&format!("the gradient of the first step was not checked: {why}"));

@@ -35,7 +35,9 @@ impl Direction {
     /// The direction of the parameter `name`, whose values are these. `relative`: the step, as a part of their root mean square.
     pub fn new(name: &str, shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
-        let size = mean_square.sqrt().max(least_size(shape));
+        let (size, usual) = (mean_square.sqrt(), usual_size(shape));
+        // What begins with zeros, as a bias or LoRA's B, is moved too.
+        let size = if size > usual / 32.0 { size } else { usual };
         Self { seed: fnv1a(name.as_bytes()), step: (relative * size) as f32 }
     }
 
@@ -109,8 +111,8 @@ fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
     (f64::from(held(value + by)) - f64::from(held(value - by))) / 2.0
 }
 
-/// The size that values count as having at least: what begins with zeros, as a bias or LoRA's B, is moved too.
-fn least_size(shape: &Shape) -> f64 {
+/// The size that values of such a shape usually have.
+fn usual_size(shape: &Shape) -> f64 {
     match shape.dims() {
         [first, rest @ ..] if !rest.is_empty() => 0.5 / (shape.elem_count() as f64 / (*first).max(1) as f64).max(1.0).sqrt(),
         _ => 0.02,

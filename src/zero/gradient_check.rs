@@ -157,14 +157,14 @@ impl Core {
         (sign, only): (f32, Option<&[ParamId]>),
         run: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        let buffers = {
+        let before = {
             let mut state = lock(&self.check.state);
             state.sign = sign;
             state.only = only.map(<[_]>::to_vec);
             state.directions.resize(self.params.len(), None);
             state.buffers.take()
         };
-        let after = buffers.as_ref().map(|before| self.buffers.exchange(before)).transpose()?;
+        let after = before.as_ref().map(|before| self.buffers.exchange(before)).transpose()?;
         let trace = lock(&self.gather).exchange_trace(Trace::default());
         let output = {
             let _shifted = Shifted::begin(self);
@@ -178,9 +178,9 @@ impl Core {
         self.evaluating.store(false, Ordering::Relaxed);
         lock(&self.gather).exchange_trace(trace);
         if let Some(after) = &after {
-            let before = self.buffers.exchange(after)?;
-            lock(&self.check.state).buffers = Some(before);
+            self.buffers.exchange(after)?;
         }
+        lock(&self.check.state).buffers = before;
         released?;
         output
     }
