@@ -289,15 +289,15 @@ impl<M> Engine<M> {
         output: &Tensor,
         run: &mut impl FnMut(&M) -> candle_core::Result<Tensor>,
     ) -> Result<()> {
-        if self.check.why_not.is_some() {
+        let about = self.core.last_output();
+        if about.is_none() && output.track_op() {
+            self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
+        }
+        // Where ranks gather parameters together they do the same, whatever this one knows already.
+        let together = self.core.shards_params() && self.world_size() > 1;
+        if !together && (about.is_none() || self.check.why_not.is_some()) {
             return Ok(());
         }
-        let Some(about) = self.core.last_output() else {
-            if output.track_op() {
-                self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
-            }
-            return Ok(());
-        };
         if self.check.groups.is_empty() {
             self.check.groups = self.groups(output.elem_count());
         }
@@ -322,11 +322,15 @@ impl<M> Engine<M> {
             let only = self.check.of_each.then_some(&group.params[..]);
             let (Some(up), Some(down)) = (again(self, 1.0, only)?, again(self, -1.0, only)?) else {
                 self.check.why_not = Some("the output has another shape when forward runs again".into());
-                return Ok(());
+                continue;
             };
             let moved = moved(&value, &up, &down);
             bends |= norm(&moved.bend) > limits.bends * norm(&moved.difference) + probe.rounding * 4.0;
             probe.groups.push(moved);
+        }
+        if together {
+            let all = self.gather_f64(&[f64::from(u8::from(bends))])?;
+            bends = all.iter().any(|rank| rank.first() != Some(&0.0));
         }
         if bends {
             // Either the loss bends, or something in it is drawn anew each time.
@@ -341,7 +345,9 @@ impl<M> Engine<M> {
                 );
             }
         }
-        about.set_probe(probe);
+        if let Some(about) = about {
+            about.set_probe(probe);
+        }
         Ok(())
     }
 
