@@ -17,7 +17,7 @@ use super::trace::Trace;
 use crate::error::Result;
 use crate::graph::{Grad, without_gradients};
 use crate::memory::{Held, Kind, Tier};
-use crate::param::{ParamId, UnitId};
+use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;
 use crate::tensor::residency;
 use crate::util::lock;
@@ -206,7 +206,9 @@ impl Core {
 impl Core {
     /// A unit's parameters are in memory and about to be used.
     pub(super) fn shift_unit(&self, unit: UnitId) -> Result<()> {
-        if !self.is_checking() {
+        // Where parameters stay whole, a unit's may be used outside of it too.
+        let all = !self.shards_params();
+        if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());
         }
         let mut state = lock(&self.check.state);
@@ -216,7 +218,7 @@ impl Core {
         for (id, param) in self.params.iter().enumerate() {
             let is_meant = state.only.as_ref().is_none_or(|only| only.contains(&id));
             let is_moved = || state.kept.iter().any(|(kept, ..)| *kept == id);
-            if param.unit != unit || !param.is_trained() || param.numel == 0 || !is_meant || is_moved() || !param.is_whole()
+            if (param.unit != unit && !all) || !param.is_trained() || param.numel == 0 || !is_meant || is_moved() || !param.is_whole()
             {
                 continue;
             }
@@ -236,10 +238,11 @@ impl Core {
 
     /// A unit has run: its parameters have their own values again.
     pub(super) fn unshift_unit(&self, unit: UnitId) -> Result<()> {
-        if !self.is_checking() {
+        let all = !self.shards_params();
+        if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());
         }
-        self.put_back(|param| self.params[param].unit == unit)
+        self.put_back(|param| all || self.params[param].unit == unit)
     }
 
     fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
