@@ -266,9 +266,8 @@ impl<M> Engine<M> {
         let forward = FORWARDS.get() + 1;
         FORWARDS.set(forward);
         let around = if is_inside { AROUND.get() } else { Around { forward, repetition: 0 } };
-        let output = around.enter(|| {
-            draw_from((stream, 0), || self.cast(|| self.core.forward(|| run(&self.model))))
-        })?;
+        let output =
+            around.enter(|| draw_from((stream, 0), || self.cast(|| self.core.forward(|| run(&self.model)))))?;
         let probes = matches!(self.check.phase, Phase::Armed) && !is_inside && self.trainer.can_train();
         Ok((output, probes.then_some(forward)))
     }
@@ -363,7 +362,8 @@ impl<M> Engine<M> {
         let units = self.core.units();
         if self.check.of_each && fits(units.len()) {
             let of_unit = |(unit, (name, _)): (usize, &(String, usize))| {
-                let params = trained().filter(|(_, param): &(usize, &Param)| param.unit == unit).map(|(id, _)| id).collect();
+                let params =
+                    trained().filter(|(_, param): &(usize, &Param)| param.unit == unit).map(|(id, _)| id).collect();
                 Group { name: if name.is_empty() { "outside of units".into() } else { name.clone() }, params }
             };
             return units.iter().enumerate().map(of_unit).filter(|group| !group.params.is_empty()).collect();
@@ -434,7 +434,9 @@ impl<M> Engine<M> {
             .collect();
         let finite = rows.iter().all(|row| row.by_gradient.is_finite() && row.by_difference.is_finite());
         let not_judged = match skipped {
-            Some(rank) => Some(self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not repeat its forward"))),
+            Some(rank) => {
+                Some(self.check.why_not.take().unwrap_or_else(|| format!("rank {rank} could not repeat its forward")))
+            }
             None if !finite => Some("the loss or a gradient is not finite near these weights".into()),
             None => None,
         };

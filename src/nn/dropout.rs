@@ -101,7 +101,9 @@ impl Dropout {
     pub(super) fn draw(&self) -> Result<Option<Mask>> {
         let draws = draws();
         let core = self.link.core();
-        if core.as_ref().is_some_and(|core| core.is_evaluating() && !core.is_checking()) || (is_without_gradients() && !draws.in_training) {
+        if core.as_ref().is_some_and(|core| core.is_evaluating() && !core.is_checking())
+            || (is_without_gradients() && !draws.in_training)
+        {
             return Ok(None);
         }
         if !draws.in_training && core.is_some_and(|core| core.is_in_forward()) {

@@ -114,7 +114,9 @@ fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
 /// The size that values of such a shape usually have.
 fn usual_size(shape: &Shape) -> f64 {
     match shape.dims() {
-        [first, rest @ ..] if !rest.is_empty() => 0.5 / (shape.elem_count() as f64 / (*first).max(1) as f64).max(1.0).sqrt(),
+        [first, rest @ ..] if !rest.is_empty() => {
+            0.5 / (shape.elem_count() as f64 / (*first).max(1) as f64).max(1.0).sqrt()
+        }
         _ => 0.02,
     }
 }

@@ -218,7 +218,12 @@ impl Core {
         for (id, param) in self.params.iter().enumerate() {
             let is_meant = state.only.as_ref().is_none_or(|only| only.contains(&id));
             let is_moved = || state.kept.iter().any(|(kept, ..)| *kept == id);
-            if (param.unit != unit && !all) || !param.is_trained() || param.numel == 0 || !is_meant || is_moved() || !param.is_whole()
+            if (param.unit != unit && !all)
+                || !param.is_trained()
+                || param.numel == 0
+                || !is_meant
+                || is_moved()
+                || !param.is_whole()
             {
                 continue;
             }

@@ -390,7 +390,8 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
 
 #[test]
 fn the_memory_report_is_a_table() {
-    let outcomes = train(2, units(2), &config(3, 1, released(), json!({"bf16": {"enabled": true}, "gradient_check": false})), 2);
+    let outcomes =
+        train(2, units(2), &config(3, 1, released(), json!({"bf16": {"enabled": true}, "gradient_check": false})), 2);
     insta::assert_snapshot!(outcomes[1].memory, @r"
         2221 parameters at stage 3 on 2 ranks; bytes of this rank:
         kind                    device           host         pinned peak in memory          files          formula      padding
@@ -428,7 +429,8 @@ fn the_memory_report_is_a_table() {
 
 #[test]
 fn the_comm_report_is_a_table() {
-    for (stage, report) in [2, 3].map(|stage| (stage, train(2, units(2), &config(stage, 1, released(), json!({"gradient_check": false})), 2)))
+    for (stage, report) in [2, 3]
+        .map(|stage| (stage, train(2, units(2), &config(stage, 1, released(), json!({"gradient_check": false})), 2)))
     {
         let mut report = report[0].comm.clone();
         assert!(report.waited_s > 0.0 && report.kinds.values().all(|kind| kind.busy_s > 0.0), "{report}");

@@ -101,7 +101,9 @@ fn detached(vb: VarBuilder<'_>) -> Result<Loss> {
 fn conv1d(vb: VarBuilder<'_>) -> Result<Loss> {
     let conv = candle_nn::conv1d(2, 3, 3, Default::default(), vb.pp("conv"))?;
     let head = linear(18, 2, vb.pp("head"))?;
-    Ok(Box::new(move || head.forward(&conv.forward(&numbers(2, (4, 2, 8))?)?.tanh()?.flatten_from(1)?)?.sqr()?.mean_all()))
+    Ok(Box::new(move || {
+        head.forward(&conv.forward(&numbers(2, (4, 2, 8))?)?.tanh()?.flatten_from(1)?)?.sqr()?.mean_all()
+    }))
 }
 
 fn pooled(vb: VarBuilder<'_>, pool: fn(&Tensor) -> Result<Tensor>) -> Result<Loss> {
@@ -193,7 +195,14 @@ fn weights_are_unchanged_and_the_report_is_there_when_a_gradient_is_wrong() {
     let loss = engine.forward(|model| model()).unwrap();
     engine.backward(&loss).unwrap();
     let text = engine.step().unwrap_err().to_string();
-    let causes = ["LayerNorm", "freezing the parameters", "conv1d", "CANDLE_GRAD_DO_NOT_DETACH", "zerorun verify", "gradient_check"];
+    let causes = [
+        "LayerNorm",
+        "freezing the parameters",
+        "conv1d",
+        "CANDLE_GRAD_DO_NOT_DETACH",
+        "zerorun verify",
+        "gradient_check",
+    ];
     for word in causes {
         assert!(text.contains(word), "{word}: {text}");
     }
@@ -269,7 +278,8 @@ fn every_parameter_is_checked_where_that_is_asked_for_and_the_wrong_ones_are_nam
 
 #[test]
 fn a_true_gradient_passes_at_every_stage_in_every_format() {
-    let formats = [json!({}), json!({"bf16": {"enabled": true}}), json!({"fp16": {"enabled": true, "initial_scale_power": 10}})];
+    let formats =
+        [json!({}), json!({"bf16": {"enabled": true}}), json!({"fp16": {"enabled": true, "initial_scale_power": 10}})];
     for format in formats {
         for (stage, ranks, checkpointed) in [(0, 1, false), (1, 2, false), (2, 1, true), (3, 1, true), (3, 2, false)] {
             let mut config = config(stage);

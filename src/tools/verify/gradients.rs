@@ -23,8 +23,8 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
     let [file, log] = ["gradients.json", "log.txt"].map(|name| folder.path().join(name));
     let out = File::create(&log).map_err(|source| Error::Io { action: "create", path: log.clone(), source })?;
     let err = out.try_clone().map_err(|source| Error::Io { action: "open", path: log.clone(), source })?;
-    let launcher = std::env::current_exe()
-        .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+    let launcher =
+        std::env::current_exe().map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
     let mut command = Command::new(launcher);
     command.args(["--num_ranks", &ranks.to_string()]).arg(script).args(args);
     command.env(CHECK_GRADIENTS, &file).stdin(Stdio::null()).stdout(out).stderr(err);
@@ -44,8 +44,11 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
             return Ok(ExitCode::FAILURE);
         }
     };
-    let report: GradientReport = serde_json::from_str(&text)
-        .map_err(|source| Error::Io { action: "read", path: file, source: std::io::Error::other(source) })?;
+    let report: GradientReport = serde_json::from_str(&text).map_err(|source| Error::Io {
+        action: "read",
+        path: file,
+        source: std::io::Error::other(source),
+    })?;
     let wrong = report.wrong().count();
     print(if json { text } else { format!("{report}\n\n{}", verdict(&report, wrong)) });
     Ok(if wrong == 0 && report.not_judged.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
