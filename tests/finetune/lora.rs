@@ -359,7 +359,7 @@ fn an_adapter_for_another_base_is_refused_with_its_tensor() {
     let sizes = adapted(&base, &adapter);
     insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
     let sizes = DecoderConfig { lora: Some("targets=q_proj+c_attn".parse().unwrap()), ..base.config().clone() };
-    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is the last part of no projection's name; the model's projections end with down_proj, embed_tokens, gate_proj, input_layernorm, k_norm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_norm, q_proj, up_proj, v_proj");
+    insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
 }
 
 #[test]
