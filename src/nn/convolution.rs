@@ -338,7 +338,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
 
 /// The channels of a group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
-    if groups == 0 || channels % groups != 0 {
+    if groups == 0 || !channels.is_multiple_of(groups) {
         bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide that of channels")
     }
     Ok(channels / groups)
