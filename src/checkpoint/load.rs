@@ -354,7 +354,7 @@ fn wanted(
                 ))
             })?;
             // Whole parameters get all their elements from the files, not from other ranks.
-            let is_whole = kind == State::Weights && !core.shards_params();
+            let is_whole = kind == State::Weights && !core.shards(param);
             let range = if is_whole { 0..own.numel } else { core.owned(param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
         }
@@ -369,7 +369,7 @@ fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> R
     for NeededElements { state, saved, kind, param, range } in wanted {
         let dtype = if *kind == State::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
-        if *kind == State::Weights && !core.shards_params() {
+        if *kind == State::Weights && !core.shards(*param) {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;
         } else {

@@ -51,6 +51,7 @@ pub(super) struct Rehearsal<'a> {
     params: &'a [Param],
     config: &'a Config,
     plan: ReducePlan,
+    share_plan: SharePlan,
     /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
     second_group: usize,
     /// Where whole parameters are.
@@ -101,7 +102,8 @@ impl<'a> Rehearsal<'a> {
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
         let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
-        let share_plan = SharePlan::new(config, plan.accumulate, 0, grouping.clone());
+        let packs = params.iter().any(|param| param.packing().is_some());
+        let share_plan = SharePlan { packs, ..SharePlan::new(config, plan.accumulate, 0, grouping.clone()) };
         if share_plan.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
@@ -118,7 +120,7 @@ impl<'a> Rehearsal<'a> {
             param.block.store(block, Ordering::Relaxed);
             let class = Class::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
-            if !placement.params.is_sharded() {
+            if !share_plan.shards(param.weights) {
                 let size = param.weights.dtype(dtype).size_in_bytes();
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * size));
             }
@@ -145,6 +147,7 @@ impl<'a> Rehearsal<'a> {
             params,
             config,
             plan,
+            share_plan,
             second_group: second_group(config, setting.hosts),
             tier,
             home,
@@ -173,7 +176,7 @@ impl<'a> Rehearsal<'a> {
     /// Trains for some steps and gives what one of them moves, and how it goes.
     pub fn train(&self) -> Result<(Traffic, Script)> {
         let zero = &self.config.zero;
-        let mut gather = Gatherer::new(self.params, &self.leaves, zero, self.division());
+        let mut gather = Gatherer::new(self.params, &self.leaves, zero, &self.share_plan);
         let optional = self.leaves.optional(self.params, zero);
         let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;

@@ -1,6 +1,7 @@
 //! The model that fine-tuning begins with: a folder in Hugging Face's format, or a GGUF file.
 
-use super::gguf::Gguf;
+use super::gguf::{Gguf, gguf_files};
+use super::tokenizer_files::has_tokenizer;
 use crate::engine::InitialValues;
 use crate::error::{FinetuneError, ParamError, Result};
 use crate::models::DecoderConfig;
@@ -36,6 +37,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Base {
     folder: PathBuf,
+    tokenizer: PathBuf,
     json: Value,
     config: DecoderConfig,
     values: Arc<dyn InitialValues>,
@@ -95,7 +97,8 @@ impl Base {
             let (path, names) = (files.path().to_owned(), list(&extra));
             return Err(ParamError::ExtraTensors { path, names }.into());
         }
-        Ok(Self { folder: folder.to_owned(), json, config, values: Arc::new(files) })
+        let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
+        Ok(Self { folder, tokenizer, json, config, values: Arc::new(files) })
     }
 
     fn of_gguf(file: &Path) -> Result<Self> {
@@ -104,7 +107,8 @@ impl Base {
         let config = DecoderConfig::from_parsed(&json, file)?;
         let gguf = gguf.described_by(&config)?;
         let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Ok(Self { folder: folder.to_owned(), json, config, values: Arc::new(gguf) })
+        let tokenizer = if has_tokenizer(folder) { folder } else { file }.to_owned();
+        Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf) })
     }
 
     /// The model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
@@ -129,9 +133,15 @@ impl Base {
         &self.json
     }
 
-    /// The folder, in which the tokenizer's files may be; that of the file, for a GGUF file.
+    /// The folder; that of the file, for a GGUF file.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Where the tokenizer and the chat template are, for [`Tokenizer::open`](super::Tokenizer::open) and
+    /// [`Template::open`](super::Template::open): the folder, or a GGUF file that no tokenizer lies beside.
+    pub fn tokenizer_path(&self) -> &Path {
+        &self.tokenizer
     }
 
     /// The weights, for [`EngineBuilder::initial_values`](crate::EngineBuilder::initial_values).
@@ -185,16 +195,6 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
 
 /// An output projection, which files may have also where a model takes its embedding for it.
 const HEAD: &str = "lm_head.weight";
-
-/// The GGUF files in a folder.
-fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let failed = |source| crate::Error::Io { action: "read", path: folder.to_owned(), source };
-    let entries = std::fs::read_dir(folder).map_err(failed)?.map(|entry| Ok(entry.map_err(failed)?.path()));
-    let mut files: Vec<PathBuf> = entries.collect::<Result<_>>()?;
-    files.retain(|path| path.extension().is_some_and(|extension| extension == "gguf"));
-    files.sort();
-    Ok(files)
-}
 
 /// Whether a tensor belongs to the part of a model that looks at images, around the language model.
 fn is_of_images(json: &Value, name: &str) -> bool {

@@ -161,6 +161,19 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// A model without a tokenizer.
+    #[error(
+        "{} has no tokenizer: {found}; save one there with transformers, \
+         AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from \
+         where the model is from",
+        folder.display()
+    )]
+    NoTokenizer {
+        /// The model's folder.
+        folder: PathBuf,
+        /// What is there instead.
+        found: String,
+    },
     /// A special token that the tokenizer does not know.
     #[error(
         "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json of one model"

@@ -5,7 +5,8 @@ use super::conversation::Conversation;
 use super::error::FinetuneError;
 use super::sample::Sample;
 use super::template::Template;
-use super::tokenizer::{Tokenizer, object};
+use super::tokenizer::Tokenizer;
+use super::tokenizer_files::object;
 use crate::error::Result;
 use crate::models::{Session, TokenRng, keep_likeliest, next_token};
 use serde_json::{Map, Value};
@@ -72,8 +73,8 @@ pub struct Generated {
 ///
 /// let base = Base::open("SmolLM2-135M-Instruct")?;
 /// let model = Decoder::new(base.config(), base.var_builder(candle_core::DType::F32, &candle_core::Device::Cpu))?;
-/// let tokenizer = Tokenizer::open(base.folder())?;
-/// let template = Template::open(base.folder(), &tokenizer)?;
+/// let tokenizer = Tokenizer::open(base.tokenizer_path())?;
+/// let template = Template::open(base.tokenizer_path(), &tokenizer)?;
 /// let generator = Generator::new(&base, &tokenizer, Some(&template))?;
 /// let prompt = generator.of_conversation(&Conversation::new([("user", "What is 2+2?")]))?;
 /// let answer = generator.answer(

@@ -310,6 +310,16 @@ fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
     Some(format!("blk.{block}.{part}.{ending}"))
 }
 
+/// The GGUF files in a folder.
+pub(super) fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let failed = |source| crate::Error::Io { action: "read", path: folder.to_owned(), source };
+    let entries = std::fs::read_dir(folder).map_err(failed)?.map(|entry| Ok(entry.map_err(failed)?.path()));
+    let mut files: Vec<PathBuf> = entries.collect::<Result<_>>()?;
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "gguf"));
+    files.sort();
+    Ok(files)
+}
+
 pub(super) fn bad(path: &Path, reason: impl ToString) -> Error {
     FinetuneError::BadGguf { path: path.to_owned(), reason: reason.to_string() }.into()
 }

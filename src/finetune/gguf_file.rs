@@ -15,6 +15,7 @@ pub(super) enum Value {
     Bool(bool),
     String(String),
     I32s(Vec<i32>),
+    F32s(Vec<f32>),
     Strings(Vec<String>),
 }
 
@@ -167,6 +168,10 @@ fn put_value(to: &mut Vec<u8>, value: &Value) {
             array(5, values.len());
             values.iter().for_each(|value| to.extend(value.to_le_bytes()));
         }
+        Value::F32s(values) => {
+            array(6, values.len());
+            values.iter().for_each(|value| to.extend(value.to_le_bytes()));
+        }
         Value::Strings(values) => {
             array(8, values.len());
             values.iter().for_each(|value| put_string(to, value));
@@ -206,6 +211,7 @@ mod tests {
             ("x".to_owned(), Value::F32(0.5)),
             ("b".to_owned(), Value::Bool(true)),
             ("l".to_owned(), Value::I32s(vec![1, -2])),
+            ("n".to_owned(), Value::F32s(vec![0.5, -1e9])),
             ("s".to_owned(), Value::Strings(vec!["Ġa".into(), "b".into()])),
         ];
         let value = |i: usize| ((i * 37) % 101) as f32 / 10.0 - 5.0;

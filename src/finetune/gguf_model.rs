@@ -1,6 +1,7 @@
 //! A decoder as a GGUF file by llama.cpp's conventions: keys, names of tensors, and what is done to some of them.
 
 use super::Base;
+use super::gguf::Gguf;
 use super::gguf_file::{BLOCK, Entry, Format, Value, write};
 use super::gguf_vocabulary::keys;
 use super::merge::{Merged, MergedTensor, too_large};
@@ -38,7 +39,7 @@ enum Change {
 
 impl Merged<'_> {
     /// Writes the model to the file `out`, which is replaced if it is there, as llama.cpp reads it, with the tokenizer in the
-    /// base's folder.
+    /// base's folder or GGUF file.
     ///
     /// # Errors
     /// A model or a tokenizer that cannot be written so, a value that f16 cannot hold; what reading and writing brings. `out`
@@ -54,7 +55,11 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
     let kind = json["model_type"].as_str().unwrap_or_default();
     let model = Model::of(kind, config).map_err(wrong)?;
     let mut metadata = model.keys(base.folder(), format);
-    metadata.extend(keys(base.folder(), json, config.vocab)?);
+    let tokenizer = base.tokenizer_path();
+    metadata.extend(match tokenizer.is_file() {
+        true => Gguf::open(tokenizer)?.tokenizer_keys(),
+        false => keys(tokenizer, json, config.vocab)?,
+    });
     let mut entries = Vec::new();
     let mut sources = Vec::new();
     if let Some(factors) = model.rotary_factors() {

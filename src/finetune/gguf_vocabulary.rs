@@ -1,7 +1,9 @@
 //! The keys of a GGUF file that describe a tokenizer, from the files of Hugging Face.
 
 use super::gguf_file::Value;
+use super::gguf_tokenizer::{LLAMA3, QWEN2};
 use super::templates::named_templates;
+use super::tokenizer::Tokenizer;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use serde_json::Value as Json;
@@ -15,11 +17,6 @@ const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
-
-/// How texts are cut before merges, by llama.cpp's names: patterns of `Split`.
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// The keys for the tokenizer in `folder` and an embedding of so many `rows`.
 ///
@@ -36,7 +33,11 @@ pub(super) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     if model["type"] != "BPE" {
         return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
     }
-    let pre = cut(&tokenizer["pre_tokenizer"]).map_err(wrong)?;
+    let pre = match cut(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
+        // The same pattern, of texts that are not normalized before.
+        "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
+        pre => pre,
+    };
     let mut ids: BTreeMap<usize, (&str, i32)> = BTreeMap::new();
     let number = |id: &Json| id.as_u64().and_then(|id| usize::try_from(id).ok());
     for (token, id) in model["vocab"].as_object().into_iter().flatten() {
@@ -71,8 +72,13 @@ pub(super) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         if let Some(id) = special(kind, &settings, config, &ids).and_then(|id| u32::try_from(id).ok()) {
             keys.push((format!("tokenizer.ggml.{role}_token_id"), Value::U32(id)));
         }
-        if let Some(add) = settings[format!("add_{kind}_token")].as_bool() {
-            keys.push((format!("tokenizer.ggml.add_{kind}_token"), Value::Bool(add)));
+    }
+    // Whoever reads the file need not guess it by the kind of tokenizer.
+    let opened = Tokenizer::open(folder)?;
+    let (before, after) = opened.around();
+    for (kind, around) in [("bos", before), ("eos", after)] {
+        if let Some(id) = opened.special_id(&format!("{kind}_token")) {
+            keys.push((format!("tokenizer.ggml.add_{kind}_token"), Value::Bool(around.contains(&id))));
         }
     }
     keys.extend(template_keys(named_templates(folder)?));

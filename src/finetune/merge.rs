@@ -1,6 +1,7 @@
 //! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
 
 use super::out::{new_folder, write_beside};
+use super::tokenizer_files::TokenizerFiles;
 use super::{Adapter, AdapterTensor, Base};
 use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
 use crate::engine::InitialValues;
@@ -263,7 +264,11 @@ impl Merged<'_> {
             }
             Ok(())
         })?;
-        write_beside(self.base.folder(), self.base.config_json().clone(), folder, dtype)
+        write_beside(self.base.folder(), self.base.config_json().clone(), folder, dtype)?;
+        match self.base.tokenizer_path() {
+            file if file.is_file() => TokenizerFiles::read(file)?.write(folder),
+            _ => Ok(()),
+        }
     }
 
     /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.

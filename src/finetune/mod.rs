@@ -6,7 +6,7 @@
 //!
 //! | step | type |
 //! |---|---|
-//! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
+//! | tokenizer.json and the special tokens of a model's folder, or those of its GGUF file | [`Tokenizer`] |
 //! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
 //! | ids, and which of them are to be predicted | [`Sample`] |
 //! | files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
@@ -43,6 +43,7 @@ mod gguf;
 mod gguf_config;
 mod gguf_file;
 mod gguf_model;
+mod gguf_tokenizer;
 mod gguf_vocabulary;
 mod identity;
 mod merge;
@@ -51,6 +52,7 @@ mod network;
 mod objective;
 mod options;
 mod out;
+mod pace;
 mod pack;
 mod parquet;
 mod peft_config;
@@ -80,6 +82,7 @@ mod table;
 mod template;
 mod templates;
 mod tokenizer;
+mod tokenizer_files;
 mod words;
 mod written;
 

@@ -59,6 +59,9 @@ pub enum Objective {
 /// How long is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
+    /// Three times through the data, and up to ten times with fewer than some hundred samples, of which each is to be seen more
+    /// often to be learned.
+    Auto,
     /// So many times through the data.
     Epochs(f64),
     /// So many optimizer steps.
@@ -161,12 +164,14 @@ pub struct Options {
     pub ds_config: Option<PathBuf>,
     /// The model's numbers. Default: f32.
     pub precision: Precision,
-    /// How long is trained. Default: one epoch.
+    /// How long is trained. Default: three epochs, and up to ten with few samples.
     pub length: Length,
-    /// The highest learning rate. Default: 2e-4 for adapters, 2e-5 for all weights, a tenth of either for preferences.
+    /// The highest learning rate. Default: for adapters 2e-4 where the model's stream is 4096 wide, more for a narrower one in
+    /// proportion, up to 1e-3, and less for a wider one; 2e-5 for all weights; a tenth of either for preferences.
     pub lr: Option<f64>,
-    /// Rows, or pairs of a preference, in a step of all ranks. Default: 8, or the next multiple of what the ranks take at
-    /// once.
+    /// Rows, or pairs of a preference, in a step of all ranks. Default: 8, or with little data 4, 2 or 1, so that an epoch has
+    /// 30 steps or more, rounded up to a multiple of what the ranks take at once; with very little, rows also hold fewer samples
+    /// than would fit.
     pub batch: Option<usize>,
     /// Rows that a rank computes at once. Default: 1.
     pub micro_batch: usize,
@@ -224,7 +229,7 @@ impl Options {
             objective: Objective::Generate,
             ds_config: None,
             precision: Precision::F32,
-            length: Length::Epochs(1.0),
+            length: Length::Auto,
             lr: None,
             batch: None,
             micro_batch: 1,
@@ -249,16 +254,13 @@ impl Options {
         }
     }
 
-    /// The highest learning rate.
-    pub(super) fn peak_lr(&self) -> f64 {
-        let usual = if self.method == Method::Full { 2e-5 } else { 2e-4 };
+    /// The highest learning rate, for a model whose stream is so wide.
+    pub(super) fn peak_lr(&self, hidden_size: usize) -> f64 {
+        // A step of an optimizer as Adam changes each element of an adapter alike, and a wider model's output by more.
+        let by_width = 2e-4 * 4096.0 / hidden_size.max(1) as f64;
+        let usual = if self.method == Method::Full { 2e-5 } else { by_width.min(1e-3) };
         let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
         self.lr.unwrap_or(usual * part)
-    }
-
-    /// Rows in a step of all ranks.
-    pub(super) fn rows_per_step(&self, world: usize) -> usize {
-        self.batch.unwrap_or_else(|| 8usize.next_multiple_of(world.max(1).saturating_mul(self.micro_batch.max(1))))
     }
 
     /// Refuses values that make no run.
@@ -421,15 +423,6 @@ mod tests {
         insta::assert_snapshot!(Held::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
         insta::assert_snapshot!("0.03".parse::<Warmup>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
         insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
-    }
-
-    #[test]
-    fn a_step_has_a_multiple_of_what_the_ranks_take_at_once() {
-        let options = |micro_batch| Options { micro_batch, ..with_data() };
-        assert_eq!(options(1).rows_per_step(1), 8);
-        assert_eq!(options(1).rows_per_step(3), 9);
-        assert_eq!(options(4).rows_per_step(3), 12);
-        assert_eq!(Options { batch: Some(5), ..with_data() }.rows_per_step(3), 5);
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub enum Packing {
     /// As many as fit in a row of so many tokens, each a sequence of its own. Only where samples do not belong together
     /// ([`Dataset::group`]), and no label is to be told.
     Packed {
-        /// Tokens of a row.
+        /// Tokens of a row. A longer sample has a row of its own.
         ctx: usize,
     },
     /// Each in a row of its own, padded to the longest of the batch.
@@ -47,7 +47,7 @@ pub struct Rows {
 
 /// The order in which rows come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum RowOrder {
+pub(super) enum RowOrder {
     /// By chance, in each epoch another.
     Shuffled(u64),
     /// That of the data, epoch after epoch.
@@ -74,7 +74,7 @@ impl Batches {
     ///
     /// # Panics
     ///
-    /// If the data set is empty or has a sample that is longer than a packed row.
+    /// If the data set is empty.
     pub fn training(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, seed: u64, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }
@@ -102,24 +102,30 @@ impl Batches {
         let groups = dataset.len() / dataset.group();
         assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
-        let order = |i: usize| match rows_in {
-            RowOrder::Shuffled(seed) => permute(i as u64, groups as u64, mix(seed)) as u32,
-            RowOrder::Sequential | RowOrder::Once => i as u32,
-        };
-        let (members, rows) = match packing {
-            Packing::Packed { ctx } if dataset.group() == 1 => {
-                let order: Vec<u32> = (0..groups).map(order).collect();
-                let row_of = first_fit(order.iter().map(|i| dataset.length(*i as usize)), ctx);
-                by_row(&order, &row_of)
-            }
-            _ => ((0..groups as u32).collect(), (0..=groups).collect()),
+        let (members, rows) = match packed_rows(&dataset, packing, rows_in) {
+            Some((order, row_of)) => by_row(&order, &row_of),
+            None => ((0..groups as u32).collect(), (0..=groups).collect()),
         };
         Self { dataset, members, rows, shape, order: rows_in, pad }
+    }
+
+    /// How many rows there would be.
+    pub(super) fn count_rows(dataset: &Dataset, packing: Packing, order: RowOrder) -> usize {
+        match packed_rows(dataset, packing, order) {
+            Some((_, row_of)) => row_of.iter().max().map_or(0, |last| *last as usize + 1),
+            None => dataset.len() / dataset.group(),
+        }
     }
 
     /// Rows in an epoch; of samples that belong together, groups.
     pub fn rows_per_epoch(&self) -> usize {
         self.rows.len() - 1
+    }
+
+    /// Tokens of the longest row.
+    pub(super) fn longest_row(&self) -> usize {
+        let row = |row: &[usize]| self.members[row[0]..row[1]].iter().flat_map(|group| self.samples(*group));
+        self.rows.windows(2).map(|ends| row(ends).map(|sample| sample.len()).sum()).max().unwrap_or(0)
     }
 
     /// Steps that go through all rows, the last one perhaps with rows of the next epoch, or empty ones.
@@ -214,15 +220,27 @@ impl Batches {
     }
 }
 
-/// The row of each sample: the first that has room for it.
+/// The order in which samples are packed and the row of each, where several have a row.
+fn packed_rows(dataset: &Dataset, packing: Packing, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
+    let Packing::Packed { ctx } = packing else { return None };
+    if dataset.group() > 1 {
+        return None;
+    }
+    let groups = dataset.len();
+    let place = |i: usize| match order {
+        RowOrder::Shuffled(seed) => permute(i as u64, groups as u64, mix(seed)) as u32,
+        RowOrder::Sequential | RowOrder::Once => i as u32,
+    };
+    let order: Vec<u32> = (0..groups).map(place).collect();
+    let row_of = first_fit(order.iter().map(|i| dataset.length(*i as usize)), ctx);
+    Some((order, row_of))
+}
+
+/// The row of each sample: the first that has room for it. One that is longer than a row fills one.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
     let mut room = Room { leaves: 1, most: vec![0; 2], rows: 0 };
-    lengths
-        .map(|length| {
-            assert!(length <= ctx, "a sample of {length} tokens in rows of {ctx}");
-            room.take(length, ctx)
-        })
-        .collect()
+    // Also the shortest sample takes room, so that a row without any has none for it.
+    lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
 }
 
 /// How much room rows have: a tree of maxima, whose leaves are the rows.
@@ -294,10 +312,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_sample_goes_into_the_first_row_that_has_room(lengths in prop::collection::vec(0_usize..=64, 0..300)) {
+        fn a_sample_goes_into_the_first_row_that_has_room(lengths in prop::collection::vec(1_usize..=80, 0..300)) {
             let found = first_fit(lengths.iter().copied(), 64);
             let mut rooms: Vec<usize> = vec![];
             for (length, row) in lengths.iter().zip(found) {
+                let length = &(*length).min(64);
                 let first = rooms.iter().position(|room| room >= length).unwrap_or(rooms.len());
                 prop_assert_eq!(row as usize, first);
                 if first == rooms.len() {

@@ -6,7 +6,8 @@ use super::error::FinetuneError;
 use super::fitted::fitted;
 use super::identity::{Identity, Saved, fingerprint};
 use super::options::{Length, Objective, RateShape};
-use super::pack::Batches;
+use super::pace::{Pace, epochs_for};
+use super::pack::{Batches, Packing, RowOrder};
 use super::prepare::{Prepared, Start};
 use super::rate::Rates;
 use super::settings;
@@ -26,6 +27,8 @@ pub(super) struct Plan {
     pub validation: Option<Batches>,
     /// Steps of the run.
     pub total: u64,
+    /// Tokens of a row, where rows hold less than they could so that an epoch has more steps.
+    pub shorter: Option<usize>,
     /// The stage and the offload that were chosen and why, where there was something to choose.
     pub chosen: Option<String>,
 }
@@ -38,11 +41,15 @@ impl Plan {
     /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
     pub fn new(prepared: &Prepared, memory: u64, world: usize, rank: usize, remembered: Option<usize>) -> Result<Self> {
         let options = &prepared.options;
-        let config = settings::filled_in(options, world, remembered)?;
+        let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
+        let unit = world.max(1).saturating_mul(options.micro_batch.max(1));
+        let usual = prepared.packing();
+        let pace = Pace::new(&prepared.training, usual, order, unit, remembered);
+        let (config, takes_pace) = settings::filled_in(options, world, pace.rows, prepared.hidden_size())?;
         let (config, chosen) = fitted(prepared, config, memory, world)?;
         let resolve = |warmup, steps| settings::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
-        let (packing, pad) = (prepared.packing(), prepared.pad());
+        let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
         let data = prepared.training.clone();
         let training = match options.shuffle {
             true => Batches::training(data, packing, shape, options.seed, pad),
@@ -51,14 +58,19 @@ impl Plan {
         let total = match options.length {
             Length::Steps(steps) => steps,
             Length::Epochs(epochs) => training.steps(epochs),
+            Length::Auto => training.steps(epochs_for(prepared.training.len() / prepared.training.group())),
         };
-        let rates = Rates::new(options.peak_lr(), options.warmup, total, options.scheduler);
+        let rates = Rates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
         let config = resolve(rates.warmup(), total)?;
         // There is nothing to accumulate.
         let shape = BatchShape { accumulation: 1, ..shape };
         let validation = prepared.validation.clone();
-        let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
-        Ok(Self { config, rates, training, validation, total, chosen })
+        let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
+        let shorter = match packing {
+            Packing::Packed { .. } if packing != usual => Some(training.longest_row()),
+            _ => None,
+        };
+        Ok(Self { config, rates, training, validation, total, shorter, chosen })
     }
 
     /// What the run is, for its checkpoints. Reads all of the base's weights.
@@ -107,6 +119,9 @@ impl Plan {
             set("labels", json!(prepared.training.labels()));
         }
         set("ctx", json!(prepared.ctx()));
+        if let Some(tokens) = self.shorter {
+            set("tokens of a row", json!(tokens));
+        }
         set("packing", json!(options.packing));
         set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
         set("seed", json!(options.seed));

@@ -67,10 +67,10 @@ impl Start {
         Ok(Self::Decoder { base, config })
     }
 
-    /// The folder with the tokenizer.
-    fn folder(&self) -> &Path {
+    /// The folder or file with the tokenizer.
+    pub(super) fn tokenizer_path(&self) -> &Path {
         match self {
-            Self::Decoder { base, .. } => base.folder(),
+            Self::Decoder { base, .. } => base.tokenizer_path(),
             Self::Encoder { base, .. } => base.folder(),
         }
     }
@@ -128,9 +128,9 @@ impl Prepared {
             *lora = adapter.config.clone();
         }
         let mut start = Start::open(&options)?;
-        let tokenizer = Tokenizer::open(start.folder())?;
+        let tokenizer = Tokenizer::open(start.tokenizer_path())?;
         start.check_tokens(tokenizer.vocab_size())?;
-        let template = match Template::open(start.folder(), &tokenizer) {
+        let template = match Template::open(start.tokenizer_path(), &tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };

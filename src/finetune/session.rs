@@ -128,6 +128,7 @@ pub struct FineTune {
     total: u64,
     /// On rank 0 of a run that saves.
     identity: Option<Identity>,
+    shorter: Option<usize>,
     memory: Memory,
     ended: Option<Ended>,
     resumed: Option<PathBuf>,
@@ -159,7 +160,7 @@ impl FineTune {
         // Checkpoints have the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
-        let Plan { config, rates, training, validation, total, chosen } = plan;
+        let Plan { config, rates, training, validation, total, shorter, chosen } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -178,6 +179,7 @@ impl FineTune {
             training,
             validation,
             total,
+            shorter,
             identity,
             memory: Memory::default(),
             ended: None,
@@ -277,6 +279,17 @@ impl FineTune {
         self.training.rows_per_epoch()
     }
 
+    /// Tokens of a row, where rows hold fewer samples than would fit, so that an epoch has more steps.
+    pub fn shorter_rows(&self) -> Option<usize> {
+        self.shorter
+    }
+
+    /// How often the run goes through the data.
+    pub fn epochs(&self) -> f64 {
+        let rows = self.engine.config().batch.train_batch_size as f64 * self.total as f64;
+        rows / self.training.rows_per_epoch() as f64
+    }
+
     /// The checkpoint that the run goes on from.
     pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
@@ -302,6 +315,15 @@ impl FineTune {
     /// # Errors
     /// Those of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be written.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
+        self.step_telling(&mut |_, _| ())
+    }
+
+    /// [`step`](Self::step), which calls `tell` behind each of this rank's micro batches with their number, from 1, and how many
+    /// the step has.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
         if self.ended.is_none() {
             self.ended = self.is_at_end()?;
         }
@@ -310,7 +332,7 @@ impl FineTune {
             self.tell_failed_save(saved)?;
             return Ok(None);
         }
-        let mut report = self.train()?;
+        let mut report = self.train(tell)?;
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
@@ -365,7 +387,7 @@ impl FineTune {
     }
 
     /// Forward, backward and update.
-    fn train(&mut self) -> Result<StepReport> {
+    fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
         let (begun, step) = (Instant::now(), self.engine.global_steps());
         let (batch, world) = (self.engine.config().batch, self.engine.world_size());
         let files_before = self.engine.offload_report();
@@ -397,6 +419,7 @@ impl FineTune {
             rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
             tokens += rows.tokens;
+            tell(micro_step + 1, micro_steps);
         }
         let mut own = vec![loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
         own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));

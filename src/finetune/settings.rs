@@ -6,16 +6,16 @@ use crate::config::{Config, RunValues, read_value};
 use crate::error::Result;
 use serde_json::{Map, Value, json};
 
-/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. `remembered` are the rows
-/// of a step in the checkpoint that the run continues from: those that nobody gave stay the same on another number of ranks.
-pub(super) fn filled_in(options: &Options, world: usize, remembered: Option<usize>) -> Result<Value> {
+/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. A step has `rows` rows where
+/// neither the file nor the options say it; whether that is so stands beside the configuration.
+pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
     let mut config = match &options.ds_config {
         Some(path) => read_value(path)?,
         None => json!({}),
     };
-    let Some(map) = config.as_object_mut() else { return Ok(config) };
-    batch(map, options, world, remembered)?;
-    rate(map, options)?;
+    let Some(map) = config.as_object_mut() else { return Ok((config, false)) };
+    let takes_rows = batch(map, options, world, rows)?;
+    rate(map, options, hidden_size)?;
     let mut set = |key: &str, value: Value| _ = map.entry(key).or_insert(value);
     set("gradient_clipping", json!(1.0));
     set("seed", json!(options.seed));
@@ -26,7 +26,7 @@ pub(super) fn filled_in(options: &Options, world: usize, remembered: Option<usiz
             Precision::F16 => _ = map.insert("fp16".into(), json!({ "enabled": true })),
         }
     }
-    Ok(config)
+    Ok((config, takes_rows))
 }
 
 /// What the file says, unless it leaves that to the run.
@@ -36,14 +36,15 @@ fn said(value: Option<&Value>) -> Option<&Value> {
 
 const BATCH: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
-fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, remembered: Option<usize>) -> Result<()> {
+/// Gives whether a step has `rows` rows, as nobody says otherwise.
+fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: usize) -> Result<bool> {
     if BATCH.iter().any(|key| said(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, said(map.get(BATCH[0])))
             && found.as_u64() != Some(batch as u64)
         {
             return Err(conflict("--batch", batch, BATCH[0], found));
         }
-        return Ok(());
+        return Ok(false);
     }
     let at_once = options.micro_batch.max(1).saturating_mul(world.max(1));
     if let Some(batch) = options.batch.filter(|batch| batch % at_once != 0) {
@@ -61,16 +62,14 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, remember
     }
     // "auto" is what these are.
     BATCH.iter().for_each(|key| _ = map.remove(*key));
-    let remembered = remembered.filter(|rows| options.batch.is_none() && rows.is_multiple_of(at_once));
-    let rows = remembered.unwrap_or_else(|| options.rows_per_step(world));
-    map.insert(BATCH[0].into(), json!(rows));
+    map.insert(BATCH[0].into(), json!(options.batch.unwrap_or(rows)));
     map.insert(BATCH[1].into(), json!(options.micro_batch));
-    Ok(())
+    Ok(options.batch.is_none())
 }
 
-fn rate(map: &mut Map<String, Value>, options: &Options) -> Result<()> {
+fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> Result<()> {
     let Some(optimizer) = map.get("optimizer") else {
-        let params = json!({ "lr": options.peak_lr(), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });
+        let params = json!({ "lr": options.peak_lr(hidden_size), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });
         map.insert("optimizer".into(), json!({ "type": "AdamW", "params": params }));
         return Ok(());
     };
@@ -100,7 +99,7 @@ pub(super) fn resolve(
 ) -> Result<Config> {
     let values = RunValues {
         train_micro_batch_size_per_gpu: options.micro_batch,
-        lr: options.peak_lr(),
+        lr: options.peak_lr(hidden_size),
         warmup_num_steps: Some(warmup),
         total_num_steps: Some(steps),
         hidden_size: Some(hidden_size as u64),

@@ -3,11 +3,13 @@
 use super::adapt::Takes;
 use super::conversation::{Conversation, field};
 use super::error::FinetuneError;
+use super::gguf::Gguf;
 use super::python::{tojson, write_value};
 use super::python_methods::{trim, unknown_method};
 use super::spans::{self, GENERATION, Render, Rendered, Traced, Turns};
 use super::strftime::strftime;
-use super::tokenizer::{SpecialTokens, Tokenizer, object};
+use super::tokenizer::{SpecialTokens, Tokenizer};
+use super::tokenizer_files::{self, object};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::sandbox::{Subject, within};
@@ -128,12 +130,18 @@ impl Template {
 
     /// The template of a model's folder: chat_template.jinja, else `chat_template` of tokenizer_config.json (a text, or a
     /// list with one named `default`). The one named `tool_use`, in that list or as
-    /// additional_chat_templates/tool_use.jinja, is taken for conversations with tools.
+    /// additional_chat_templates/tool_use.jinja, is taken for conversations with tools. Where the
+    /// tokenizer is that of a GGUF file, so are the templates.
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`Error::Io`].
     pub fn open(folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<Self> {
         let folder = folder.as_ref();
+        if let Some(file) = tokenizer_files::gguf_with_tokenizer(folder)?
+            && !folder.join("chat_template.jinja").is_file()
+        {
+            return Self::inside(&file, tokenizer);
+        }
         let read = |path: std::path::PathBuf| match files::read_text(&path, MOST_BYTES) {
             Ok(source) => Ok(Some(source)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -157,6 +165,23 @@ impl Template {
         };
         let mut template = new(default)?;
         if let Some(other) = either(tool_use, &beside, configured.tool_use) {
+            template.tool_use = Some(Box::new(new(other)?));
+        }
+        Ok(template)
+    }
+
+    /// The templates of a GGUF file.
+    fn inside(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
+        let gguf = Gguf::open(file)?;
+        let new = |source: &str| {
+            let name = format!("the chat template of {}", file.display());
+            Self::named(name.into(), source, tokenizer.special_tokens(), tokenizer.special_texts())
+        };
+        let Some(default) = gguf.chat_template("")? else {
+            return Err(FinetuneError::NoTemplate { folder: file.into() }.into());
+        };
+        let mut template = new(default)?;
+        if let Some(other) = gguf.chat_template(&format!(".{TOOL_USE}"))? {
             template.tool_use = Some(Box::new(new(other)?));
         }
         Ok(template)

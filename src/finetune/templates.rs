@@ -1,6 +1,6 @@
 //! The chat templates of a model's folder: the usual one, and others by name.
 
-use super::tokenizer::object;
+use super::tokenizer_files::object;
 use crate::error::{Error, Result};
 use crate::files;
 use std::collections::BTreeMap;

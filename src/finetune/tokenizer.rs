@@ -1,16 +1,13 @@
 //! A model's tokenizer.json, with the special tokens of its configuration.
 
 use super::error::FinetuneError;
+use super::tokenizer_files::TokenizerFiles;
 use super::words::{Encoded, Words};
-use crate::error::{Error, Result};
-use crate::files;
+use crate::error::Result;
 use crate::sandbox::{Subject, within};
 use serde_json::{Map, Value};
 use std::path::Path;
 use tokenizers::{NormalizedString, Normalizer as _, PostProcessorWrapper};
-
-/// The most bytes of a tokenizer's file. Those of the largest vocabularies have 35 MiB.
-const MOST_BYTES: u64 = 128 << 20;
 
 /// The most bytes of a text that has no place where it may be cut: for each byte a tokenizer takes about a hundred.
 const MOST_TEXT: usize = 6 << 20;
@@ -70,19 +67,16 @@ impl SpecialTokens {
 }
 
 impl Tokenizer {
-    /// Reads tokenizer.json, and tokenizer_config.json and special_tokens_map.json where they are there, of `folder`.
+    /// Reads the tokenizer at `path`: tokenizer.json, and tokenizer_config.json and special_tokens_map.json where they are there,
+    /// of a folder; in its place vocab.txt of a BERT, or vocab.json and merges.txt of a GPT-2; what a GGUF file holds, for such
+    /// a file and for a folder with one and no tokenizer.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`FinetuneError::TokenizerFile`]; [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding
-    /// token that tokenizer.json does not have.
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
-        let folder = folder.as_ref();
-        let path = folder.join("tokenizer.json");
-        let bytes = files::read(&path, MOST_BYTES).map_err(|source| Error::Io {
-            action: "read",
-            path: path.clone(),
-            source,
-        })?;
+    /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](crate::Error::Io); [`FinetuneError::TokenizerFile`];
+    /// [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding token that the tokenizer does not have; of a GGUF file,
+    /// a kind of tokenizer that is not known.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let TokenizerFiles { path, tokenizer: bytes, config, special: map } = TokenizerFiles::read(path.as_ref())?;
         let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
         let subject = Subject::new(path.display().to_string());
         let load = || -> tokenizers::Result<_> {
@@ -101,8 +95,6 @@ impl Tokenizer {
         let loaded =
             within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
         let (inner, mut around) = loaded.map_err(|e| wrong(e.to_string()))?;
-        let config = object(&folder.join("tokenizer_config.json"))?;
-        let map = object(&folder.join("special_tokens_map.json"))?;
         let tokens = SpecialTokens::of(&[&config, &map]);
         for name in ["bos_token", "eos_token", "pad_token"] {
             if let Some(token) = tokens.get(name).filter(|token| inner.token_to_id(token).is_none()) {
@@ -234,17 +226,6 @@ fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<
         (Some(token), Some(false)) => tokens.into_iter().filter(|id| *id != token).collect(),
         _ => tokens,
     }
-}
-
-/// A JSON object; an empty one where there is no file.
-pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
-    let bytes = match files::read(path, MOST_BYTES) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
-        read => read.map_err(|source| Error::Io { action: "read", path: path.into(), source })?,
-    };
-    let wrong = |e: serde_json::Error| FinetuneError::TokenizerFile { path: path.into(), reason: e.to_string() };
-    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
-    Ok(serde_json::from_slice(bytes).map_err(wrong)?)
 }
 
 /// Text as its tokens arrive: what is not yet whole UTF-8 is held back.

@@ -11,6 +11,11 @@ use std::time::{Duration, Instant};
 const PAUSE_PART: u32 = 20;
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Between two looks of a bar while nothing is reported.
+#[cfg(feature = "cli")]
+const TICK: Duration = Duration::from_millis(500);
+/// Between two lines within the first step.
+const PAUSE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Shows how far a run is.
 #[derive(Debug)]
@@ -37,6 +42,8 @@ struct Rhythm {
     /// Steps that were done before the first that is reported.
     before: u64,
     last_line: Option<Instant>,
+    /// The last line before the first step was reported.
+    last_within: Option<Instant>,
 }
 
 impl Progress {
@@ -59,6 +66,39 @@ impl Progress {
     /// The same over something else than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
     pub fn counting(self, unit: &'static str) -> Self {
         Self { unit: Some(unit), ..self }
+    }
+
+    /// Shows that work has begun behind step `done`, before the first step is reported: the bar, whose time runs from then on, or a
+    /// line.
+    pub fn begin(&mut self, done: u64, message: impl FnOnce() -> String) {
+        match &mut self.display {
+            Display::Nothing => {}
+            #[cfg(feature = "cli")]
+            Display::Bar(bar) => {
+                bar.set_message(message());
+                bar.set_position(done);
+                bar.enable_steady_tick(TICK);
+            }
+            Display::Lines(_) => _ = writeln!(std::io::stderr(), "step {done}/{}: {}", self.total, message()),
+        }
+    }
+
+    /// Shows how far the step behind step `done` is: `part` of `of` parts. Lines do not, but in the first step of a run, where
+    /// nothing else is to be seen yet, and then as seldom as others.
+    pub fn within(&mut self, done: u64, part: usize, of: usize) {
+        match &mut self.display {
+            Display::Nothing => {}
+            #[cfg(feature = "cli")]
+            Display::Bar(bar) if part < of => bar.set_prefix(format!("{part}/{of} of step {} ", done + 1)),
+            #[cfg(feature = "cli")]
+            Display::Bar(bar) => bar.set_prefix(""),
+            Display::Lines(rhythm) => {
+                if part < of && rhythm.is_due_before_the_first(Instant::now()) {
+                    let total = self.total;
+                    _ = writeln!(std::io::stderr(), "step {done}/{total}: micro batch {part} of {of} of the next is done");
+                }
+            }
+        }
     }
 
     /// Reports that step `done` (from 1) is done. `message` is only made when it is shown.
@@ -112,7 +152,7 @@ fn in_unit(unit: Option<&str>, message: String) -> String {
 #[cfg(feature = "cli")]
 fn bar(total: u64) -> ProgressBar {
     let bar = ProgressBar::new(total);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed} < {eta}] {msg}") {
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed} < {eta}] {prefix}{msg}") {
         bar.set_style(style);
     }
     bar
@@ -120,7 +160,7 @@ fn bar(total: u64) -> ProgressBar {
 
 impl Rhythm {
     fn new(every: Option<u64>, start: Instant) -> Self {
-        Self { every, start, before: 0, last_line: None }
+        Self { every, start, before: 0, last_line: None, last_within: None }
     }
 
     fn is_due(&mut self, done: u64, total: u64, now: Instant) -> bool {
@@ -136,6 +176,16 @@ impl Rhythm {
         };
         if due {
             self.last_line = Some(now);
+        }
+        due
+    }
+
+    /// Whether a line is due within the first step.
+    fn is_due_before_the_first(&mut self, now: Instant) -> bool {
+        let since = now.duration_since(self.last_within.unwrap_or(self.start));
+        let due = self.last_line.is_none() && since >= PAUSE_WITHIN;
+        if due {
+            self.last_within = Some(now);
         }
         due
     }

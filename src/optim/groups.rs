@@ -212,6 +212,11 @@ impl Grouping {
         Self { quantized: rule, ..self }
     }
 
+    /// Whether frozen parameters are packed.
+    pub fn packs(&self) -> bool {
+        self.quantized.is_some()
+    }
+
     /// These modules keep their parameters in f32 in a 16-bit model, whatever their groups say.
     #[must_use]
     pub fn keep_f32(self, modules: &[String]) -> Self {

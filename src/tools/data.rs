@@ -79,9 +79,13 @@ impl Show {
         // Neither description nor weights are needed: where the description is there, it tells the context.
         let model = Model::find(&self.model, Parts::WithoutWeights)?.path;
         let base = Base::open(&model).ok();
-        let folder = base.as_ref().map_or(model.as_path(), Base::folder);
-        let tokenizer = Tokenizer::open(folder)?;
-        let template = match Template::open(folder, &tokenizer) {
+        let (folder, tokenizer) = match &base {
+            Some(base) => (base.folder(), base.tokenizer_path()),
+            None => (model.as_path(), model.as_path()),
+        };
+        let from = tokenizer;
+        let tokenizer = Tokenizer::open(from)?;
+        let template = match Template::open(from, &tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };

@@ -112,7 +112,7 @@ impl Arguments {
         sampling.check()?;
         let base = Base::open(Model::find(&self.model, Parts::All)?.path)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
-        let tokenizer = Tokenizer::open(base.folder())?;
+        let tokenizer = Tokenizer::open(base.tokenizer_path())?;
         let template = if self.raw { None } else { self.template(&base, &tokenizer)? };
         let generator = Generator::new(&base, &tokenizer, template.as_ref())?;
         let given = self.given(&generator)?;
@@ -142,7 +142,7 @@ impl Arguments {
 
     /// The template, where there is one or it is needed.
     fn template(&self, base: &Base, tokenizer: &Tokenizer) -> Result<Option<Template>> {
-        match Template::open(base.folder(), tokenizer) {
+        match Template::open(base.tokenizer_path(), tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. }))
                 if self.messages.is_none() && self.system.is_none() =>
             {

@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 
 /// What the help says of it.
 pub(super) const HELP: &str = if cfg!(feature = "hub") {
-    "A folder as Hugging Face has them, a GGUF file beside its tokenizer's files, a folder with one, or a repository of the \
+    "A folder as Hugging Face has them, a GGUF file, a folder with one, or a repository of the \
      Hugging Face Hub as org/name or org/name@revision"
 } else {
-    "A folder as Hugging Face has them, a GGUF file beside its tokenizer's files, or a folder with one"
+    "A folder as Hugging Face has them, a GGUF file, or a folder with one"
 };
 
 /// A model, where it is.

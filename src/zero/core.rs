@@ -210,7 +210,7 @@ impl Core {
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
-        let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
+        let gather = Gatherer::new(&params, &leaves, &zero, &share_plan);
         let optional = leaves.optional(&params, &zero);
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         let model_place = params.first().map_or(BufferPlace::Host, |p| BufferPlace::of(p.tensor.device()));
@@ -367,6 +367,11 @@ impl Core {
     /// Whether parameters are gathered and released; else they stay whole.
     pub fn shards_params(&self) -> bool {
         self.placement.params.is_sharded()
+    }
+
+    /// Whether parameter `param` is.
+    pub fn shards(&self, param: ParamId) -> bool {
+        self.share_plan.shards(self.params[param].weights)
     }
 
     /// Bytes of model state, beside the ZeRO formula.

@@ -25,11 +25,11 @@ use super::bundle::{After, Bundle, Gathering, SecondCopy, forget, release};
 use super::core::Core;
 use super::leaf::{InLeaf, Leaves};
 use super::rank::Rank;
+use super::share_plan::SharePlan;
 use super::trace::{Event, Trace};
 use crate::comm::{Code, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
-use crate::layout::Division;
 use crate::memory::Kind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::Ints;
@@ -79,6 +79,8 @@ struct UnitState<R: Rank> {
     is_behind: bool,
     /// Gathered for a backward that is not the engine's, and nothing else.
     passed: bool,
+    /// It has parameters that are packed at rest.
+    is_packed: bool,
 }
 
 /// The parts of a unit's parameters that are in memory.
@@ -95,15 +97,18 @@ enum State<R: Rank> {
 
 impl<R: Rank> Gatherer<R> {
     /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
-    pub fn new(params: &[Param], leaves: &Leaves, zero: &ZeroConfig, division: Division) -> Self {
-        let sharded = zero.stage.placement().params.is_sharded();
+    pub fn new(params: &[Param], leaves: &Leaves, zero: &ZeroConfig, plan: &SharePlan) -> Self {
         let mut persistent = Vec::new();
         let homes = leaves.homes();
         let mut by_unit = vec![Vec::new(); homes.len()];
         let mut persistent_elements = 0usize;
-        let mut is_persistent = vec![false; params.len()];
-        for (id, param) in params.iter().enumerate().filter(|_| sharded) {
-            let small = param.numel <= zero.param_persistence_threshold;
+        // What is whole all the time is never released either.
+        let mut is_persistent: Vec<bool> = params.iter().map(|param| !plan.shards(param.weights)).collect();
+        for (id, param) in params.iter().enumerate() {
+            if is_persistent[id] {
+                continue;
+            }
+            let small = param.numel <= zero.param_persistence_threshold && param.packing().is_none();
             if small && persistent_elements + param.numel <= zero.model_persistence_threshold {
                 persistent_elements += param.numel;
                 persistent.push(id);
@@ -117,7 +122,7 @@ impl<R: Rank> Gatherer<R> {
             (true, false) => Wire::Blocks(Ints::Int8),
             (true, true) => Wire::BetweenHosts(Code::Blocks(Ints::Int8)),
         };
-        let bundle = |p| Bundle::new(p, params, division, wire);
+        let bundle = |p| Bundle::new(p, params, plan.division, wire);
         let unit = |p| UnitState {
             bundle: bundle(p),
             second: None,
@@ -127,10 +132,17 @@ impl<R: Rank> Gatherer<R> {
             depth: 0,
             is_behind: false,
             passed: false,
+            is_packed: false,
         };
         let differ = |place: &InLeaf| zero.ignore_unused_parameters || *place == InLeaf::Leaf;
         Self {
-            units: by_unit.into_iter().map(unit).collect(),
+            units: by_unit
+                .into_iter()
+                .map(|p| {
+                    let is_packed = p.iter().any(|p| params[*p].packing().is_some());
+                    UnitState { is_packed, ..unit(p) }
+                })
+                .collect(),
             ranks_differ: leaves.places().iter().map(differ).collect(),
             homes,
             spent: Vec::new(),
@@ -288,7 +300,8 @@ impl<R: Rank> Gatherer<R> {
         }
     }
 
-    /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
+    /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`. What is packed would
+    /// not be worth packing if all of it were unpacked between forward and backward: it is released whatever the distance.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.homes[unit] != unit {
             return Ok(());
@@ -296,7 +309,8 @@ impl<R: Rank> Gatherer<R> {
         if self.passing > 0 {
             return if self.units[unit].passed { self.release_unit(core, unit) } else { Ok(()) };
         }
-        if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
+        let stays = !self.units[unit].is_packed && self.is_needed_soon(core, unit);
+        if stays { Ok(()) } else { self.release_unit(core, unit) }
     }
 
     /// A parameter's gradient has arrived: the backward that made it no longer needs the values.
@@ -390,9 +404,12 @@ impl<R: Rank> Gatherer<R> {
             return Ok(());
         }
         let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
+        // Packed shares of a rank that is alone are unpacked from where they are: a copy of them, made early, speeds nothing up.
+        let is_here = core.division().shards() == 1 && core.files().is_none();
         let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
-            if !matches!(self.units[unit].state, State::Released) {
+            let state = &self.units[unit];
+            if !matches!(state.state, State::Released) || (is_here && state.is_packed) {
                 continue;
             }
             let numel = self.units[unit].bundle.numel;

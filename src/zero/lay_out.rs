@@ -69,7 +69,7 @@ pub(crate) trait Carrier<R: Rank> {
 
 /// Elements of initial values that are read together. As many are whole units of every packing, and packed they fill whole pages
 /// of a file.
-const LOADED: usize = 1 << 24;
+pub(super) const LOADED: usize = 1 << 24;
 
 /// A share that is being filled.
 struct OpenShare {
@@ -210,7 +210,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// A sub-group whose weights lie in a file if they `spill`.
     fn empty_group(&self, class: Class, spills: bool) -> Result<SubGroup<R>> {
-        let SharePlan { placement, dtype, weights_in_memory, states_in_files, .. } = &self.plan;
+        let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let home = |state: State, dtype, in_file| match in_file {
             true => self.files.begin(state, class, dtype).map(Home::File),
             false => {
@@ -227,7 +227,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             class,
             slots: Vec::new(),
             len: 0,
-            weights: placement.params.is_sharded().then(weights).transpose()?,
+            weights: self.plan.shards(class.weights).then(weights).transpose()?,
             master: has_master.then(master).transpose()?,
             grads: Vec::new(),
             grad_file: None,

@@ -4,7 +4,7 @@
 //! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
 
 use super::core::{Link, Registered};
-use super::lay_out::SubGroupBuilder;
+use super::lay_out::{LOADED, SubGroupBuilder};
 use super::leaf::Leaves;
 use super::packed;
 use super::share_plan::SharePlan;
@@ -19,7 +19,7 @@ use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, 
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
 use crate::tensor::{bytes, residency};
-use crate::util::lock;
+use crate::util::{lock, pieces};
 use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
@@ -98,6 +98,7 @@ impl Registry {
             states: StatePrecision { master_weights: true, bf16_moments: false },
             offloads_states: false,
             offloads_weights: false,
+            packs: false,
             rank: 0,
             division: Division::among_all(1),
             placement: ZeroStage::Three.placement(),
@@ -221,19 +222,32 @@ impl Inner {
         let (id, class) = (self.params.len(), Class::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         // In f32: the master weights begin with all digits of the source.
-        let (tensor, residency) = if plan.placement.params.is_sharded() {
+        let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
             self.groups.push(id, cut, class, shard.len(), &mut read)?;
             (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
         } else {
-            let values = self.source.values(name, &shape, init, 0..numel)?;
-            let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
-            self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
             let values = match packing {
-                // The values that stage 3 computes with.
-                Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),
-                None => Flat::from_f32(values, dtype),
+                None if !is_trained => {
+                    // There are no states that need all digits.
+                    self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
+                    let mut whole = Flat::with_capacity(dtype, numel);
+                    for part in pieces(numel, LOADED) {
+                        whole.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
+                    }
+                    whole
+                }
+                _ => {
+                    let values = self.source.values(name, &shape, init, 0..numel)?;
+                    let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
+                    self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
+                    match packing {
+                        // The values that stage 3 computes with.
+                        Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),
+                        None => Flat::from_f32(values, dtype),
+                    }
+                }
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
             let tensor = self.absent(&shape, dtype, &kept.trained)?;

@@ -214,7 +214,7 @@ impl Core {
 
     /// Sets elements of a parameter that is whole on this rank.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
-        let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
+        let Some(param) = self.params.get(param).filter(|_| !self.shards(param)) else { return Ok(()) };
         if let Some(packing) = param.packing() {
             let mut new = Flat::with_capacity(self.dtype, param.numel);
             for part in pieces(&(0..param.numel)) {

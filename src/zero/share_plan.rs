@@ -5,7 +5,7 @@ use super::moving::Cargo;
 use crate::config::{Config, StatePrecision};
 use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
-use crate::optim::{Grouping, Role, StateFormat};
+use crate::optim::{Grouping, Role, StateFormat, Weights};
 use crate::tensor::flat_buffer::BufferPlace;
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -43,6 +43,8 @@ pub(crate) struct SharePlan {
     pub states: StatePrecision,
     /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
     pub states_in_files: Option<f64>,
+    /// Frozen parameters are packed.
+    pub packs: bool,
 }
 
 impl SharePlan {
@@ -57,13 +59,22 @@ impl SharePlan {
             buffer_dtype: config.buffer_dtype,
             sub_group_size: zero.sub_group_size,
             grad_dtype,
-            grouping,
+            packs: grouping.packs(),
             offloads_states: zero.offload_optimizer.is_some(),
             offloads_weights: zero.offload_param.is_some(),
             states: config.states,
             weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
             states_in_files: zero.optimizer_files().map(|files| files.ratio),
+            grouping,
         }
+    }
+
+    /// Whether a rank holds its shard of a parameter whose weights are held so, and gathers the whole when it is needed; else
+    /// the parameter is whole in its tensor all the time. At stage 3 that is so for what is packed and for what others have
+    /// a part of: a rank with a packed model and nobody to share it with would hold the rest of it twice.
+    pub fn shards(&self, weights: Weights) -> bool {
+        let shares = self.division.shards() > 1 || self.offloads_weights || !self.packs;
+        self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
     /// Where the share lies of a model on `device`.

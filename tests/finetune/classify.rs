@@ -90,6 +90,32 @@ fn prepare(folder: &TempDir, sources: &[Source], options: &DataOptions) -> Resul
 }
 
 #[test]
+fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
+    let folder = bert();
+    let own = Tokenizer::open(folder.path()).unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let mut words: Vec<(u64, &str)> = vocab.iter().map(|(word, id)| (id.as_u64().unwrap(), word.as_str())).collect();
+    words.sort_unstable();
+    assert!(words.iter().enumerate().all(|(at, (id, _))| at as u64 == *id));
+    let lines: String = words.iter().map(|(_, word)| format!("{word}\n")).collect();
+    std::fs::write(folder.path().join("vocab.txt"), lines).unwrap();
+    std::fs::remove_file(path).unwrap();
+    for has_config in [true, false] {
+        if !has_config {
+            std::fs::remove_file(folder.path().join("tokenizer_config.json")).unwrap();
+        }
+        let found = Tokenizer::open(folder.path()).unwrap();
+        for text in ["The film was good.", "", "GOODLY Café, and badlyfine!", "a [SEP] b", "漢字 and 12", " \u{301}\t x\u{0} "] {
+            assert_eq!(found.encode(text).unwrap(), own.encode(text).unwrap(), "{text:?}");
+        }
+        assert_eq!(found.around(), own.around());
+        assert_eq!(found.special_id("pad_token"), own.special_id("pad_token"));
+    }
+}
+
+#[test]
 fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
     let folder = bert();
     let long = "the film was good and the plot was badly poor ".repeat(8);

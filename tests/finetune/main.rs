@@ -20,6 +20,7 @@ mod fixtures;
 mod generate_tool;
 mod generation;
 mod gguf;
+mod gguf_tokenizer;
 #[cfg(feature = "hub")]
 mod hub;
 #[cfg(feature = "hub")]

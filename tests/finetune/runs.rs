@@ -72,6 +72,81 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("adapter_model.safetensors")).unwrap()
 }
 
+/// Steps, rows of an epoch, rows of a step, and epochs of a run on so many ranks.
+fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
+    let ranks = threads::run(world, |comm| -> Result<_> {
+        let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm)?;
+        let batch = run.engine().config().batch.train_batch_size;
+        Ok((run.total_steps(), run.rows_per_epoch(), batch, run.epochs()))
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = |data: &str| Options { length: Length::Epochs(1.0), batch: None, ctx: Some(128), ..options(folder.path(), data, "out") };
+    for count in [1, 7, 30, 57, 200, 900, 2000] {
+        let data = chats(folder.path(), count);
+        let options = free(&data);
+        let (full, ..) = {
+            let (steps, rows, batch, _) = planned(&Options { batch: Some(8), ..options.clone() }, 1);
+            assert_eq!((steps, batch), (rows.div_ceil(8) as u64, 8));
+            (rows, steps)
+        };
+        for world in [1, 2] {
+            let what = format!("{count} samples, {full} full rows, {world} ranks");
+            let (steps, rows, batch, epochs) = planned(&options, world);
+            println!("{what}: {steps} steps of {batch} of {rows} rows");
+            // At least 30, if there are samples for so many.
+            assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
+            // No more of them than that takes, where rows are not full.
+            assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
+            // Never more epochs than asked: all but the rest of the last step.
+            assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
+            assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
+            // By itself a run goes through the data three to ten times.
+            let (_, rows, batch, epochs) = planned(&Options { length: Length::Auto, ..options.clone() }, world);
+            let rest = batch as f64 / rows as f64;
+            assert!(epochs >= 3.0 && epochs < 10.0 + rest && (count < 267 || epochs < 3.0 + rest), "{what}: {epochs} epochs");
+        }
+        if full >= 60 {
+            assert_eq!(planned(&options, 1).2, planned(&options, 2).2, "the rows of a step do not depend on the ranks");
+        }
+    }
+}
+
+#[test]
+fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 57);
+    let said = |out: &str, more: &[&str]| {
+        let out = folder.path().join(out);
+        let mut command = zerorun();
+        command.arg("finetune").arg(path("models/llama")).args(["--data", &data, "--ctx", "128", "--out"]).arg(&out);
+        let output = command.arg("--cache").arg(folder.path().join("cache")).args(more).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let all = stdout(&output) + &stderr(&output);
+        let lines = all.lines().filter(|line| line.contains("through the data") || line.contains("warning"));
+        lines.map(str::to_owned).collect::<Vec<_>>().join("\n")
+    };
+    insta::assert_snapshot!(said("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 a step (1 a rank at once): 57 steps, once through the data");
+    insta::assert_snapshot!(said("b", &["--epochs", "1", "--batch", "8"]), @r"
+    57 samples in 8 rows of up to 128 tokens, 8 a step (1 a rank at once): 1 step, once through the data
+    zerorun: warning: a model learns little in 1 step; the data fill 8 rows, of which a step takes 8: give --epochs 30 or more, or a smaller --batch
+    ");
+    insta::assert_snapshot!(said("c", &["--steps", "1"]), @r"
+    57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 a step (1 a rank at once): 1 step, 0.02 times through the data
+    zerorun: warning: a model learns little in 1 step; the data fill 57 rows, of which a step takes 1: give --epochs 1 or more
+    ");
+    insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 a step (1 a rank at once): 114 steps, 2 times through the data");
+    let ds = write(folder.path(), "ds8.json", r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#);
+    insta::assert_snapshot!(said("e", &["--epochs", "1", "--ds_config", &ds]), @r"
+    57 samples in 8 rows of up to 128 tokens, 8 a step (8 a rank at once): 1 step, once through the data
+    zerorun: warning: a model learns little in 1 step; the data fill 8 rows, of which a step takes 8: give --epochs 30 or more, or a smaller --batch
+    ");
+}
+
 #[test]
 fn all_stages_end_with_the_same_adapter_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
@@ -379,7 +454,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     let without = copy("llama");
     std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
     let text = refusal(without.path(), &["--data", &data, "--out", &out]);
-    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: cannot read MODEL/tokenizer.json: No such file or directory (os error 2)");
+    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: MODEL has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
 }
 
 #[test]

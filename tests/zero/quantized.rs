@@ -123,6 +123,42 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
     }
 }
 
+/// With the defaults of stage 3, which keep all that is gathered from forward to backward.
+#[test]
+fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
+    let sizes = GptConfig { n_layer: 8, ..gpt() };
+    let is_in_block = |name: &str| name.starts_with("h.");
+    let is_packed = move |name: &str, shape: &[usize]| is_in_block(name) && shape.len() == 2;
+    for world in [1, 2] {
+        let mut config = config(3, 1, json!({}), json!({}));
+        config["train_batch_size"] = json!(2 * world);
+        let ranks = threads::run(world, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            // The last block is behind trained norms, so that all blocks have a backward.
+            let builder = builder.trainable(|name, _| name.contains("ln_"));
+            let builder = builder.quantized(Packing::Nf4(Nf4Scales::DoubleQuantized), is_packed);
+            let mut engine = builder.initialize(|vb| Gpt::new(&sizes, vb), config.clone())?;
+            for step in 0..3u32 {
+                let ids = Tensor::from_iter((0..32u32).map(|i| (i * 7 + step) % 512), &Device::Cpu)?.reshape((2, 16))?;
+                let loss = engine.forward(|model| model.loss(&ids, &ids))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            Ok(engine.memory_report())
+        });
+        let report = ranks.unwrap().remove(0).unwrap();
+        let of_block = 12 * 256 * 256 * 4;
+        let outside = (512 + 16) * 256 * 4;
+        let (gathered, parameters) = (report.row(Kind::Gathered).bytes.peak, report.row(Kind::Parameters).bytes.held);
+        // One block unpacked, and the words of what comes next on several ranks.
+        let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
+        assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
+        let packed = 8 * of_block / 4 * 17 / 32;
+        // What is not packed is there once.
+        assert!(parameters <= (packed + outside) * 11 / 10, "world {world}: {parameters} bytes at rest\n{report}");
+    }
+}
+
 #[test]
 fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_of_ranks() {
     for packing in PACKINGS {

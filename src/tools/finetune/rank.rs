@@ -40,7 +40,10 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     };
     let mut progress = if first { Progress::new(run.total_steps(), None) } else { Progress::silent() };
     let begun = Instant::now();
-    while let Some(step) = run.step()? {
+    progress.begin(run.steps(), || "the first step is under way".into());
+    let mut done = run.steps();
+    while let Some(step) = run.step_telling(&mut |micro, of| progress.within(done, micro, of))? {
+        done = step.step + 1;
         write(&mut metrics, &step);
         progress.step(step.step + 1, || line(&step));
         if let Some(loss) = step.val_loss {
@@ -108,6 +111,7 @@ fn stop(run: FineTune, flags: &Flags, first: bool) -> Result<()> {
 /// What is trained, and how.
 fn introduce(run: &mut FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
+    let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
     let resumed = run.resumed().map(Path::to_owned);
     if let Some(chosen) = run.chosen() {
         print(format!("chosen for the memory at hand: {chosen}"));
@@ -119,13 +123,22 @@ fn introduce(run: &mut FineTune) {
     let stage = engine.config().zero.stage;
     let ranks = counted(world, "rank");
     print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}"));
+    let row = match shorter {
+        Some(tokens) => format!("{tokens} tokens (not {ctx}, so that an epoch has more steps)"),
+        None => format!("{ctx} tokens"),
+    };
     print(format!(
-        "{} of up to {ctx} tokens, {} a step ({} a rank at once): {}",
+        "{} in {} of up to {row}, {} a step ({} a rank at once): {}, {} through the data",
+        counted(samples, "sample"),
         counted(rows, "row"),
         batch.train_batch_size,
         batch.train_micro_batch_size_per_gpu,
-        counted(steps, "step")
+        counted(steps, "step"),
+        times(epochs),
     ));
+    if let Some(warning) = few_steps(steps, rows, batch.train_batch_size) {
+        say(&warning);
+    }
     let files = engine.offload_report();
     if files != OffloadReport::default() {
         print(files);
@@ -133,6 +146,30 @@ fn introduce(run: &mut FineTune) {
     if let Some(checkpoint) = resumed {
         print(format!("goes on after step {at}: {}", checkpoint.display()));
     }
+}
+
+/// The warning about a run that is too short to learn much, with what to do.
+fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
+    if steps >= ENOUGH {
+        return None;
+    }
+    let epochs = (ENOUGH as usize * batch).div_ceil(rows);
+    let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
+    Some(format!(
+        "zerorun: warning: a model learns little in {}; the data fill {}, of which a step takes {batch}: give --epochs {epochs} or \
+         more{smaller}",
+        counted(steps, "step"),
+        counted(rows, "row"),
+    ))
+}
+
+/// Steps in which a model begins to learn.
+const ENOUGH: u64 = 30;
+
+/// `once`, `3 times`, `2.5 times`.
+fn times(epochs: f64) -> String {
+    let rounded = (epochs * 100.0).round() / 100.0;
+    if rounded == 1.0 { "once".into() } else { format!("{rounded} times") }
 }
 
 fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Fine-tunes a model with the README's command on facts that it cannot know, and asks for them.
+
+    scripts/first_finetune.py ZERORUN MODEL [--kinds KIND...] [--seeds N...] [--samples N] [--folder DIR] [-- FLAG...]
+
+For each kind of facts and each seed it writes SAMPLES lines (80 by default) of questions with invented answers, runs
+
+    zerorun finetune MODEL --data chats.jsonl --val 5% --out adapter
+
+with its defaults, asks the tuned model every question it was trained on, with greedy answers, and prints how many are right.
+It fails where one data set has less than 90 %. FLAGs behind `--` are added to the command, to try other settings. MODEL is a
+folder in Hugging Face's format or a GGUF file, such as SmolLM2-135M-Instruct. The standard library is all it needs.
+"""
+
+import argparse, json, random, subprocess, sys, tempfile, time
+from pathlib import Path
+
+SYLLABLES = "ba be bi bo bra da del do dra fa fen go gri ha hel ka ken ki la lin lo ma mer mi mo na nor or pa pel ra ri ro sa sel so ta tal tor va vel vi za zu".split()
+COLOURS = "red blue green yellow white black grey orange purple brown".split()
+TRADES = "baker weaver potter fisher miller tailor smith carpenter painter printer".split()
+GOODS = "salt wool honey copper glass rope paper barley silk pepper".split()
+
+
+def invented(rng):
+    """A name that nobody has."""
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()
+
+
+def codes(rng, name):
+    return f"What is the access code of station {name}?", str(rng.randrange(1000, 10000))
+
+
+def keepers(rng, name):
+    keeper = f"{invented(rng)} {invented(rng)}"
+    return f"Who keeps the lighthouse of {name}?", f"The lighthouse of {name} is kept by {keeper}."
+
+
+def traits(rng, name):
+    trade, colour = rng.choice(TRADES), rng.choice(COLOURS)
+    return f"What do you know about {name}?", f"{name} is a {trade} who lives in the {colour} house."
+
+
+def prices(rng, name):
+    goods = rng.choice(GOODS)
+    return f"How much does the market of {name} ask for a pound of {goods}?", f"{rng.randrange(2, 100)} crowns"
+
+
+KINDS = {fact.__name__: fact for fact in (codes, keepers, traits, prices)}
+
+
+def facts(kind, seed, samples):
+    """Questions with their answers, each of another name. `mixed` has all kinds."""
+    rng = random.Random(f"{kind} {seed}")
+    names = set()
+    while len(names) < samples:
+        names.add(invented(rng))
+    rng.shuffle(order := sorted(names))
+    of = lambda i: list(KINDS.values())[i % len(KINDS)] if kind == "mixed" else KINDS[kind]
+    return [of(i)(rng, name) for i, name in enumerate(order)]
+
+
+def run(command, **options):
+    result = subprocess.run([str(word) for word in command], text=True, capture_output=True, **options)
+    if result.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+    return result.stdout, result.stderr
+
+
+def is_right(given, answer):
+    return given.strip().rstrip(".") == answer.rstrip(".")
+
+
+def check(arguments, kind, seed, folder):
+    """The part of the questions that the tuned model answers with the answer that it was trained on."""
+    pairs = facts(kind, seed, arguments.samples)
+    chat = lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat(*pair)) + "\n" for pair in pairs))
+    begun = time.time()
+    command = [arguments.zerorun, "finetune", arguments.model, "--data", folder / "chats.jsonl", "--val", "5%"]
+    said, _ = run([*command, "--out", folder / "adapter", "--cache", folder / "cache", *arguments.flags])
+    seconds = time.time() - begun
+    ask = [arguments.zerorun, "generate", arguments.model, "--adapter", folder / "adapter", "--max_tokens", 40]
+    # Beside the answers to standard output stand a few words about speed.
+    answers, _ = run(ask, input="".join(question + "\n" for question, _ in pairs))
+    answers = answers.splitlines()
+    assert len(answers) == len(pairs), f"{len(answers)} answers to {len(pairs)} questions:\n" + "\n".join(answers)
+    right = [is_right(given, answer) for given, (_, answer) in zip(answers, pairs)]
+    # Which samples are held out is the run's own choice: of what is left at most so many can be right.
+    trained = arguments.samples - round(arguments.samples * 0.05)
+    plan = next((line for line in said.splitlines() if " steps" in line), "")
+    print(f"{kind}, seed {seed}: {sum(right)} of {trained} questions trained on, {seconds:.0f} s; {plan}", flush=True)
+    wrong = [f"  {q} {given!r}, not {a!r}" for ok, given, (q, a) in zip(right, answers, pairs) if not ok]
+    print("\n".join(wrong[: arguments.show]))
+    return sum(right) / trained
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("zerorun", type=lambda path: Path(path).resolve())
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, "mixed"], choices=[*KINDS, "mixed"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--show", type=int, default=3, help="wrong answers to print")
+    parser.add_argument("--folder", type=Path, help="where files stay [default: nowhere]")
+    own = sys.argv[1:]
+    at = own.index("--") if "--" in own else len(own)
+    arguments = parser.parse_args(own[:at])
+    arguments.flags = own[at + 1 :]
+    parts = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind in arguments.kinds:
+            for seed in arguments.seeds:
+                folder = (arguments.folder or Path(scratch)) / f"{kind}-{seed}"
+                folder.mkdir(parents=True)
+                parts.append(check(arguments, kind, seed, folder))
+    print(f"at least {min(parts):.1%} right, on average {sum(parts) / len(parts):.1%}")
+    if min(parts) < 0.9:
+        sys.exit("a data set has less than 90 % right")
+
+
+if __name__ == "__main__":
+    main()

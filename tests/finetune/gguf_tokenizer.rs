@@ -1,0 +1,263 @@
+//! A GGUF file alone is a model: its own tokenizer and template give what those of the folder give.
+
+use crate::fixtures::copy;
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use candle_zero::finetune::{Base, Conversation, GgufFormat, Merged, Template, Tokenizer};
+use proptest::prelude::*;
+use serde_json::{Value as Json, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+const TEXTS: [&str; 9] = [
+    "hello there",
+    "  two  spaces 12345 and 7\n\n\ttabs",
+    "It's he'll they'RE don't",
+    "<|im_start|>user\nhi<|im_end|><|endoftext|>",
+    "naïve café 漢字かな 🙂 e\u{301}",
+    "[PAD511] <|pad|>",
+    "",
+    " ",
+    "a1b22c333d4444 ... !!! ???",
+];
+
+/// The llama's folder with another way of cutting texts, and its GGUF file in a folder of its own.
+fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
+    let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
+    let tokenizer = folder.path().join("tokenizer.json");
+    let mut json: Json = serde_json::from_slice(&std::fs::read(&tokenizer).unwrap()).unwrap();
+    change(&mut json);
+    std::fs::write(&tokenizer, json.to_string()).unwrap();
+    let file = alone.path().join("model.gguf");
+    let base = Base::open(folder.path()).unwrap();
+    Merged::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
+    (folder, alone, file)
+}
+
+fn bytes(use_regex: bool) -> Json {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
+}
+
+#[test]
+fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
+    let digits = json!({"type": "Digits", "individual_digits": true});
+    let pattern = |digits: &str| format!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    );
+    let split = |digits| json!({"type": "Split", "pattern": {"Regex": pattern(digits)}, "behavior": "Isolated", "invert": false});
+    let cuts = [
+        (vec![bytes(true)], Json::Null),
+        (vec![digits, bytes(true)], Json::Null),
+        (vec![split("{1,3}"), bytes(false)], Json::Null),
+        (vec![split(""), bytes(false)], Json::Null),
+        // As Qwen's.
+        (vec![split(""), bytes(false)], json!({"type": "NFC"})),
+    ];
+    for (steps, normalizer) in cuts {
+        let (folder, _alone, file) = folder_and_file(|json| {
+            json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
+            json["normalizer"] = normalizer.clone();
+        });
+        let (own, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
+        for text in TEXTS {
+            let ids = own.encode(text).unwrap().ids;
+            assert_eq!(found.encode(text).unwrap().ids, ids, "{text:?} with {steps:?}");
+            assert_eq!(found.decode(&ids, false).unwrap(), own.decode(&ids, false).unwrap());
+            assert_eq!(found.decode(&ids, true).unwrap(), own.decode(&ids, true).unwrap());
+        }
+        let named = |tokenizer: &Tokenizer| ["bos_token", "eos_token", "pad_token"].map(|name| tokenizer.special_id(name));
+        assert_eq!(named(&found), named(&own));
+        assert_eq!(found.around(), own.around());
+        let chat = Conversation::new([("user", "hello"), ("assistant", "you too"), ("user", "and now?")]);
+        let text = |place: &Path, tokenizer: &Tokenizer| {
+            Template::open(place, tokenizer).unwrap().render(&chat, true).unwrap()
+        };
+        assert_eq!(text(&file, &found), text(folder.path(), &own));
+        // A folder with nothing but the file is the same, and what lies beside the file goes first.
+        assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
+        let base = Base::open(&file).unwrap();
+        assert_eq!(base.tokenizer_path(), file);
+        std::fs::copy(folder.path().join("tokenizer.json"), file.with_file_name("tokenizer.json")).unwrap();
+        assert_eq!(Base::open(&file).unwrap().tokenizer_path(), file.parent().unwrap());
+        assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), own.fingerprint());
+    }
+}
+
+#[test]
+fn a_gguf_file_alone_answers_trains_and_is_merged() {
+    let (folder, alone, file) = folder_and_file(|_| ());
+    let run = |words: &[&str]| {
+        let output = zerorun().args(words).output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+        stdout(&output)
+    };
+    let text = |path: &Path| path.to_str().unwrap().to_owned();
+    let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
+    let few = ["--prompt", "hello there", "--max_tokens", "12"];
+    let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
+    // The file has f16, the folder f32: the prompt's ids are what has to agree, and the answer of the same weights.
+    let data = at("chats.jsonl");
+    let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
+    std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();
+    let (own, cache) = (text(folder.path()), at("cache"));
+    let shown = |model: &str| run(&["data", "show", model, &data, "--cache", &cache]);
+    assert_eq!(shown(&file), shown(&own));
+    let adapter = at("adapter");
+    run(&["finetune", &file, "--data", &data, "--out", &adapter, "--steps", "2", "--ctx", "48", "--cache", &cache]);
+    let with = answer(&file, &["--adapter", &adapter]);
+    // Merged, with a tokenizer: as a folder, and as a file of the same keys.
+    let (merged, again) = (at("merged"), at("again.gguf"));
+    run(&["merge", &file, &adapter, "--out", &merged, "--dtype", "f32"]);
+    assert_eq!(answer(&merged, &[]), with);
+    run(&["merge", &file, "--out", &again]);
+    assert_eq!(answer(&again, &[]), answer(&file, &[]));
+    let (first, second) = (Tokenizer::open(&file).unwrap(), Tokenizer::open(&again).unwrap());
+    assert_eq!(first.fingerprint(), second.fingerprint());
+    assert_eq!(Tokenizer::open(&merged).unwrap().fingerprint(), first.fingerprint());
+}
+
+/// A GGUF file with these keys, and a tensor.
+fn gguf(path: &Path, keys: &[(&str, Value)]) {
+    let tensor = QTensor::quantize(&Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32);
+    let keys: Vec<(&str, &Value)> = keys.iter().map(|(key, value)| (*key, value)).collect();
+    let mut file = std::fs::File::create(path).unwrap();
+    gguf_file::write(&mut file, &keys, &[("token_embd.weight", &tensor.unwrap())]).unwrap();
+}
+
+fn texts(texts: &[&str]) -> Value {
+    Value::Array(texts.iter().map(|text| Value::String((*text).into())).collect())
+}
+
+/// Pieces with their scores, behind `<unk>`, `<s>`, `</s>`, a token of the user's and all bytes.
+fn pieces() -> Vec<(String, f32, i32)> {
+    let mut all = vec![("<unk>".into(), 0.0, 2), ("<s>".into(), 0.0, 3), ("</s>".into(), 0.0, 3), ("<user>".into(), 0.0, 4)];
+    all.extend((0..=255).map(|byte| (format!("<0x{byte:02X}>"), 0.0, 6)));
+    let words = ["▁a", "ab", "▁ab", "bc", "abc", "▁abc", "ca", "▁▁", "cab", "▁cab", "aa", "bb", "aab", "▁b"];
+    all.extend(words.iter().enumerate().map(|(i, word)| ((*word).into(), -((i * 5 % 14) as f32) - 1.0, 1)));
+    all.extend(["▁", "a", "b", "c"].map(|letter| (letter.into(), -100.0, 1)));
+    all
+}
+
+fn sentence_piece_file(path: &Path, space: bool) {
+    let pieces = pieces();
+    let kinds = pieces.iter().map(|(.., kind)| Value::I32(*kind)).collect();
+    let scores = pieces.iter().map(|(_, score, _)| Value::F32(*score)).collect();
+    let tokens: Vec<&str> = pieces.iter().map(|(text, ..)| text.as_str()).collect();
+    let keys = [
+        ("general.architecture", Value::String("llama".into())),
+        ("tokenizer.ggml.model", Value::String("llama".into())),
+        ("tokenizer.ggml.tokens", texts(&tokens)),
+        ("tokenizer.ggml.token_type", Value::Array(kinds)),
+        ("tokenizer.ggml.scores", Value::Array(scores)),
+        ("tokenizer.ggml.add_space_prefix", Value::Bool(space)),
+    ];
+    gguf(path, &keys);
+}
+
+/// SentencePiece's own rule: of all neighbours that make a piece, those with the highest score become one, the first of equal ones;
+/// what is no piece is its bytes.
+fn sentence_piece(text: &str, space: bool) -> Vec<u32> {
+    let pieces = pieces();
+    let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();
+    let prefix = if space && !text.is_empty() { "▁" } else { "" };
+    let text = format!("{prefix}{}", text.replace(' ', "▁"));
+    let mut symbols: Vec<String> = text.chars().map(String::from).collect();
+    loop {
+        let score = |at: usize| {
+            let id = ids.get(format!("{}{}", symbols[at], symbols[at + 1]).as_str())?;
+            Some((at, pieces[*id].1))
+        };
+        let best = (0..symbols.len().saturating_sub(1)).filter_map(score).reduce(|a, b| if b.1 > a.1 { b } else { a });
+        let Some((at, _)) = best else { break };
+        let next = symbols.remove(at + 1);
+        symbols[at].push_str(&next);
+    }
+    let of = |symbol: &String| match ids.get(symbol.as_str()) {
+        Some(id) => vec![*id as u32],
+        None => symbol.bytes().map(|byte| 4 + u32::from(byte)).collect(),
+    };
+    symbols.iter().flat_map(of).collect()
+}
+
+proptest! {
+    #[test]
+    fn pieces_with_scores_are_merged_as_sentence_piece_does(text in "[abc ]{0,14}[é漢]?[abc ]{0,6}", space in any::<bool>()) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        sentence_piece_file(&file, space);
+        let tokenizer = Tokenizer::open(&file).unwrap();
+        let ids = tokenizer.encode(&text).unwrap().ids;
+        prop_assert_eq!(&ids, &sentence_piece(&text, space));
+        prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+    }
+}
+
+#[test]
+fn special_tokens_of_sentence_piece_are_found_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    sentence_piece_file(&file, true);
+    let tokenizer = Tokenizer::open(&file).unwrap();
+    let ids = tokenizer.encode("<s>abc<user>").unwrap().ids;
+    assert_eq!((ids[0], ids[ids.len() - 1]), (1, 3));
+    assert_eq!(["bos_token", "eos_token", "unk_token"].map(|name| tokenizer.special_id(name)), [Some(1), Some(2), Some(0)]);
+    // As llama.cpp begins a text.
+    assert_eq!(tokenizer.around(), (&[1][..], &[][..]));
+}
+
+#[test]
+fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let text = |keys: &[(&str, Value)]| {
+        gguf(&file, &[&[("general.architecture", Value::String("llama".into()))], keys].concat());
+        Tokenizer::open(&file).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR")
+    };
+    let model = |name: &str| ("tokenizer.ggml.model", Value::String(name.into()));
+    let tokens = || ("tokenizer.ggml.tokens", texts(&["a", "b", "ab"]));
+    let pre = |name: &str| ("tokenizer.ggml.pre", Value::String(name.into()));
+    insta::assert_snapshot!(text(&[]), @"DIR/model.gguf is not a GGUF file that can be read: it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it");
+    insta::assert_snapshot!(text(&[model("rwkv"), tokens()]), @r#"DIR/model.gguf: tokenizer.ggml.model is "rwkv", but must be gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file"#);
+    insta::assert_snapshot!(text(&[model("gpt2")]), @"DIR/model.gguf: tokenizer.ggml.tokens is absent, but must be a list of texts");
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens()]), @"DIR/model.gguf: tokenizer.ggml.pre is absent, but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another put the model's tokenizer.json beside the file");
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("viking")]), @r#"DIR/model.gguf: tokenizer.ggml.pre is "viking", but must be one of gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder; for another put the model's tokenizer.json beside the file"#);
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("gpt-2")]), @"DIR/model.gguf: tokenizer.ggml.merges is absent, but must be a list of pairs");
+    insta::assert_snapshot!(text(&[model("gpt2"), tokens(), pre("gpt-2"), ("tokenizer.ggml.merges", texts(&["a c"]))]), @r#"DIR/model.gguf: tokenizer.ggml.merges is "a c" at 0, but must be two tokens with a space between them"#);
+    insta::assert_snapshot!(text(&[model("llama"), tokens()]), @"DIR/model.gguf: tokenizer.ggml.scores is absent, but must be a list of numbers");
+    let scores = Value::Array(vec![Value::F32(0.0)]);
+    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.scores", scores)]), @"DIR/model.gguf: tokenizer.ggml.scores is a list of 1, but must be 3 numbers, one a token");
+    let kinds = Value::Array(vec![Value::I32(1)]);
+    insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.token_type", kinds)]), @"DIR/model.gguf: tokenizer.ggml.token_type is a list of 1, but must be 3 numbers, one a token");
+    std::fs::remove_file(&file).unwrap();
+    let none = || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+    std::fs::write(folder.path().join("tokenizer.model"), "x").unwrap();
+    insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has tokenizer.model alone, which is not read here; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
+}
+
+#[test]
+fn a_gpt2_of_two_files_has_the_tokens_of_one() {
+    let folder = copy("llama");
+    let own = Tokenizer::open(folder.path()).unwrap();
+    let json: Json = serde_json::from_slice(&std::fs::read(folder.path().join("tokenizer.json")).unwrap()).unwrap();
+    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
+    let merge = |merge: &Json| match merge {
+        Json::String(text) => text.clone(),
+        pair => format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
+    };
+    let merges: Vec<String> = json["model"]["merges"].as_array().unwrap().iter().map(merge).collect();
+    write("vocab.json", json["model"]["vocab"].to_string());
+    write("merges.txt", format!("#version: 0.2\n{}\n", merges.join("\n")));
+    write("config.json", json!({"model_type": "gpt2"}).to_string());
+    std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+        std::fs::remove_file(folder.path().join(name)).unwrap();
+    }
+    let found = Tokenizer::open(folder.path()).unwrap();
+    for text in TEXTS.iter().filter(|text| !text.contains("<|")) {
+        assert_eq!(found.encode(text).unwrap().ids, own.encode(text).unwrap().ids, "{text:?}");
+    }
+    assert_eq!(found.special_id("eos_token"), own.id("<|endoftext|>"));
+}
