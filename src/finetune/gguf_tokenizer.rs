@@ -56,8 +56,12 @@ const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, sma
 impl Cut {
     fn of(name: &str) -> Option<Self> {
         Some(match name {
-            "gpt-2" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" | "jina-es" | "jina-de" | "roberta-bpe" => Self::Gpt2,
-            "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone" | "minerva-7b" => Self::DigitsThenGpt2,
+            "gpt-2" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" | "jina-es" | "jina-de" | "roberta-bpe" => {
+                Self::Gpt2
+            }
+            "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone" | "minerva-7b" => {
+                Self::DigitsThenGpt2
+            }
             "llama3" | "llama-v3" | "llama-bpe" | "smaug-bpe" | "dbrx" | "falcon3" | "pixtral" | "chatglm-bpe" => {
                 Self::Patterns(&[LLAMA3])
             }
@@ -103,7 +107,8 @@ impl Gguf {
             "gpt2" => vocabulary.byte_level()?,
             "llama" => vocabulary.sentence_piece()?,
             other => {
-                let allowed = "gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file";
+                let allowed =
+                    "gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file";
                 return Err(self.refuse("tokenizer.ggml.model", format!("{other:?}"), allowed));
             }
         };
@@ -131,7 +136,12 @@ impl Gguf {
         config.insert("add_eos_token".into(), flag("tokenizer.ggml.add_eos_token").unwrap_or(false).into());
         let template = self.chat_template("")?;
         config.extend(template.map(|template| ("chat_template".to_owned(), Json::from(template))));
-        Ok(TokenizerFiles { path: self.path.clone(), tokenizer: tokenizer.to_string().into_bytes(), config, special: Map::new() })
+        Ok(TokenizerFiles {
+            path: self.path.clone(),
+            tokenizer: tokenizer.to_string().into_bytes(),
+            config,
+            special: Map::new(),
+        })
     }
 
     /// The keys of the tokenizer, as they are, for another file.
@@ -225,7 +235,11 @@ impl<'a> Vocabulary<'a> {
         let kinds = gguf.array("tokenizer.ggml.token_type")?;
         if let Some(kinds) = kinds.filter(|kinds| kinds.len() != texts.len()) {
             let found = format!("a list of {}", kinds.len());
-            return Err(gguf.refuse("tokenizer.ggml.token_type", found, format!("{} numbers, one a token", texts.len())));
+            return Err(gguf.refuse(
+                "tokenizer.ggml.token_type",
+                found,
+                format!("{} numbers, one a token", texts.len()),
+            ));
         }
         let token = |(id, text): (usize, &'a Value)| match text {
             Value::String(text) => {
@@ -306,7 +320,8 @@ impl<'a> Vocabulary<'a> {
             _ => Err(self.gguf.refuse(SCORES, format!("no number at {id}"), "numbers")),
         };
         let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
-        let adds_space = !matches!(self.gguf.content.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
+        let adds_space =
+            !matches!(self.gguf.content.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
         let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
         let normalizer = match adds_space {
             true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),
@@ -352,7 +367,9 @@ impl<'a> Vocabulary<'a> {
         }
         // Stable; long first parts go first among equals, as in transformers' conversion.
         let chars = |text: &str| text.chars().count();
-        merges.sort_by(|x, y| (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2))));
+        merges.sort_by(|x, y| {
+            (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2)))
+        });
         Ok(merges.into_iter().map(|(_, a, b)| json!([a, b])).collect())
     }
 }

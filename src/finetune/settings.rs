@@ -69,7 +69,8 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: us
 
 fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> Result<()> {
     let Some(optimizer) = map.get("optimizer") else {
-        let params = json!({ "lr": options.peak_lr(hidden_size), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });
+        let params =
+            json!({ "lr": options.peak_lr(hidden_size), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });
         map.insert("optimizer".into(), json!({ "type": "AdamW", "params": params }));
         return Ok(());
     };

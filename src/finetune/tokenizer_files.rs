@@ -117,7 +117,8 @@ pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     if path.is_file() {
         return Ok(Some(path.to_owned()));
     }
-    if !path.is_dir() || has_tokenizer(path) || ["vocab.txt", "vocab.json"].iter().any(|name| path.join(name).is_file()) {
+    if !path.is_dir() || has_tokenizer(path) || ["vocab.txt", "vocab.json"].iter().any(|name| path.join(name).is_file())
+    {
         return Ok(None);
     }
     Ok(match &gguf_files(path)?[..] {

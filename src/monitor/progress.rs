@@ -95,7 +95,10 @@ impl Progress {
             Display::Lines(rhythm) => {
                 if part < of && rhythm.is_due_before_the_first(Instant::now()) {
                     let total = self.total;
-                    _ = writeln!(std::io::stderr(), "step {done}/{total}: micro batch {part} of {of} of the next is done");
+                    _ = writeln!(
+                        std::io::stderr(),
+                        "step {done}/{total}: micro batch {part} of {of} of the next is done"
+                    );
                 }
             }
         }

@@ -107,7 +107,9 @@ fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
             std::fs::remove_file(folder.path().join("tokenizer_config.json")).unwrap();
         }
         let found = Tokenizer::open(folder.path()).unwrap();
-        for text in ["The film was good.", "", "GOODLY Café, and badlyfine!", "a [SEP] b", "漢字 and 12", " \u{301}\t x\u{0} "] {
+        for text in
+            ["The film was good.", "", "GOODLY Café, and badlyfine!", "a [SEP] b", "漢字 and 12", " \u{301}\t x\u{0} "]
+        {
             assert_eq!(found.encode(text).unwrap(), own.encode(text).unwrap(), "{text:?}");
         }
         assert_eq!(found.around(), own.around());

@@ -43,9 +43,11 @@ fn bytes(use_regex: bool) -> Json {
 #[test]
 fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
     let digits = json!({"type": "Digits", "individual_digits": true});
-    let pattern = |digits: &str| format!(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    );
+    let pattern = |digits: &str| {
+        format!(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+    };
     let split = |digits| json!({"type": "Split", "pattern": {"Regex": pattern(digits)}, "behavior": "Isolated", "invert": false});
     let cuts = [
         (vec![bytes(true)], Json::Null),
@@ -67,7 +69,8 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
             assert_eq!(found.decode(&ids, false).unwrap(), own.decode(&ids, false).unwrap());
             assert_eq!(found.decode(&ids, true).unwrap(), own.decode(&ids, true).unwrap());
         }
-        let named = |tokenizer: &Tokenizer| ["bos_token", "eos_token", "pad_token"].map(|name| tokenizer.special_id(name));
+        let named =
+            |tokenizer: &Tokenizer| ["bos_token", "eos_token", "pad_token"].map(|name| tokenizer.special_id(name));
         assert_eq!(named(&found), named(&own));
         assert_eq!(found.around(), own.around());
         let chat = Conversation::new([("user", "hello"), ("assistant", "you too"), ("user", "and now?")]);
@@ -120,7 +123,8 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
 
 /// A GGUF file with these keys, and a tensor.
 fn gguf(path: &Path, keys: &[(&str, Value)]) {
-    let tensor = QTensor::quantize(&Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32);
+    let tensor =
+        QTensor::quantize(&Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32);
     let keys: Vec<(&str, &Value)> = keys.iter().map(|(key, value)| (*key, value)).collect();
     let mut file = std::fs::File::create(path).unwrap();
     gguf_file::write(&mut file, &keys, &[("token_embd.weight", &tensor.unwrap())]).unwrap();
@@ -132,7 +136,8 @@ fn texts(texts: &[&str]) -> Value {
 
 /// Pieces with their scores, behind `<unk>`, `<s>`, `</s>`, a token of the user's and all bytes.
 fn pieces() -> Vec<(String, f32, i32)> {
-    let mut all = vec![("<unk>".into(), 0.0, 2), ("<s>".into(), 0.0, 3), ("</s>".into(), 0.0, 3), ("<user>".into(), 0.0, 4)];
+    let mut all =
+        vec![("<unk>".into(), 0.0, 2), ("<s>".into(), 0.0, 3), ("</s>".into(), 0.0, 3), ("<user>".into(), 0.0, 4)];
     all.extend((0..=255).map(|byte| (format!("<0x{byte:02X}>"), 0.0, 6)));
     let words = ["▁a", "ab", "▁ab", "bc", "abc", "▁abc", "ca", "▁▁", "cab", "▁cab", "aa", "bb", "aab", "▁b"];
     all.extend(words.iter().enumerate().map(|(i, word)| ((*word).into(), -((i * 5 % 14) as f32) - 1.0, 1)));
@@ -202,7 +207,10 @@ fn special_tokens_of_sentence_piece_are_found_and_named() {
     let tokenizer = Tokenizer::open(&file).unwrap();
     let ids = tokenizer.encode("<s>abc<user>").unwrap().ids;
     assert_eq!((ids[0], ids[ids.len() - 1]), (1, 3));
-    assert_eq!(["bos_token", "eos_token", "unk_token"].map(|name| tokenizer.special_id(name)), [Some(1), Some(2), Some(0)]);
+    assert_eq!(
+        ["bos_token", "eos_token", "unk_token"].map(|name| tokenizer.special_id(name)),
+        [Some(1), Some(2), Some(0)]
+    );
     // As llama.cpp begins a text.
     assert_eq!(tokenizer.around(), (&[1][..], &[][..]));
 }
@@ -231,7 +239,8 @@ fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
     let kinds = Value::Array(vec![Value::I32(1)]);
     insta::assert_snapshot!(text(&[model("llama"), tokens(), ("tokenizer.ggml.token_type", kinds)]), @"DIR/model.gguf: tokenizer.ggml.token_type is a list of 1, but must be 3 numbers, one a token");
     std::fs::remove_file(&file).unwrap();
-    let none = || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
+    let none =
+        || Tokenizer::open(folder.path()).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
     insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has neither tokenizer.json nor vocab.txt nor a GGUF file; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");
     std::fs::write(folder.path().join("tokenizer.model"), "x").unwrap();
     insta::assert_snapshot!(none(), @"DIR has no tokenizer: it has tokenizer.model alone, which is not read here; save one there with transformers, AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER), or copy tokenizer.json and tokenizer_config.json from where the model is from");

@@ -85,7 +85,12 @@ fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
 #[test]
 fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
     let folder = tempfile::tempdir().unwrap();
-    let free = |data: &str| Options { length: Length::Epochs(1.0), batch: None, ctx: Some(128), ..options(folder.path(), data, "out") };
+    let free = |data: &str| Options {
+        length: Length::Epochs(1.0),
+        batch: None,
+        ctx: Some(128),
+        ..options(folder.path(), data, "out")
+    };
     for count in [1, 7, 30, 57, 200, 900, 2000] {
         let data = chats(folder.path(), count);
         let options = free(&data);
@@ -108,7 +113,10 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             // By itself a run goes through the data three to ten times.
             let (_, rows, batch, epochs) = planned(&Options { length: Length::Auto, ..options.clone() }, world);
             let rest = batch as f64 / rows as f64;
-            assert!(epochs >= 3.0 && epochs < 10.0 + rest && (count < 267 || epochs < 3.0 + rest), "{what}: {epochs} epochs");
+            assert!(
+                epochs >= 3.0 && epochs < 10.0 + rest && (count < 267 || epochs < 3.0 + rest),
+                "{what}: {epochs} epochs"
+            );
         }
         if full >= 60 {
             assert_eq!(planned(&options, 1).2, planned(&options, 2).2, "the rows of a step do not depend on the ranks");
@@ -140,7 +148,11 @@ fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
     zerorun: warning: a model learns little in 1 step; the data fill 57 rows, of which a step takes 1: give --epochs 1 or more
     ");
     insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 a step (1 a rank at once): 114 steps, 2 times through the data");
-    let ds = write(folder.path(), "ds8.json", r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#);
+    let ds = write(
+        folder.path(),
+        "ds8.json",
+        r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
+    );
     insta::assert_snapshot!(said("e", &["--epochs", "1", "--ds_config", &ds]), @r"
     57 samples in 8 rows of up to 128 tokens, 8 a step (8 a rank at once): 1 step, once through the data
     zerorun: warning: a model learns little in 1 step; the data fill 8 rows, of which a step takes 8: give --epochs 30 or more, or a smaller --batch

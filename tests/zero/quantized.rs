@@ -139,7 +139,8 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
             let builder = builder.quantized(Packing::Nf4(Nf4Scales::DoubleQuantized), is_packed);
             let mut engine = builder.initialize(|vb| Gpt::new(&sizes, vb), config.clone())?;
             for step in 0..3u32 {
-                let ids = Tensor::from_iter((0..32u32).map(|i| (i * 7 + step) % 512), &Device::Cpu)?.reshape((2, 16))?;
+                let ids =
+                    Tensor::from_iter((0..32u32).map(|i| (i * 7 + step) % 512), &Device::Cpu)?.reshape((2, 16))?;
                 let loss = engine.forward(|model| model.loss(&ids, &ids))?;
                 engine.backward(&loss)?;
                 engine.step()?;
