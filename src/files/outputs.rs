@@ -285,6 +285,10 @@ fn lock(named: &Named<Output>) -> Result<Option<FileLock>> {
             Ok(Attempt::Busy(inode)) if start.elapsed() > DYING => {
                 return Err(OutputError::Busy { path: path.clone(), owner: lock_owner(inode) }.into());
             }
+            // As in /proc, where names are not the user's to give.
+            Ok(Attempt::Gone) if start.elapsed() > DYING => {
+                return Err(refused(path, format!("no file can be created in {}", folder_of(&file).display())));
+            }
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(refused(path, format!("it cannot be locked by {}: {e}", file.display()))),
