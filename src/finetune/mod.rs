@@ -27,6 +27,7 @@ mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
+mod card;
 mod choose;
 mod classifier;
 mod classify;

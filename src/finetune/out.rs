@@ -33,14 +33,22 @@ pub(crate) const BESIDE: [&str; 12] = [
     "LICENSE",
 ];
 
+/// Those that a tokenizer is made of.
+pub(super) const TOKENIZER: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+];
+
 /// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
 /// the weights.
 pub(super) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
-    const MOST: u64 = 1 << 28;
-    let read = |path: &Path| {
-        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        files::read(path, MOST).map_err(wrong)
-    };
     if let Some(config) = config.as_object_mut() {
         // As transformers 5 calls it, and as 4 did.
         let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
@@ -48,6 +56,16 @@ pub(super) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: Con
         config.remove("quantization_config");
     }
     write_json(to, "config.json", &config)?;
+    copy_files(from, to, &BESIDE)
+}
+
+/// Copies files of these names from one folder to another, those that there are, and the additional chat templates.
+pub(super) fn copy_files(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
+    const MOST: u64 = 1 << 28;
+    let read = |path: &Path| {
+        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        files::read(path, MOST).map_err(wrong)
+    };
     let copy = |path: &Path, to: &Path, name: &str| {
         let bytes = read(path)?;
         create(to, name, |file| {
@@ -55,7 +73,7 @@ pub(super) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: Con
             file.write_all(&bytes).map_err(wrong)
         })
     };
-    for name in BESIDE {
+    for name in names {
         let path = from.join(name);
         if path.is_file() {
             copy(&path, to, name)?;

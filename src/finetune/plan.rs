@@ -78,14 +78,20 @@ impl Plan {
     /// # Errors
     /// Weights that cannot be read, or are not finite.
     pub fn identity(&self, prepared: &Prepared) -> Result<Identity> {
-        let options = &prepared.options;
-        let mut settings = BTreeMap::new();
-        let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
         let (values, parameters) = match &prepared.start {
             Start::Decoder { base, .. } => (base.values(), base.config().parameters()?),
             Start::Encoder { base, .. } => (base.values(), base.config().parameters()?),
         };
-        set("base's weights", hex(fingerprint(&*values, &parameters)?));
+        let mut settings = self.settings(prepared);
+        settings.insert("base's weights".into(), hex(fingerprint(&*values, &parameters)?));
+        Ok(Identity::new(settings))
+    }
+
+    /// The settings that the result follows from, by name, with fingerprints of what is too large to be kept.
+    pub fn settings(&self, prepared: &Prepared) -> BTreeMap<String, Value> {
+        let options = &prepared.options;
+        let mut settings = BTreeMap::new();
+        let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
         set("tokenizer", hex(prepared.tokenizer.fingerprint()));
         set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
         set("method", json!(options.method.name()));
@@ -126,7 +132,7 @@ impl Plan {
         set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
         set("seed", json!(options.seed));
         settings.extend(of_config(self));
-        Ok(Identity::new(settings))
+        settings
     }
 }
 

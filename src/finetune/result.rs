@@ -2,6 +2,7 @@
 
 use super::adapter::Adapter;
 use super::cache::own_cache;
+use super::card::Card;
 use super::merge::Merged;
 use super::network::Network;
 use super::places::Part;
@@ -20,11 +21,12 @@ use std::sync::Arc;
 /// A failed collective.
 pub(super) fn write(
     engine: &mut Engine<Network>,
-    prepared: &Prepared,
+    card: &Card<'_>,
     part: Part,
     to: &Path,
     written: &mut Written,
 ) -> Result<Option<Error>> {
+    let prepared = card.prepared;
     let place = |written: &Written| prepared.options.place(part, to, written);
     let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
     let begin = || NewFolder::beside(&place(written)?.0).map_err(wrong);
@@ -34,6 +36,7 @@ pub(super) fn write(
         Err(error) => return Ok(Some(error)),
     };
     let filled = fill(engine, prepared, folder.as_ref().map_or(to, NewFolder::path))?;
+    let filled = filled.and_then(|()| folder.as_ref().map_or(Ok(()), |folder| card.write(folder.path())));
     let filled = match agree(engine, to, filled)? {
         Ok(()) => Ok(()),
         Err(error) => return Ok(Some(error)),
@@ -139,19 +142,19 @@ fn export(engine: &mut Engine<Network>, path: &Path) -> Result<Result<()>> {
 /// [`OutputError`]; a failed collective.
 pub(super) fn finish(
     engine: &mut Engine<Network>,
-    prepared: &Prepared,
+    card: &Card<'_>,
     (part, to): (Part, PathBuf),
     written: &mut Written,
     is_saved: bool,
 ) -> Result<()> {
-    let Some(error) = write(engine, prepared, part, &to, written)? else { return Ok(()) };
+    let Some(error) = write(engine, card, part, &to, written)? else { return Ok(()) };
     let problem = match error {
         // There is no result.
         Error::Finetune(_) => return Err(error),
         Error::Output(OutputError::Refused { problem, .. }) => problem,
         other => other.to_string(),
     };
-    if let Some(saving) = prepared.options.saving.as_ref().filter(|_| is_saved) {
+    if let Some(saving) = card.prepared.options.saving.as_ref().filter(|_| is_saved) {
         let saved = saving.dir.display();
         let problem = format!(
             "{problem}; nothing is lost: the last step is saved in {saved}, correct this and run the same command with --resume"
@@ -159,7 +162,7 @@ pub(super) fn finish(
         return Err(OutputError::Refused { path: to, problem }.into());
     }
     for saved in elsewhere(&to) {
-        if write(engine, prepared, part, &saved, &mut Written::nothing(None))?.is_none() {
+        if write(engine, card, part, &saved, &mut Written::nothing(None))?.is_none() {
             return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
         }
     }

@@ -10,6 +10,7 @@
 //! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
 //! would have done, to the bit.
 
+use super::card::{Card, Outcome};
 use super::conversation::Conversation;
 use super::dpo::Rewards;
 use super::fitted::memory_of_all;
@@ -116,6 +117,8 @@ struct Memory {
     best: Option<(u64, f64)>,
     /// Validations since.
     stale: u64,
+    /// The loss of the last step.
+    loss: Option<f64>,
 }
 
 /// A run.
@@ -129,6 +132,8 @@ pub struct FineTune {
     /// On rank 0 of a run that saves.
     identity: Option<Identity>,
     shorter: Option<usize>,
+    /// For the record beside the result.
+    settings: Value,
     memory: Memory,
     ended: Option<Ended>,
     resumed: Option<PathBuf>,
@@ -160,6 +165,7 @@ impl FineTune {
         // Checkpoints have the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
+        let settings = json!(plan.settings(&prepared));
         let Plan { config, rates, training, validation, total, shorter, chosen } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
@@ -181,6 +187,7 @@ impl FineTune {
             total,
             shorter,
             identity,
+            settings,
             memory: Memory::default(),
             ended: None,
             resumed: None,
@@ -333,6 +340,7 @@ impl FineTune {
             return Ok(None);
         }
         let mut report = self.train(tell)?;
+        self.memory.loss = Some(report.loss);
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
@@ -510,15 +518,23 @@ impl FineTune {
         generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
     }
 
+    /// What the run has come to.
+    fn outcome(&self) -> Outcome {
+        let Memory { best, loss, .. } = self.memory;
+        Outcome { steps: self.engine.global_steps(), total: self.total, loss, best }
+    }
+
     /// Keeps the model, if no validation before was better.
     fn judge(&mut self, steps: u64, loss: f64) -> Result<()> {
         if self.memory.best.is_some_and(|(_, best)| loss >= best) {
             self.memory.stale += 1;
             return Ok(());
         }
-        self.memory = Memory { best: Some((steps, loss)), stale: 0 };
+        self.memory = Memory { best: Some((steps, loss)), stale: 0, ..self.memory };
         let to = self.prepared.options.best();
-        let failed = result::write(&mut self.engine, &self.prepared, Part::Best, &to, &mut self.written)
+        let outcome = self.outcome();
+        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
+        let failed = result::write(&mut self.engine, &card, Part::Best, &to, &mut self.written)
             .inspect_err(|error| self.abort(error))?;
         self.best_is_lost = failed.is_some();
         if let (Some(error), 0) = (failed, self.comm.rank()) {
@@ -562,7 +578,9 @@ impl FineTune {
         }
         // A run that was stopped behind its end has left it already.
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
-        result::finish(&mut self.engine, &self.prepared, (Part::Result, to), &mut self.written, is_saved)
+        let outcome = self.outcome();
+        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
+        result::finish(&mut self.engine, &card, (Part::Result, to), &mut self.written, is_saved)
             .inspect_err(|error| self.abort(error))?;
         if let Some(error) = self.failed_save.take() {
             if self.comm.rank() == 0 {
@@ -574,14 +592,25 @@ impl FineTune {
     }
 
     /// Writes the model as it is now, of a run that was stopped and has no checkpoints, into the folder
-    /// [`Options::stopped`], from which training cannot be resumed. Collective.
+    /// [`Options::stopped`], or that name with a number behind it if there is something, and returns the folder. Training
+    /// cannot be resumed from it. Collective.
     ///
     /// # Errors
     /// A folder that cannot be written to.
-    pub fn finish_stopped(mut self) -> Result<()> {
-        let to = self.prepared.options.stopped();
-        result::finish(&mut self.engine, &self.prepared, (Part::Stopped, to), &mut self.written, false)
-            .inspect_err(|error| self.abort(error))
+    pub fn finish_stopped(mut self) -> Result<PathBuf> {
+        let first = self.prepared.options.stopped();
+        let numbered = (2..1000u32).map(|number| {
+            let mut name = first.file_name().unwrap_or_default().to_os_string();
+            name.push(format!("-{number}"));
+            first.with_file_name(name)
+        });
+        let free = std::iter::once(first.clone()).chain(numbered).find(|path| path.symlink_metadata().is_err());
+        let to = free.unwrap_or(first);
+        let outcome = self.outcome();
+        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
+        result::finish(&mut self.engine, &card, (Part::Stopped, to.clone()), &mut self.written, false)
+            .inspect_err(|error| self.abort(error))?;
+        Ok(to)
     }
 
     /// Steps that this start of the run has made.

@@ -19,9 +19,10 @@ fn lines(metrics: &Path) -> Vec<Value> {
 fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    let [out, stopped, metrics] = ["out", "out-stopped", "m.jsonl"].map(|name| folder.path().join(name));
-    // Twice: what the first stop has left is replaced.
-    for ranks in ["1", "2"] {
+    let [out, metrics] = ["out", "m.jsonl"].map(|name| folder.path().join(name));
+    // Twice: what the first stop has left stays.
+    for (ranks, stopped) in [("1", "out-stopped"), ("2", "out-stopped-2")] {
+        let stopped = folder.path().join(stopped);
         _ = std::fs::remove_file(&metrics);
         let words =
             ["--data", &data, "--out", out.to_str().unwrap(), "--steps", "100000", "--batch", "4", "--ctx", "48"];

@@ -95,8 +95,7 @@ fn stop(run: FineTune, flags: &Flags, first: bool) -> Result<()> {
         }
         return Ok(());
     }
-    let to = run.prepared().options().stopped();
-    run.finish_stopped()?;
+    let to = run.finish_stopped()?;
     if first {
         print(format!(
             "stopped by a signal after step {steps} of {total}: the model as it was then is in {}. Training cannot be resumed \
