@@ -96,3 +96,45 @@ fn rewards_of_preferences_are_reported_for_each_step_and_validation() {
     assert!(value(&last["rewards"], "margin") > 0.0 && value(&last["val_rewards"], "accuracy") > 0.5, "{last}");
     assert_eq!(last["val_rewards"]["accuracy"], last["val_accuracy"]);
 }
+
+#[test]
+fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    let run = |out: &str, more: &[&str]| {
+        let out = folder.path().join(out);
+        let words = ["--data", &data, "--out", out.to_str().unwrap(), "--batch", "4", "--ctx", "48", "--val", "20%"];
+        let words = [words.as_slice(), more].concat();
+        let output = finetune(&path("models/llama"), folder.path(), &words).output().unwrap();
+        (output.status.code(), stderr(&output))
+    };
+    let text = |out: &str, name: &str| std::fs::read_to_string(folder.path().join(out).join(name)).unwrap();
+    assert_eq!(run("whole", &["--steps", "4", "--lr", "5e-3"]).0, Some(0));
+    for out in ["whole", "whole-best"] {
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            assert_eq!(text(out, name), std::fs::read_to_string(path("models/llama").join(name)).unwrap(), "{out}/{name}");
+        }
+        let record: Value = from_str(&text(out, "run.json")).unwrap();
+        assert_eq!(record["training_data"]["samples"], 32);
+        assert_eq!(record["training_data"]["files"][0]["path"], data);
+        assert_eq!((&record["settings"]["r"], &record["settings"]["batch"]), (&json!(16), &json!(4)));
+        assert!(record["loss"].as_f64().unwrap() > 0.0 && record["best_validation"]["steps"].is_u64(), "{record}");
+        let readme = text(out, "README.md");
+        assert!(readme.starts_with("---\nbase_model: \"") && readme.contains("library_name: peft"), "{readme}");
+        assert!(readme.contains("r 16, alpha 32") && readme.contains("of 4 steps"), "{readme}");
+    }
+    // The same bytes after a stop, though the loss of the last step was computed before it.
+    let saves = folder.path().join("saves");
+    let saving = ["--lr", "5e-3", "--save", saves.to_str().unwrap(), "--resume", "--steps", "4"];
+    assert_eq!(run("resumed", &saving).0, Some(0));
+    std::fs::remove_dir_all(folder.path().join("resumed")).unwrap();
+    let (code, told) = run("resumed", &saving);
+    assert_eq!(code, Some(0), "{told}");
+    for name in ["run.json", "README.md"] {
+        assert_eq!(text("whole", name), text("resumed", name), "{name}");
+    }
+    // Another base's files are not mixed with those that the model's folder has anyway.
+    assert_eq!(run("full", &["--steps", "2", "--full"]).0, Some(0));
+    assert!(text("full", "README.md").contains("All weights were trained"));
+    assert!(text("full", "README.md").contains("library_name: transformers"));
+}
