@@ -555,6 +555,9 @@ impl Maker<'_> {
             notes.push(Note::Remark(format!("have an earlier answer whose {keys} the template does not write")));
         }
         notes.extend(unwritten.remarks.into_iter().map(Note::Remark));
+        if conversation.tools.len().is_some_and(|tools| tools > 0) && !template.mentions("tools") {
+            notes.push(Note::Remark("have tools that the template does not write".into()));
+        }
         if conversation.messages.iter().any(|message| template.keeps_text(message)) {
             let why = "call a tool with arguments that are no JSON object: the template writes them as a quoted text";
             notes.push(Note::Remark(why.into()));

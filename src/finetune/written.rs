@@ -2,7 +2,7 @@
 
 use super::conversation::{Conversation, field};
 use super::spans::{Leaf, Traced, texts};
-use minijinja::value::{Value, ValueKind};
+use minijinja::value::ValueKind;
 
 /// What a template does not write of a conversation.
 #[derive(Debug, Default)]
@@ -33,15 +33,6 @@ impl Unwritten {
                 true => found.answer(conversation, traced, message),
                 false => found.other(conversation, traced, message),
             }
-        }
-        let named = |tool: Value| {
-            let function = field(&tool, "function");
-            field(if function.is_undefined() { &tool } else { &function }, "name")
-        };
-        let tools = conversation.tools.try_iter().into_iter().flatten().map(named);
-        let text = &traced.rendered.text;
-        if tools.into_iter().any(|name| name.as_str().is_some_and(|name| !text.contains(name))) {
-            found.say("have tools that the template does not write");
         }
         found
     }
