@@ -21,9 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// Memory that all work within bounds may take at a time, and what a work on one subject may take if it is to leave room.
+/// Memory that all work within bounds may take at a time.
 const MOST_MEMORY: usize = 512 << 20;
-const LITTLE_MEMORY: usize = 224 << 20;
 
 /// How often running work is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -38,19 +37,13 @@ pub(crate) struct Subject(Arc<Named>);
 #[derive(Debug)]
 struct Named {
     name: String,
-    memory: usize,
     /// Nanoseconds that works took beyond what is usual.
     slow: AtomicU64,
 }
 
 impl Subject {
     pub(crate) fn new(name: impl Into<String>) -> Self {
-        Self(Arc::new(Named { name: name.into(), memory: MOST_MEMORY, slow: AtomicU64::new(0) }))
-    }
-
-    /// One of which a work keeps memory for the next.
-    pub(crate) fn that_keeps_memory(name: impl Into<String>) -> Self {
-        Self(Arc::new(Named { name: name.into(), memory: LITTLE_MEMORY, slow: AtomicU64::new(0) }))
+        Self(Arc::new(Named { name: name.into(), slow: AtomicU64::new(0) }))
     }
 }
 
@@ -135,7 +128,7 @@ pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> 
     });
     DEPTH.set(1);
     signals::enter(&subject.0.name, &raw const here);
-    memory::enter(subject.0.memory);
+    memory::enter(MOST_MEMORY);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 

@@ -18,13 +18,13 @@ pub enum OutputError {
     #[error("{output} {} {relation} {input} {}, which is read; give another place", path.display(), other.display())]
     Input {
         /// What is written, as the user names it.
-        output: String,
+        output: Box<str>,
         /// Where.
         path: PathBuf,
         /// How the two lie: "is", "contains", "lies in".
         relation: &'static str,
         /// What is read, as the user names it.
-        input: String,
+        input: Box<str>,
         /// Where.
         other: PathBuf,
     },
@@ -33,13 +33,13 @@ pub enum OutputError {
             path.display(), other.display())]
     Collision {
         /// What is written, as the user names it.
-        output: String,
+        output: Box<str>,
         /// Where.
         path: PathBuf,
         /// How the two lie: "is", "lies in", "has the name of a file of".
         relation: &'static str,
         /// What is written too.
-        second: String,
+        second: Box<str>,
         /// Where.
         other: PathBuf,
     },

@@ -172,10 +172,10 @@ impl Placed<'_, Output> {
             _ => return Ok(()),
         };
         Err(OutputError::Input {
-            output: self.named.flag.clone(),
+            output: self.named.flag.as_str().into(),
             path: self.named.path.clone(),
             relation,
-            input: read.named.flag.clone(),
+            input: read.named.flag.as_str().into(),
             other: read.named.path.clone(),
         }
         .into())
@@ -214,10 +214,10 @@ impl Placed<'_, Output> {
             _ => return Ok(()),
         };
         Err(OutputError::Collision {
-            output: self.named.flag.clone(),
+            output: self.named.flag.as_str().into(),
             path: self.named.path.clone(),
             relation,
-            second: other.named.flag.clone(),
+            second: other.named.flag.as_str().into(),
             other: other.named.path.clone(),
         }
         .into())

@@ -57,10 +57,9 @@ impl Scratch {
             Ok(folder) => folder,
             Err(e) => return gone(e),
         };
-        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-            // Where the file system knows no locks, nobody clears up either.
-            _ => {}
+        // Where the file system knows no locks, nobody clears up either.
+        if flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
+            return Ok(None);
         }
         match File::create_new(path.join(MARK)).and_then(|mut mark| mark.write_all(TEXT.as_bytes())) {
             Ok(()) => Ok(Some(folder)),

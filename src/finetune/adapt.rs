@@ -95,8 +95,7 @@ fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
 
 /// The text of parts that are texts.
 fn join(parts: &Value) -> Option<String> {
-    let text =
-        |part: Value| Some(part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()))?);
+    let text = |part: Value| part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()));
     parts.try_iter().ok()?.map(text).collect()
 }
 

@@ -6,6 +6,7 @@ use super::options::{Method, Objective};
 use super::out::{TOKENIZER, copy_files};
 use super::prepare::Prepared;
 use super::report::Report;
+use super::tokenizer_files::TokenizerFiles;
 use crate::checkpoint::{create, write_json};
 use crate::error::{Error, Result};
 use serde_json::{Value, json};
@@ -92,9 +93,8 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
     };
     // JSON strings are YAML strings.
     let quoted = Value::from(base.as_str());
-    let mut text = format!(
-        "---\nbase_model: {quoted}\nlibrary_name: {library}\npipeline_tag: {pipeline}\ntags:\n- candle-zero\n"
-    );
+    let mut text =
+        format!("---\nbase_model: {quoted}\nlibrary_name: {library}\npipeline_tag: {pipeline}\ntags:\n- candle-zero\n");
     if options.method.lora().is_some() {
         text += "- lora\n";
     }
@@ -115,8 +115,10 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
     text += match (&options.method, options.objective) {
         (_, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
         (Method::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",
-        _ => "zerorun generate BASE_MODEL --adapter THIS_FOLDER --prompt \"a question\"\n\
-              zerorun merge BASE_MODEL THIS_FOLDER --out merged\n",
+        _ => {
+            "zerorun generate BASE_MODEL --adapter THIS_FOLDER --prompt \"a question\"\n\
+              zerorun merge BASE_MODEL THIS_FOLDER --out merged\n"
+        }
     };
     text += "```\n\n```python\n";
     text += &match (&options.method, options.objective) {
@@ -139,9 +141,7 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
 
 fn record(prepared: &Prepared, settings: &Value, outcome: Outcome) -> Value {
     let files = |data: &Dataset| -> Vec<Value> {
-        let of_file = |(path, report): (&Path, &Report)| {
-            json!({ "path": path.display().to_string(), "found": report.to_string(), "notes": report.notes() })
-        };
+        let of_file = |(path, report): (&Path, &Report)| json!({ "path": path.display().to_string(), "found": report.to_string(), "notes": report.notes() });
         data.reports().map(of_file).collect()
     };
     let data = |data: &Dataset| json!({ "samples": data.len(), "files": files(data) });

@@ -74,7 +74,7 @@ impl Messages {
         }
         let has = |name: &str| Some(field(item, name)).filter(|value| !value.is_undefined() && !value.is_none());
         let text = |name: &str| has(name).and_then(|value| value.as_str().map(str::to_string));
-        if !has("role").is_some() && has("from").is_none() && has("input").is_some() && has("output").is_some() {
+        if has("role").is_none() && has("from").is_none() && has("input").is_some() && has("output").is_some() {
             return self.push_turn(item);
         }
         let role = match (text("role"), text("from")) {
@@ -249,7 +249,7 @@ fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Broke
             }
             (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
             (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
-            (Some(other), None) if other == "text" => {
+            (Some("text"), None) => {
                 return Err("a part of its content is of type \"text\" and has no text".into());
             }
             (Some(other), _) => {

@@ -103,7 +103,7 @@ impl Words {
             }
             // One that takes white space with it. What is not ASCII may become it by the normalizer.
             cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
-            cuts.before_spaces &= !(token.rstrip && !is_blank(last));
+            cuts.before_spaces &= !token.rstrip || is_blank(last);
             let (spaces, lines) = parted(text, |c| !is_blank(c));
             cuts.before_spaces &= !spaces;
             cuts.after_lines &= !lines;

@@ -112,7 +112,11 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     assert_eq!(run("whole", &["--steps", "4", "--lr", "5e-3"]).0, Some(0));
     for out in ["whole", "whole-best"] {
         for name in ["tokenizer.json", "tokenizer_config.json"] {
-            assert_eq!(text(out, name), std::fs::read_to_string(path("models/llama").join(name)).unwrap(), "{out}/{name}");
+            assert_eq!(
+                text(out, name),
+                std::fs::read_to_string(path("models/llama").join(name)).unwrap(),
+                "{out}/{name}"
+            );
         }
         let record: Value = from_str(&text(out, "run.json")).unwrap();
         assert_eq!(record["training_data"]["samples"], 32);

@@ -354,8 +354,8 @@ fn tokenized_data_is_readable_for_its_user_alone() {
     };
     show(&[]);
     let samples = || {
-        let file = std::fs::read_dir(own.join("samples")).unwrap().map(|entry| entry.unwrap().path());
-        file.filter(|path| path.extension().is_some_and(|end| end == "samples")).next().unwrap()
+        let mut file = std::fs::read_dir(own.join("samples")).unwrap().map(|entry| entry.unwrap().path());
+        file.find(|path| path.extension().is_some_and(|end| end == "samples")).unwrap()
     };
     assert_eq!([mode(&own), mode(&own.join("samples")), mode(&samples())], [0o700, 0o700, 0o600]);
     // One that an earlier version has made.
