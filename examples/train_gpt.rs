@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 use std::fmt::Display;
 use std::io::{ErrorKind, Write as _};
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 

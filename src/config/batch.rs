@@ -4,6 +4,7 @@ use super::auto::BATCH_KEYS;
 use super::walk::Walk;
 use super::{Batch, Rule};
 use crate::error::{ConfigError, Result};
+use crate::util::counted;
 
 /// Why three numbers do not make a batch: the key to blame, and the message.
 type Fault = (usize, String);
@@ -104,7 +105,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
     let inferred = |index: usize| if positive[index].is_none() { " (worked out)" } else { "" };
     let product = product(m, g)?;
     if t == product && m > MOST_AT_ONCE {
-        let found = format!("{t} samples a step on {world} ranks are {m} at once on a rank");
+        let found = format!("{t} samples a step on {} are {m} at once on a rank", counted(world, "rank"));
         return Err((
             0,
             format!("{found}; at most {MOST_AT_ONCE} can be: give gradient_accumulation_steps, or a smaller batch"),

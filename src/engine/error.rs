@@ -166,14 +166,14 @@ pub enum EngineError {
     /// The gradient is not that of the loss.
     #[error(
         "{what}: moving the weights a little changes the loss by {by_difference:.4e}, and by the gradient that backward gave it \
-         would be {by_gradient:.4e}. The model would learn something else than the loss says. The usual causes: an operation \
+         would be {by_gradient:.4e}: the model would learn something else than the loss says; the usual causes: an operation \
          without a backward cuts a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope, sdpa): replace \
          the operation by candle_zero::nn's or by layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; freezing the \
          parameters that it has does not mend it; an operation whose backward is wrong in Candle 0.11 (conv1d, max_pool2d and \
          avg_pool2d whose size does not divide the image's, upsampling, scatter, scatter_add, matmul with a transposed left and a \
          broadcast right operand): use candle_zero::nn's; a gradient inside of the loss (gradient penalty), of which Candle \
          drops terms unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; a detached part, or a term made of parameters outside of \
-         engine.forward. `zerorun verify SCRIPT` lists the parameters whose gradient is wrong. Where a part is left out on \
+         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; where a part is left out on \
          purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {

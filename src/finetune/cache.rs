@@ -377,13 +377,29 @@ mod tests {
     #[test]
     fn what_a_killed_writer_left_is_removed_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        let names = [".x.samples-abc", ".y.samples-abc", "x.samples-abc", "y.samples"];
+        let path = folder.path().join("x.samples");
+        // What a writer has by then, in a folder that nobody has locked any more.
+        let writer = Writer::new(&path).unwrap();
+        let killed = folder.path().join(format!("{WRITING}aaaaaa"));
+        std::fs::create_dir(&killed).unwrap();
+        for entry in std::fs::read_dir(writer.scratch.path()).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), killed.join(entry.file_name())).unwrap();
+        }
+        assert!(killed.join("new").exists());
+        drop(writer);
+        // Of somebody else.
+        let foreign = format!("{WRITING}bbbbbb");
+        std::fs::create_dir(folder.path().join(&foreign)).unwrap();
+        std::fs::write(folder.path().join(&foreign).join("new"), "mine").unwrap();
+        let names = [".x.samples-abc", "x.samples-abc", "y.samples"];
         names.iter().for_each(|name| std::fs::write(folder.path().join(name), "").unwrap());
-        write(&folder.path().join("x.samples"), &[]);
+        write(&path, &[]);
+        assert_eq!(std::fs::read(folder.path().join(&foreign).join("new")).unwrap(), b"mine");
         let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
         let mut left: Vec<_> = left.map(|name| name.into_string().unwrap()).collect();
         left.sort();
-        assert_eq!(left, [".y.samples-abc", "x.samples", "x.samples-abc", "y.samples"]);
+        assert_eq!(left, [foreign.as_str(), ".x.samples-abc", "x.samples", "x.samples-abc", "y.samples"]);
     }
 
     #[test]

@@ -69,7 +69,7 @@ pub enum FinetuneError {
     /// A model of which a part is read.
     #[error(
         "{} has a model for images and texts, of which only the language model is read here: it answers, but what training or \
-         merging would write were not the model that its config.json describes. Take the language model on its own; \
+         merging would write were not the model that its config.json describes; take the language model on its own; \
          transformers writes it so: whole = Gemma3ForConditionalGeneration.from_pretrained(MODEL, dtype=\"auto\"); text = \
          Gemma3ForCausalLM(whole.config.text_config); text.model = whole.model.language_model; text.tie_weights(); \
          text.save_pretrained(DIR); the tokenizer's files belong beside it",
@@ -455,7 +455,7 @@ pub enum FinetuneError {
     /// A checkpoint of a run with other settings.
     #[error(
         "checkpoint {} was saved by a run with other settings: {differences} (saved -> now); continued so, the result would \
-         be neither run's. Give the saved settings, or another folder for --save to start anew, or continue all the same with \
+         be neither run's; give the saved settings, or another folder for --save to start anew, or continue all the same with \
          --resume_anyway",
         checkpoint.display()
     )]

@@ -211,7 +211,7 @@ mod tests {
             ("x".to_owned(), Value::F32(0.5)),
             ("b".to_owned(), Value::Bool(true)),
             ("l".to_owned(), Value::I32s(vec![1, -2])),
-            ("n".to_owned(), Value::F32s(vec![0.5, -1e9])),
+            ("f".to_owned(), Value::F32s(vec![0.5, -1e9])),
             ("s".to_owned(), Value::Strings(vec!["Ġa".into(), "b".into()])),
         ];
         let value = |i: usize| ((i * 37) % 101) as f32 / 10.0 - 5.0;
@@ -232,7 +232,7 @@ mod tests {
             .unwrap();
         let mut reader = Cursor::new(file);
         let content = Content::read(&mut reader).unwrap();
-        assert_eq!(content.metadata.len(), 6);
+        assert_eq!(content.metadata.len(), 7);
         assert_eq!(content.metadata["n"].to_u32().unwrap(), 7);
         assert_eq!(content.metadata["x"].to_f32().unwrap(), 0.5);
         assert!(content.metadata["b"].to_bool().unwrap());
@@ -242,6 +242,8 @@ mod tests {
         };
         assert_eq!(a, "Ġa");
         assert_eq!(content.metadata["l"].to_vec().unwrap()[1].to_i32().unwrap(), -2);
+        let floats = content.metadata["f"].to_vec().unwrap().iter().map(|value| value.to_f32().unwrap());
+        assert_eq!(floats.collect::<Vec<_>>(), [0.5, -1e9]);
         for (i, (entry, values)) in entries.iter().zip(&values).enumerate() {
             let tensor = content.tensor(&mut reader, &entry.name, &Device::Cpu).unwrap();
             let tensor = tensor.dequantize(&Device::Cpu).unwrap();

@@ -157,7 +157,7 @@ mod tests {
         let now = identity(json!({"r": 4, "alpha": 800.0, "lr": 2e-3, "delayed_update_after": 3, "targets": "q_proj"}));
         let saved = saved(&before, 4);
         assert_eq!(saved.check(&before, 6, false).unwrap(), None);
-        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continued so, the result would be neither run's. Give the saved settings, or another folder for --save to start anew, or continue all the same with --resume_anyway");
+        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continued so, the result would be neither run's; give the saved settings, or another folder for --save to start anew, or continue all the same with --resume_anyway");
         insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with other settings, and this run continues from it as asked: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
     }
 

@@ -147,9 +147,26 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
             Some("it is a ZIP archive, as of Excel; unpack it, or save the table as CSV in UTF-8")
         }
         [b'P', b'A', b'R', b'1', ..] => Some("it is a Parquet file; name it .parquet"),
-        _ if head.iter().take(4).any(|byte| *byte == 0) => Some(UTF_16),
+        _ if is_wide(head) => Some(UTF_16),
         _ => None,
     }
+}
+
+/// Whether a beginning without a byte order mark reads as text in UTF-16 or UTF-32: zeros soon, as ASCII has them there, and no
+/// character that is zero itself. Zeros alone are no text.
+fn is_wide(head: &[u8]) -> bool {
+    let head = &head[..head.len().min(32)];
+    let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));
+    let has_character = |lowest_first: bool| {
+        fours().len() > 0
+            && fours().all(|bytes| {
+                let bytes = [bytes[0], bytes[1], bytes[2], bytes[3]];
+                let code = if lowest_first { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) };
+                code != 0 && char::from_u32(code).is_some()
+            })
+    };
+    let in_pairs = pairs().take(2).any(|pair| pair.contains(&0)) && pairs().all(|pair| pair != [0, 0]);
+    in_pairs || has_character(true) || has_character(false)
 }
 
 /// Whether JSON is printed over several lines: the first one ends within a value, and the second one has none of its own.
@@ -415,6 +432,15 @@ mod tests {
             [("x.csv", &utf16[..]), ("x.txt", &utf16), ("x.jsonl", &utf16[2..]), ("x.json", b"\xFE\xFF\0{")]
         {
             assert!(refused(name, bytes).contains("UTF-16"), "{name}");
+        }
+        let wide =
+            |in_order: fn(u32) -> [u8; 4]| "{\"a\": 1}".chars().flat_map(|c| in_order(c.into())).collect::<Vec<u8>>();
+        for bytes in [wide(u32::to_le_bytes), wide(u32::to_be_bytes)] {
+            assert!(refused("x.jsonl", &bytes).contains("UTF-16 or UTF-32"), "{bytes:?}");
+        }
+        // Zeros behind a text, or alone, are no text of another kind.
+        for bytes in ["[\n\"", "a\n", "a", ""] {
+            assert_eq!(foreign(&[bytes.as_bytes(), &[0; 40]].concat()), None, "{bytes:?}");
         }
         holds(&refused("x.jsonl", b"\x1F\x8B\x08"), "gunzip");
         holds(&refused("x.csv", b"PK\x03\x04"), "ZIP archive");

@@ -131,7 +131,7 @@ pub(crate) fn say(line: &str) {
     let _ = write(Stream::Err, format!("{line}\n").as_bytes());
 }
 
-/// Something that [`print`] had to say went nowhere.
+/// Something that [`print()`] had to say went nowhere.
 static LOST: AtomicBool = AtomicBool::new(false);
 
 /// Whether standard output has taken all that this process printed, as far as anybody reads it: else it ends with an error.

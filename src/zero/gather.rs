@@ -55,6 +55,8 @@ pub(crate) struct Gatherer<R: Rank = Core> {
     /// Elements of gathers under way, and at most of those ahead of use.
     in_flight: usize,
     ahead: usize,
+    /// What is packed is not gathered ahead: it is here.
+    unpacks_in_place: bool,
     /// Units of this micro step will run again in backward.
     recomputes: bool,
     /// Backwards that run inside of others: a recomputing unit runs one of its own.
@@ -153,6 +155,7 @@ impl<R: Rank> Gatherer<R> {
             live: 0,
             in_flight: 0,
             ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
+            unpacks_in_place: plan.unpacks_in_place(),
             recomputes: false,
             depth: 0,
             entered: vec![ROOT],
@@ -404,12 +407,10 @@ impl<R: Rank> Gatherer<R> {
             return Ok(());
         }
         let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
-        // Packed shares of a rank that is alone are unpacked from where they are: a copy of them, made early, speeds nothing up.
-        let is_here = core.division().shards() == 1 && core.files().is_none();
         let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
             let state = &self.units[unit];
-            if !matches!(state.state, State::Released) || (is_here && state.is_packed) {
+            if !matches!(state.state, State::Released) || (self.unpacks_in_place && state.is_packed) {
                 continue;
             }
             let numel = self.units[unit].bundle.numel;

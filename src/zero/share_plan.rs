@@ -77,6 +77,12 @@ impl SharePlan {
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
+    /// Whether packed shares are unpacked from where they are, for a rank that is alone and has no files: a copy of them, made
+    /// early, speeds nothing up.
+    pub fn unpacks_in_place(&self) -> bool {
+        self.division.shards() == 1 && !self.has_files()
+    }
+
     /// Where the share lies of a model on `device`.
     pub fn homes(&self, device: &Device) -> Homes<BufferPlace> {
         self.homes_of(BufferPlace::of(device), BufferPlace::Host)

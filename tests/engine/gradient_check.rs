@@ -17,6 +17,7 @@ type Build = fn(VarBuilder<'_>) -> Result<Loss>;
 
 fn config(stage: u8) -> Value {
     json!({
+        "gradient_check": true,
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},

@@ -82,7 +82,10 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
         let base = Base::open(&file).unwrap();
         assert_eq!(base.tokenizer_path(), file);
-        std::fs::copy(folder.path().join("tokenizer.json"), file.with_file_name("tokenizer.json")).unwrap();
+        // The named tokens are of the tokenizer, and in files of their own.
+        for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+            std::fs::copy(folder.path().join(name), file.with_file_name(name)).unwrap();
+        }
         assert_eq!(Base::open(&file).unwrap().tokenizer_path(), file.parent().unwrap());
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), own.fingerprint());
     }

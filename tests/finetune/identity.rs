@@ -81,7 +81,7 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
     let (data, rest) = text.split_once("data: ").unwrap();
     assert!(data.ends_with("alpha: 4.0 -> 400.0; "), "{text}");
     assert!(rest.ends_with(
-        "; lr: 0.01 -> 0.001 (saved -> now); continued so, the result would be neither run's. Give the saved settings, or \
+        "; lr: 0.01 -> 0.001 (saved -> now); continued so, the result would be neither run's; give the saved settings, or \
          another folder for --save to start anew, or continue all the same with --resume_anyway"
     ), "{text}");
     for (words, expected) in [
@@ -132,9 +132,12 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
 #[test]
 fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let desk = Desk::new();
-    desk.trained("whole", &[]);
+    // So many that a step has two rows or more, which two ranks can share.
+    let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
+    std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
+    desk.trained("whole", &["--data", "many.jsonl"]);
     // As a run that was stopped after step 2: its checkpoint is the newest.
-    desk.trained("first", &["--save", "saves", "--save_every", "2"]);
+    desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         tags.retain(|tag| tag != "latest" && !tag.to_string_lossy().starts_with('.'));
@@ -151,14 +154,14 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =
         ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
-    let said = desk.trained("second", &words);
+    let said = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
     assert!(said.contains("goes on after step 2") && !said.contains("other settings"), "{said}");
 }
 
 #[test]
 fn rows_of_a_step_that_nobody_gave_stay_on_another_number_of_ranks_or_are_named() {
     let desk = Desk::new();
-    // By default 9 rows on three ranks.
+    // By default 3 rows on three ranks.
     desk.trained("first", &["--save", "saves", "-n", "3"]);
     desk.trained("same", &["--save", "saves", "--resume"]);
     assert_eq!(desk.adapter("first"), desk.adapter("same"));

@@ -331,7 +331,7 @@ fn other_commands_write_over_no_input_either() {
     insta::assert_snapshot!(refusal(&["merge", "m", "--out", "m/model.gguf"]), @"zerorun: --out m/model.gguf is a file of MODEL m, which is read; give another place");
     insta::assert_snapshot!(refusal(&["consolidate", "ck", "ck/global_step2/hf"]), @"zerorun: OUT ck/global_step2/hf lies in DIR ck, which is read; give another place");
     insta::assert_snapshot!(refusal(&["data", "show", "m", "data/d.jsonl", "--cache", "data/d.jsonl"]), @"zerorun: cannot write to data/d.jsonl: it is a file, and a folder is needed; give another place");
-    let deepspeed = path("../deepspeed/zero3_f32_tiny");
+    let deepspeed = path("../deepspeed/zero3_f32_tiny/checkpoint");
     assert!(Command::new("cp").arg("-r").arg(deepspeed).arg(world.at("deepspeed")).status().unwrap().success());
     insta::assert_snapshot!(refusal(&["import", "deepspeed", "deepspeed", "--as", "mine"]), @"zerorun: OUT deepspeed is DIR deepspeed, which is read; give another place");
     let merged = world.command(&["merge", "m", "adapter", "--out", "m/merged"]).output().unwrap();

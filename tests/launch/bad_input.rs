@@ -253,7 +253,7 @@ fn models_that_there_are_not() {
     "#);
     folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
     insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
-    error: a micro batch of 1000000000000 samples of 8 tokens is too large: at most 2147483648 tokens; give a smaller train_micro_batch_size_per_gpu, or more gradient_accumulation_steps
+    error: huge.json: line 1, column 53: `train_batch_size`: 1000000000000 samples a step on 1 rank are 1000000000000 at once on a rank; at most 4294967296 can be: give gradient_accumulation_steps, or a smaller batch
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

@@ -112,8 +112,8 @@ impl Gan {
             bits.extend(norms.map(|norm| norm.unwrap_or(f64::NAN).to_bits()));
         }
         let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("weights");
-        for engine in [&mut self.generator, &mut self.discriminator] {
+        for (name, engine) in [("generator", &mut self.generator), ("discriminator", &mut self.discriminator)] {
+            let file = folder.path().join(name);
             // Rank 0 writes the file, in its own folder; the other ranks have their losses only.
             engine.export_safetensors(&file)?;
             let bytes = if engine.rank() == 0 { std::fs::read(&file).unwrap() } else { vec![] };

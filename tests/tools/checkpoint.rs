@@ -24,6 +24,8 @@ fn save_model<M: 'static>(
     build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
 ) -> PathBuf {
     let exported = dir.join("exported.safetensors");
+    // An export of another model is not replaced.
+    _ = std::fs::remove_file(&exported);
     let ranks = threads::run(2, |comm| -> Result<()> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(&build, config(2, 1, json!({}), json!({})))?;

@@ -54,7 +54,7 @@ pub(crate) fn fetch(comm: &dyn Communicator, url: &str, tag: Option<&str>) -> Re
     };
     let brought = hosts.makes_folder().then(bring).transpose();
     let lock = agree(comm, brought, elsewhere())?;
-    Ok(Some(Fetched { dir, tag, lock }))
+    Ok(Some(Fetched { dir, tag, _lock: lock }))
 }
 
 /// Where checkpoints of an address are kept: one at a time, in the user's cache.

@@ -46,13 +46,12 @@ pub(crate) struct Sending {
 }
 
 /// A checkpoint that came from an object store. While this is there, no other job of the host brings another one into the folder.
-#[cfg_attr(not(feature = "s3"), expect(dead_code, reason = "nothing is fetched"))]
 pub(crate) struct Fetched {
     /// The folder of checkpoints.
     pub dir: PathBuf,
     pub tag: String,
     /// On the rank of each host that has brought it.
-    lock: Option<FolderLock>,
+    _lock: Option<FolderLock>,
 }
 
 /// The address that `dir` is, in place of a folder.

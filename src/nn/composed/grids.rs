@@ -122,7 +122,7 @@ pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &Targe
     added(init, source, targets, (0..targets.places.len()).filter(written).collect())
 }
 
-/// See [`crate::nn::scatter`].
+/// See [`crate::nn::scatter()`].
 pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &Targets) -> Result<Tensor> {
     let stays = targets.stays(init.elem_count());
     let mut overwritten = vec![0u8; init.elem_count()];
@@ -144,7 +144,7 @@ fn added(init: &Tensor, source: &Tensor, targets: &Targets, numbers: Vec<usize>)
     sum.reshape(init.shape())?.to_dtype(init.dtype())
 }
 
-/// See [`crate::nn::matmul`]. The product's sums are the device's.
+/// See [`crate::nn::matmul()`]. The product's sums are the device's.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.contiguous()?.broadcast_matmul(&b.contiguous()?)
 }
