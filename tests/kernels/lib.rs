@@ -4,3 +4,8 @@
 #[allow(dead_code, unused_imports, reason = "their users are not here")]
 #[path = "../../src/kernels/mod.rs"]
 mod kernels;
+
+/// Small helpers that the kernels use.
+#[allow(dead_code)]
+#[path = "../../src/util.rs"]
+mod util;
