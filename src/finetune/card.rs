@@ -49,7 +49,7 @@ impl Card<'_> {
         if prepared.options.method.lora().is_some() {
             match prepared.start.tokenizer_path() {
                 file if file.is_file() => TokenizerFiles::read(file)?.write(into)?,
-                folder => copy_files(folder, into, &TOKENIZER)?,
+                folder => copy_files(folder, into, TOKENIZER)?,
             }
         }
         write_json(into, RECORD, &record(prepared, settings, outcome))?;

@@ -34,17 +34,7 @@ pub(crate) const BESIDE: [&str; 12] = [
 ];
 
 /// Those that a tokenizer is made of.
-pub(super) const TOKENIZER: [&str; 9] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-];
+pub(super) const TOKENIZER: &[&str] = BESIDE.split_at(10).0.split_at(1).1;
 
 /// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
 /// the weights.
