@@ -152,26 +152,10 @@ pub(super) fn printable(text: &str, most: usize) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::wire::ends::{pair, session, soon};
     use super::super::wire::{LONGEST as LONGEST_MESSAGE, Message};
     use super::*;
     use std::io::{BufRead, BufReader, Write};
-    use std::net::{TcpListener, TcpStream};
-    use std::sync::Arc;
-    use std::time::{Duration, Instant};
-
-    fn pair() -> [TcpStream; 2] {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        [listener.accept().unwrap().0, there]
-    }
-
-    fn session(stream: TcpStream) -> Session {
-        Session::over(Arc::new(stream)).unwrap()
-    }
-
-    fn soon() -> Wait {
-        Wait::Until(Instant::now() + Duration::from_secs(60))
-    }
 
     fn secret(text: &str) -> Option<Secret> {
         (!text.is_empty()).then(|| Secret::of_text("X", text).unwrap())

@@ -341,28 +341,36 @@ fn beat(outgoing: &Weak<Mutex<Outgoing>>) {
     }
 }
 
+/// Ends of connections, for tests of this module and of those above it.
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use super::super::secret::{Purpose, Secret};
+pub(super) mod ends {
     use super::*;
     use std::net::TcpListener;
-    use std::sync::mpsc::channel;
 
     /// The two ends of a connection.
-    fn pair() -> [TcpStream; 2] {
+    pub fn pair() -> [TcpStream; 2] {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         [listener.accept().unwrap().0, there]
     }
 
-    fn session(stream: TcpStream) -> Session {
+    pub fn session(stream: TcpStream) -> Session {
         Session::over(Arc::new(stream)).unwrap()
     }
 
-    fn soon() -> Wait {
+    pub fn soon() -> Wait {
         Wait::Until(Instant::now() + Duration::from_secs(60))
     }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::secret::{Purpose, Secret};
+    use super::ends::{pair, session, soon};
+    use super::*;
+    use std::sync::mpsc::channel;
 
     #[test]
     fn messages_arrive_in_order_and_an_end_is_noticed() {
