@@ -98,27 +98,16 @@ pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     if !has_kernels(x) {
         return composed::max_pool2d(x, windows);
     }
-    let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
-    let (elements, dtype) = (x.elem_count(), x.dtype());
-    let results = images * channels * windows.result[0] * windows.result[1];
-    with_element!(dtype, NAME, E => {
-        let (mut y, mut places) = (buffer::<f32>(results), vec![0u32; results]);
-        with_f32([Some(&x)], NAME, |[x]| {
-            windows.maxima(x.unwrap_or_default(), &mut y, &mut places);
-            Ok(())
-        })?;
-        let shape = (images, channels, windows.result[0], windows.result[1]);
-        inputs.result(NAME, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
-            with_grad::<E, _>(&grad, NAME, |dy| {
-                give(to_x, dtype, NAME, || {
-                    let mut dx = buffer::<f32>(elements);
-                    windows.maxima_backward(dy, &places, &mut dx);
-                    dx
-                })
-            })
-        })
-    })
+    let mut places = vec![0u32; images * channels * windows.result[0] * windows.result[1]];
+    pooled(
+        NAME,
+        (x, windows, [images, channels]),
+        |x, y| {
+            windows.maxima(x, y, &mut places);
+            places
+        },
+        move |dy, places, dx| windows.maxima_backward(dy, places, dx),
+    )
 }
 
 /// The mean of each window of `kernel` of an image `[batch, channels, height, width]`; windows lie side by side, and what is
@@ -150,21 +139,34 @@ pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     if !has_kernels(x) {
         return composed::avg_pool2d(x, windows);
     }
+    pooled(
+        NAME,
+        (x, windows, [images, channels]),
+        |x, y| windows.means(x, y),
+        move |dy, (), dx| windows.means_backward(dy, dx),
+    )
+}
+
+/// What `forward` makes of an image's f32 values, in the image's dtype. `backward` gets the gradient and what `forward` has kept, and
+/// fills in the gradient of the image.
+fn pooled<K: Send + Sync + 'static>(
+    name: &'static str,
+    (x, windows, [images, channels]): (&Tensor, Windows, [usize; 2]),
+    forward: impl FnOnce(&[f32], &mut [f32]) -> K,
+    backward: impl Fn(&[f32], &K, &mut [f32]) + Send + Sync + 'static,
+) -> Result<Tensor> {
     let x = x.contiguous()?;
     let inputs = Inputs::of([Some(&x)])?;
     let (elements, dtype) = (x.elem_count(), x.dtype());
-    with_element!(dtype, NAME, E => {
+    let shape = (images, channels, windows.result[0], windows.result[1]);
+    with_element!(dtype, name, E => {
         let mut y = buffer::<f32>(images * channels * windows.result[0] * windows.result[1]);
-        with_f32([Some(&x)], NAME, |[x]| {
-            windows.means(x.unwrap_or_default(), &mut y);
-            Ok(())
-        })?;
-        let shape = (images, channels, windows.result[0], windows.result[1]);
-        inputs.result(NAME, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
-            with_grad::<E, _>(&grad, NAME, |dy| {
-                give(to_x, dtype, NAME, || {
+        let kept = with_f32([Some(&x)], name, |[x]| Ok(forward(x.unwrap_or_default(), &mut y)))?;
+        inputs.result(name, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
+            with_grad::<E, _>(&grad, name, |dy| {
+                give(to_x, dtype, name, || {
                     let mut dx = buffer::<f32>(elements);
-                    windows.means_backward(dy, &mut dx);
+                    backward(dy, &kept, &mut dx);
                     dx
                 })
             })
