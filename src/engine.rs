@@ -155,12 +155,13 @@ impl<M> Engine<M> {
     ///
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
-    /// `run` may be called more than once, with other weights, so it must not change state of its own: it computes its result
-    /// from the model and from what is fixed before the call (a batch, a step's number).
+    /// In the first step `run` is called three times, at first with weights that are moved a little (`gradient_check`): it computes
+    /// its result from the model and from what is fixed before the call (a batch, a step's number), and takes no new batch. What it
+    /// leaves in variables around it is that of the last call, with the weights as they are.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
-    pub fn forward(&mut self, mut run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    pub fn forward(&mut self, run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let inside = self.stream_inside();
         let stream = stream_of(ForwardPlace {
             seed: self.seed,
@@ -170,20 +171,14 @@ impl<M> Engine<M> {
             forward: inside.unwrap_or(self.forwards),
         });
         if Self::is_repeating() {
-            return self.attempt(|engine| engine.repeat_inside(stream, &mut run));
+            return self.attempt(|engine| engine.repeat_inside(stream, run));
         }
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
-        let (output, probes) = self.attempt(|engine| engine.run_forward(stream, &mut run))?;
+        let output = self.attempt(|engine| engine.run_forward(stream, run))?;
         self.forwards += 1;
         self.phase = Phase::Forwarded;
         self.end_watch(watch);
-        if let Some(forward) = probes {
-            self.attempt(|engine| {
-                let probed = engine.probe((stream, forward), &output, &mut run);
-                engine.or_give_up(probed)
-            })?;
-        }
         Ok(output)
     }
 

@@ -12,7 +12,7 @@ mod written;
 
 #[cfg(any(feature = "hub", feature = "s3"))]
 pub(crate) use lock::Asked;
-pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner};
+pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner, sweep_locks};
 pub(crate) use new_folder::{NewFile, NewFolder, free_folder, must_stay};
 pub(crate) use outputs::{Claims, Input, Output, Outputs};
 pub(crate) use room::ask_for as ask_for_room;

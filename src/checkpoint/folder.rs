@@ -7,15 +7,16 @@
 //!   latest                     the second file under its name: last
 //! ```
 //!
-//! A folder under its final name is always complete. What a dead job was writing is removed by the next save. One that
-//! died before its checkpoint was the latest has left the second file, which counts where there is no `latest`.
+//! A folder under its final name is always complete. What a dead job was writing is removed by the next one that
+//! saves there, before its first step. One that died before its checkpoint was the latest has left the second file, which
+//! counts where there is no `latest`.
 //!
 //! Whoever writes holds a lock on it. On a file system without locks a file in the folder names the process; what is not known to
 //! be a dead one's stays there.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{folder_of, new_beside, read_text, sync_folder};
+use crate::files::{WRITING, folder_of, new_beside, read_text, sweep, sync_folder};
 use crate::notice::warn;
 use crate::util::{list, lock};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
@@ -113,9 +114,18 @@ fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     }
 }
 
-/// Ends, or takes back, what saves that died have left in `dir`.
+/// Ends, or takes back, what saves and other writers that died have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
+    sweep(dir, WRITING);
     clear_by(dir, ask)
+}
+
+/// Removes what jobs that died have left in `dir`, as the next save would: a run that has nothing left to save leaves nothing else.
+///
+/// # Errors
+/// [`CheckpointError::Unusable`]: it cannot be removed.
+pub(super) fn remove_leftovers(dir: &Path) -> Result<()> {
+    clear(dir).map_err(|e| not_written(dir, &e))
 }
 
 /// The same, where locks are asked for by `ask`.

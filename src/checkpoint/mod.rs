@@ -52,4 +52,4 @@ pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
 pub(crate) use model_files::{Entry, create, write_json, write_model_files};
 pub(crate) use progress::Progress;
 pub use save::SaveOptions;
-pub(crate) use save::{SaveJob, SaveRequest, check_dir, manifest};
+pub(crate) use save::{SaveJob, SaveRequest, check_dir, keep_newest, manifest};

@@ -230,7 +230,8 @@ impl SaveJob {
     }
 }
 
-/// Whether all ranks can save into `dir`, which is created and held for this job as by a save. Collective.
+/// Whether all ranks can save into `dir`, which is created and held for this job as by a save. What jobs that died have left
+/// in it goes. Collective.
 ///
 /// # Errors
 /// Those of a save into it, on all ranks; a failed collective.
@@ -241,7 +242,10 @@ pub(crate) fn check_dir(
     held: &mut HeldFolders,
 ) -> Result<(), Failure> {
     let hosts = Hosts::of(comm, dir, on_each_host)?;
-    let ready = if hosts.makes_folder() { held.hold(dir) } else { Ok(()) };
+    let ready = match hosts.makes_folder() {
+        true => held.hold(dir).and_then(|()| folder::remove_leftovers(dir)),
+        false => Ok(()),
+    };
     agree(comm, ready, failed_elsewhere(dir))?;
     agree(comm, try_to_write(dir), failed_elsewhere(dir))
 }
@@ -344,13 +348,18 @@ fn begin(
 
 fn publish(prepared: folder::Prepared, dir: &Path, tag: &str, options: &SaveOptions) -> Result<()> {
     prepared.publish().inspect_err(|_| folder::give_up(dir, tag))?;
-    if let Some(keep) = options.keep
-        && let Err(error) = folder::keep_newest(dir, keep.max(1), tag)
-    {
+    if let Some(keep) = options.keep {
+        keep_newest(dir, keep, tag);
+    }
+    Ok(())
+}
+
+/// Removes all but the `keep` newest checkpoints of `dir` that were saved without a tag; `tag`, which is there, stays.
+pub(crate) fn keep_newest(dir: &Path, keep: usize, tag: &str) {
+    if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
         // The checkpoint is saved all the same.
         warn(&format!("warning: {error}. They stay; checkpoint {tag} is saved"));
     }
-    Ok(())
 }
 
 /// The files of all ranks, and the seconds that the slowest wrote.

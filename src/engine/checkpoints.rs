@@ -118,7 +118,8 @@ impl<M> Engine<M> {
 
     /// Whether [`save_checkpoint`](Self::save_checkpoint) can save into the folder `dir`: to know now what a save would
     /// say after hours of training. The folder is created where it is missing, and belongs to this job from now on, as
-    /// after a save: until the engine is dropped no other job can save into it. Collective.
+    /// after a save: until the engine is dropped no other job can save into it. What killed jobs have left unfinished in
+    /// it is removed. Collective.
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks where one of them cannot

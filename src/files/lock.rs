@@ -5,6 +5,7 @@
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind, Result};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -164,6 +165,18 @@ impl FileLock {
             _ => return Ok(Attempt::Gone),
         }
         Ok(Attempt::Held(Self { file, path: path.to_owned(), holds }))
+    }
+}
+
+/// Removes locks that jobs that died have left in a folder under such names: empty files of this user's that nobody has locked.
+pub(crate) fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
+    let me = rustix::process::geteuid().as_raw();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == me;
+        if is_of_lock(&entry.file_name()) && entry.metadata().is_ok_and(is_lock) {
+            // It goes when it is dropped.
+            drop(FileLock::attempt(&entry.path(), FlockOperation::NonBlockingLockExclusive));
+        }
     }
 }
 

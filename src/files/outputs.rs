@@ -10,7 +10,7 @@
 //! ```
 
 use super::error::OutputError;
-use super::lock::{Attempt, FileLock};
+use super::lock::{Attempt, FileLock, sweep_locks};
 use super::new_folder::{may_write, must_stay};
 use super::place::{Id, Place};
 use super::scratch::{WRITING, sweep};
@@ -269,7 +269,9 @@ fn lock(named: &Named<Output>) -> Result<Option<FileLock>> {
     }
     let stays = place.is_dir() && must_stay(&place);
     sweep(if stays { &place } else { beside }, WRITING);
-    sweep_locks(beside);
+    sweep_locks(beside, |name| {
+        name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
+    });
     let file = match kind {
         // Beside the lock of those who save there.
         Output::Checkpoints => place.join(".candle-zero-job.lock"),
@@ -292,20 +294,6 @@ fn lock(named: &Named<Output>) -> Result<Option<FileLock>> {
             Ok(_) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(refused(path, format!("it cannot be locked by {}: {e}", file.display()))),
-        }
-    }
-}
-
-/// Removes locks that jobs that died have left in a folder: empty files of this user's that nobody has locked.
-fn sweep_locks(folder: &Path) {
-    let me = rustix::process::geteuid().as_raw();
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let is_named = name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes());
-        let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == me;
-        if is_named && name != LOCK && entry.metadata().is_ok_and(is_lock) {
-            // It goes when it is dropped.
-            drop(FileLock::attempt(&entry.path(), FlockOperation::NonBlockingLockExclusive));
         }
     }
 }

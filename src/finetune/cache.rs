@@ -16,6 +16,7 @@ use crate::files::{self, Scratch, WRITING};
 use crate::util::cache_home;
 use memmap2::Mmap;
 use rayon::prelude::*;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::hash::Hasher as _;
 use std::io::{BufWriter, Read as _, Seek, SeekFrom, Write};
@@ -50,7 +51,14 @@ pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
         None => files::private_folder(folder)?,
     }
     files::sweep(folder, WRITING);
+    files::sweep_locks(folder, is_lock);
     Ok(())
+}
+
+/// Whether that is the name of the lock of a file of samples.
+fn is_lock(name: &OsStr) -> bool {
+    let fingerprint = name.to_str().and_then(|name| name.strip_suffix(".lock")?.rsplit_once('-')).map(|(_, end)| end);
+    fingerprint.is_some_and(|end| end.len() == 16 && end.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
 /// The folder of this library in the user's cache.

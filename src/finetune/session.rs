@@ -26,7 +26,7 @@ use super::prepare::{Prepared, Start};
 use super::quantized::{PACKING, is_quantized};
 use super::rate::Rates;
 use super::result;
-use crate::checkpoint::{LoadOptions, SaveOptions};
+use crate::checkpoint::{self, LoadOptions, SaveOptions};
 use crate::comm::Communicator;
 use crate::config::Config;
 use crate::engine::{Engine, EngineBuilder};
@@ -224,6 +224,10 @@ impl FineTune {
         }
         self.memory = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
+        // One that was killed behind its last save may have left more than are kept.
+        if let (0, Some(keep), Some(tag)) = (self.comm.rank(), saving.keep, loaded.path.file_name()) {
+            checkpoint::keep_newest(&saving.dir, keep, &tag.to_string_lossy());
+        }
         self.resumed = Some(loaded.path);
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         if self.memory.stale >= patience {

@@ -38,6 +38,11 @@ impl Buffers {
         self.list.iter().map(hash).collect()
     }
 
+    /// Whether ranks exchange buffers before each training forward.
+    pub(super) fn are_taken_in_forward(&self) -> bool {
+        self.sync == BufferSync::FromRankZero && !self.list.is_empty()
+    }
+
     /// Collective: a training forward is about to begin.
     pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
         self.list.iter().try_for_each(Buffer::check)?;

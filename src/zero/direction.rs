@@ -32,13 +32,14 @@ pub(crate) struct Along {
 }
 
 impl Direction {
-    /// The direction of the parameter `name`, whose values are these. `relative`: the step, as a part of their root mean square.
-    pub fn new(name: &str, shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
+    /// The direction of the parameter `name`, whose values are these; another one for each seed. `relative`: the step, as a part of
+    /// their root mean square.
+    pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
         let (size, usual) = (mean_square.sqrt(), usual_size(shape));
         // What begins with zeros, as a bias or LoRA's B, is moved too.
         let size = if size > usual / 32.0 { size } else { usual };
-        Self { seed: fnv1a(name.as_bytes()), step: (relative * size) as f32 }
+        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32 }
     }
 
     /// Moves `values` up (`sign` 1) or down (-1) along the direction.
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
 
     fn direction(values: &Flat) -> Direction {
-        Direction::new("weight", &Shape::from(values.len()), values.as_ref(), 1.0 / 16.0)
+        Direction::new(("weight", 0), &Shape::from(values.len()), values.as_ref(), 1.0 / 16.0)
     }
 
     #[test]
@@ -168,6 +169,6 @@ mod tests {
     fn what_begins_with_zeros_is_moved() {
         let zeros = Flat::zeros(DType::F32, 64);
         assert!(direction(&zeros).step > 0.0);
-        assert!(Direction::new("b", &Shape::from((8, 8)), zeros.as_ref(), 1e-3).step > 0.0);
+        assert!(Direction::new(("b", 0), &Shape::from((8, 8)), zeros.as_ref(), 1e-3).step > 0.0);
     }
 }

@@ -361,9 +361,9 @@ impl<R: Rank> Gatherer<R> {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    /// Goes by another record in evaluations from now on. Gives the one before.
-    pub fn exchange_trace(&mut self, trace: Trace) -> Trace {
-        std::mem::replace(&mut self.traces[1], trace)
+    /// Goes by other records from now on. Gives those before.
+    pub fn exchange_traces(&mut self, traces: [Trace; 2]) -> [Trace; 2] {
+        std::mem::replace(&mut self.traces, traces)
     }
 
     fn need(&mut self, core: &R, unit: UnitId, after: After) -> Result<()> {

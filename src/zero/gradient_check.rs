@@ -2,7 +2,7 @@
 //! brings along the way.
 //!
 //! ```text
-//!   forward    once as ever | again, each unit's parameters moved up while it runs | again, moved down
+//!   forward    each unit's parameters moved up while it runs | moved down | as they are
 //!   backward   an output has its gradient v: v times half of the difference that the moves made
 //!              a parameter has its gradient g: g times half of the difference that was made to it
 //! ```
@@ -10,20 +10,33 @@
 //! Summed up, both are the change of the loss along one direction, if every operation's backward is true. No collective is
 //! needed for them, beyond those of two more forwards.
 
-use super::buffers::KeptBuffers;
 use super::core::Core;
 use super::direction::{Along, Direction};
-use super::trace::Trace;
 use crate::error::Result;
-use crate::graph::{Grad, without_gradients};
+use crate::graph::Grad;
 use crate::memory::{Held, Kind, Tier};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::Tensor;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+
+thread_local! {
+    static TOGETHER: Cell<u64> = const { Cell::new(0) };
+}
+
+/// What this thread has done so far that all ranks do together while a model runs.
+pub(crate) fn done_together() -> u64 {
+    TOGETHER.get()
+}
+
+/// One thing more.
+pub(super) fn count_together() {
+    TOGETHER.set(TOGETHER.get() + 1);
+}
 
 /// The state of a check.
 #[derive(Default)]
@@ -40,6 +53,7 @@ pub(crate) struct GradientCheck {
 #[derive(Default)]
 struct State {
     relative: f64,
+    seed: u64,
     /// 1: up, -1: down.
     sign: f32,
     /// The parameters that are moved; all of them, if there is no list.
@@ -48,8 +62,6 @@ struct State {
     directions: Vec<Option<Direction>>,
     /// The parameters that are moved now, with their own values.
     kept: Vec<(ParamId, Flat, Held)>,
-    /// Buffers as the forward under way has found them.
-    buffers: Option<KeptBuffers>,
     /// What the backward has brought, by parameter.
     along: Vec<Along>,
     /// What it has brought of outputs, by group of parameters.
@@ -104,11 +116,6 @@ impl GradientCheck {
         self.measures.load(Ordering::Relaxed)
     }
 
-    /// Keeps buffers as a forward finds them.
-    pub(super) fn keep_buffers(&self, buffers: KeptBuffers) {
-        lock(&self.state).buffers = Some(buffers);
-    }
-
     /// The gradient of an output has come.
     pub(super) fn output_arrived(&self, probe: Option<&Probe>, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.state);
@@ -136,19 +143,19 @@ impl GradientCheck {
 /// Methods for the engine.
 impl Core {
     /// From now on outputs of forwards give their gradients to the check, with moves of this size, as a part of each
-    /// parameter's own.
-    pub fn arm_check(&self, relative: f64) {
-        *lock(&self.check.state) = State { relative, ..State::default() };
+    /// parameter's own, along the direction that `seed` chooses.
+    pub fn arm_check(&self, relative: f64, seed: u64) {
+        *lock(&self.check.state) = State { relative, seed, ..State::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a forward runs for a check: as training, without a graph.
+    /// Whether a forward runs for a check: as training, but nothing comes of it.
     pub fn is_checking(&self) -> bool {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
-    /// The last forward once more, without a graph, with the parameters `only` (all that are trained, without a list) moved by
-    /// `sign`: up, down, or not at all. Everything is as it was afterwards.
+    /// Runs a forward with the parameters `only` (all that are trained, without a list) moved by `sign`: up, down, or not at all.
+    /// Everything is as it was afterwards, and nothing can be differentiated.
     ///
     /// # Errors
     /// That of `run`; a failed collective.
@@ -157,30 +164,24 @@ impl Core {
         (sign, only): (f32, Option<&[ParamId]>),
         run: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        let before = {
+        {
             let mut state = lock(&self.check.state);
             state.sign = sign;
             state.only = only.map(<[_]>::to_vec);
             state.directions.resize(self.params.len(), None);
-            state.buffers.take()
-        };
-        let after = before.as_ref().map(|before| self.buffers.exchange(before)).transpose()?;
-        let trace = lock(&self.gather).exchange_trace(Trace::default());
+        }
+        let buffers = self.buffers.all()?;
+        let traces = lock(&self.gather).exchange_traces(Default::default());
+        // With a graph, as the model may differentiate something in its forward; it goes before the forward that counts.
         let output = {
             let _shifted = Shifted::begin(self);
-            self.evaluating.store(true, Ordering::Relaxed);
-            let output = without_gradients(|| self.forward(run)).map(|output| output.detach());
-            self.evaluating.store(false, Ordering::Relaxed);
-            output
+            self.forward(run).map(|output| output.detach())
         };
         self.evaluating.store(true, Ordering::Relaxed);
         let released = self.release_all();
         self.evaluating.store(false, Ordering::Relaxed);
-        lock(&self.gather).exchange_trace(trace);
-        if let Some(after) = &after {
-            self.buffers.exchange(after)?;
-        }
-        lock(&self.check.state).buffers = before;
+        lock(&self.gather).exchange_traces(traces);
+        self.buffers.exchange(&buffers)?;
         released?;
         output
     }
@@ -227,10 +228,10 @@ impl Core {
             {
                 continue;
             }
-            let (relative, sign) = (state.relative, state.sign);
+            let (relative, seed, sign) = (state.relative, state.seed, state.sign);
             let (direction, kept) = residency::with_values(&param.tensor, |values| {
                 let kept = values.clone();
-                let direction = Direction::new(&param.name, &param.shape, values.as_ref(), relative);
+                let direction = Direction::new((&param.name, seed), &param.shape, values.as_ref(), relative);
                 direction.shift(values.as_mut(), sign);
                 (direction, kept)
             })?;
@@ -248,6 +249,14 @@ impl Core {
             return Ok(());
         }
         self.put_back(|param| all || self.params[param].unit == unit)
+    }
+
+    /// A backward that the model itself runs in its forward no longer needs a parameter. Those of the root still run.
+    pub(super) fn unshift_passed(&self, param: ParamId) -> Result<()> {
+        match self.is_checking() && self.params[param].unit != ROOT {
+            true => self.put_back(|kept| kept == param),
+            false => Ok(()),
+        }
     }
 
     fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
@@ -295,6 +304,5 @@ impl Drop for Shifted<'_> {
         // What cannot be put back was not taken out.
         let _ = self.0.put_back(|_| true);
         self.0.check.shifts.store(false, Ordering::Relaxed);
-        self.0.evaluating.store(false, Ordering::Relaxed);
     }
 }

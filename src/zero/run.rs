@@ -11,6 +11,7 @@
 
 use super::buffers::{Buffers, KeptBuffers};
 use super::core::Core;
+use super::gradient_check::count_together;
 use super::trace::Event;
 use crate::error::Result;
 use crate::graph::prepared::{copy_of, prepared};
@@ -33,10 +34,10 @@ impl Core {
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {
-            self.buffers.before_forward(self.comm())?;
-            if self.check.is_armed() {
-                self.check.keep_buffers(self.buffers.all()?);
+            if self.buffers.are_taken_in_forward() {
+                count_together();
             }
+            self.buffers.before_forward(self.comm())?;
         }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
@@ -45,7 +46,10 @@ impl Core {
             drop(running);
             self.leave_forward(ROOT)?;
             let output = self.mark_output(output)?;
-            if self.is_evaluating() { Ok(output) } else { self.watch_output(output) }
+            match self.is_evaluating() || self.is_checking() {
+                true => Ok(output),
+                false => self.watch_output(output),
+            }
         };
         run().map_err(|e| self.explain(e))
     }
@@ -163,7 +167,8 @@ impl Core {
         if !self.shards_params() {
             return Ok(());
         }
-        lock(&self.gather).release_passed_param(self, param).map_err(|e| self.stash(e))
+        let release = || lock(&self.gather).release_passed_param(self, param);
+        self.unshift_passed(param).and_then(|()| release()).map_err(|e| self.stash(e))
     }
 
     fn release_param(&self, param: ParamId) -> Result<()> {
@@ -178,6 +183,7 @@ impl Core {
     /// A unit is about to run forward.
     pub(super) fn enter(&self, event: Event) -> candle_core::Result<()> {
         if self.shards_params() {
+            count_together();
             lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
         }
         match event {
@@ -189,7 +195,8 @@ impl Core {
     /// A unit's backward is about to begin, or that of the root.
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
-            let pass = || lock(&self.gather).pass(self, unit);
+            // Of a forward that runs for a check, with its parameters moved.
+            let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
         timeline::end_section();
@@ -301,6 +308,7 @@ pub(super) fn before_backward(
 impl Core {
     /// Collective: a few numbers of every rank, in rank order.
     pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
+        count_together();
         self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
     }
 

@@ -482,11 +482,18 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     for tag in ["first", "second"] {
         Checkpoint::open(dir.path(), Some(tag)).unwrap().unwrap().verify(|_| {}).unwrap();
     }
-    // What a dead job left is removed.
-    std::fs::create_dir(dir.path().join(".candle-zero-saving-dead")).unwrap();
-    std::fs::write(dir.path().join(".candle-zero-latest-dead"), "").unwrap();
-    alone(|engine| engine.save_checkpoint(dir.path(), Some("second"), Value::Null));
-    assert_eq!(names(dir.path()), ["first", "latest", "second"]);
+    // What a dead job left is removed, also by one that only says that it will save.
+    for saves in [true, false] {
+        let left = |name: &str| dir.path().join(name);
+        std::fs::create_dir(left(".candle-zero-saving-dead")).unwrap();
+        std::fs::write(left(".candle-zero-latest-dead"), "").unwrap();
+        std::fs::create_dir(left(".candle-zero-writing-abcdef")).unwrap();
+        alone(|engine| match saves {
+            true => engine.save_checkpoint(dir.path(), Some("second"), Value::Null).map(drop),
+            false => engine.check_save_dir(dir.path()),
+        });
+        assert_eq!(names(dir.path()), ["first", "latest", "second"]);
+    }
 }
 
 #[test]

@@ -167,11 +167,13 @@ fn every_layer_micro_step_and_rank_draws_its_own_mask_and_a_rerun_the_same() {
             let mut engine = Engine::builder().communicator(comm).initialize(Masks::new, config(1))?;
             let mut masks = vec![];
             for _ in 0..4 {
+                let mut drawn = None;
                 let loss = engine.forward(|model| {
                     let [first, second, loss] = model.run()?;
-                    masks.extend([bits(&first), bits(&second)]);
+                    drawn = Some([bits(&first), bits(&second)]);
                     Ok(loss)
                 })?;
+                masks.extend(drawn.into_iter().flatten());
                 engine.backward(&loss)?;
                 engine.step()?;
             }
