@@ -17,7 +17,7 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::gradient_check::{Change, Measured, Moved, Probe, done_together};
+use crate::zero::gradient_check::{Change, Measured, Moved, Moves, Probe, done_together};
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
@@ -34,6 +34,10 @@ const ROOM: usize = 1 << 30;
 const CLEAR: f64 = 16.0;
 /// How much larger the moves are then.
 const LARGER: f64 = 8.0;
+/// How far a parameter is moved at most, as a part of its size.
+const LARGEST: f64 = 0.3;
+/// A change so many times what rounding may make is large enough.
+const ENOUGH: f64 = 2000.0;
 /// Steps after which a check is given up whose gradients were never finite.
 const TRIES: u32 = 64;
 
@@ -64,18 +68,18 @@ struct Repeat<'a, M> {
 }
 
 impl<M> Repeat<'_, M> {
-    /// The output with the parameters `only` (all that are trained, without a list) moved by `sign`.
-    fn again(&mut self, engine: &Engine<M>, sign: f32, only: Option<&[ParamId]>) -> Result<Tensor> {
+    /// The output with parameters moved.
+    fn again(&mut self, engine: &Engine<M>, moves: &Moves<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = Around { forward: self.forward, repetition: self.repetition };
-        let run_once = || engine.core.forward_again((sign, only), || (self.run)(&engine.model));
+        let run_once = || engine.core.forward_again(moves, || (self.run)(&engine.model));
         around.enter(|| draw_from((self.stream, 0), || engine.cast(run_once)))
     }
 }
 
 /// The outputs of a forward with each group of parameters moved up, and down.
 struct Tried {
-    moves: Vec<(Tensor, Tensor)>,
+    moved: Vec<(Tensor, Tensor)>,
     /// Ranks did something in it together, so they repeat it equally often.
     together: bool,
 }
@@ -268,8 +272,7 @@ impl<M> Engine<M> {
         if !matches!(self.check.phase, Phase::Armed) || !self.trainer.can_train() {
             return;
         }
-        let larger = if self.check.of_each { 4.0 } else { 1.0 } * if self.check.is_second { LARGER } else { 1.0 };
-        self.core.arm_check(self.limits().step * larger, u64::from(self.check.is_second));
+        self.core.arm_check(u64::from(self.check.is_second));
     }
 
     /// The place of the draws of a forward that another engine's is around; nothing where none is.
@@ -330,38 +333,61 @@ impl<M> Engine<M> {
         stream: u64,
         mut run: impl FnMut(&M) -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        draw_from((stream, 0), || self.cast(|| self.core.forward_again((0.0, None), || run(&self.model))))
+        draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Moves::NONE, || run(&self.model))))
     }
 
     /// The outputs of the coming forward with parameters moved, group by group.
     fn try_moves(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Option<Tried>> {
         let before = done_together();
-        let mut first = None;
         if self.check.of_each {
-            // How much room the changes of an output take.
-            let output = values(&repeat.again(self, 0.0, None)?)?;
-            self.check.groups = self.groups(output.len());
-        } else {
-            self.check.groups = self.groups(1);
-            first = Some(repeat.again(self, 1.0, None)?);
+            return self.try_each(repeat).map(Some);
         }
+        self.check.groups = self.groups(1);
+        let larger = if self.check.is_second { LARGER } else { 1.0 };
+        let moves = Moves { sign: 1.0, size: self.limits().step * larger, only: None };
+        let moved = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
         let together = done_together() > before && self.world_size() > 1;
-        let mut moves = Vec::new();
+        Ok(Some(Tried { moved: vec![moved], together }))
+    }
+
+    /// The same for each parameter by itself. One that hardly changes the output is moved further, as long as the output does not
+    /// bend.
+    fn try_each(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Tried> {
+        let before = done_together();
+        let output = repeat.again(self, &Moves::NONE)?;
+        let together = done_together() > before && self.world_size() > 1;
+        let value = values(&output)?;
+        let (limits, rounding) = (self.limits(), self.rounding_of(&output, &value));
+        self.check.groups = self.groups(value.len());
+        let mut moved = Vec::new();
         for group in self.check.groups.clone() {
-            let only = self.check.of_each.then_some(&group.params[..]);
-            let up = match first.take() {
-                Some(up) => up,
-                None => repeat.again(self, 1.0, only)?,
-            };
-            moves.push((up, repeat.again(self, -1.0, only)?));
+            let mut size = limits.step * 4.0;
+            loop {
+                let moves = Moves { sign: 1.0, size, only: Some(&group.params) };
+                let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
+                let change = Moved::between(&value, &values(&up)?, &values(&down)?);
+                let (difference, bend) = (norm(&change.difference), norm(&change.bend));
+                let is_enough = difference > rounding * ENOUGH || bend > limits.bends * difference + rounding * 4.0;
+                size *= LARGER;
+                if (if together { self.any_rank(is_enough)? } else { is_enough }) || size > LARGEST {
+                    moved.push((up, down));
+                    break;
+                }
+            }
         }
-        Ok(Some(Tried { moves, together }))
+        Ok(Tried { moved, together })
+    }
+
+    /// What rounding may make of an output's elements.
+    fn rounding_of(&self, output: &Tensor, value: &[f32]) -> f64 {
+        let largest = value.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+        f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
     /// Keeps with the output of a forward how moves have changed it.
     fn keep_probe(
         &mut self,
-        Tried { moves, together }: Tried,
+        Tried { moved, together }: Tried,
         output: &Tensor,
         repeat: &mut Repeat<'_, M>,
     ) -> Result<()> {
@@ -371,16 +397,14 @@ impl<M> Engine<M> {
         }
         let limits = self.limits();
         let value = values(output)?;
-        let largest = value.iter().fold(0f32, |largest, value| largest.max(value.abs()));
-        let rounding = f64::from(largest) * unit_of(output.dtype()).max(limits.noise);
-        let mut probe = Probe { groups: Vec::new(), rounding };
+        let mut probe = Probe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
         let mut bends = false;
-        for (up, down) in moves {
+        for (up, down) in moved {
             if up.dims() != output.dims() || down.dims() != output.dims() {
                 self.check.why_not = Some("the output has another shape when forward runs again".into());
                 continue;
             }
-            let moved = moved(&value, &values(&up)?, &values(&down)?);
+            let moved = Moved::between(&value, &values(&up)?, &values(&down)?);
             bends |= norm(&moved.bend) > limits.bends * norm(&moved.difference) + probe.rounding * 4.0;
             probe.groups.push(moved);
         }
@@ -390,7 +414,7 @@ impl<M> Engine<M> {
         }
         if bends {
             // Either the loss bends, or something in it is drawn anew each time.
-            let second = repeat.again(self, 0.0, None)?;
+            let second = repeat.again(self, &Moves::NONE)?;
             let differs = match second.dims() == output.dims() {
                 true => norm(&values(&second)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>()),
                 false => f64::INFINITY,
@@ -562,13 +586,6 @@ fn row(name: String, limits: &Limits, [by_difference, bend, noise, by_gradient, 
         GradientVerdict::Right
     };
     GradientRow { name, by_gradient, by_difference, allowed, expected, noise: noise.abs(), verdict }
-}
-
-/// How an output changes between `down` and `up`.
-fn moved(value: &[f32], up: &[f32], down: &[f32]) -> Moved {
-    let difference = up.iter().zip(down).map(|(up, down)| (up - down) / 2.0).collect();
-    let bend = value.iter().zip(up.iter().zip(down));
-    Moved { difference, bend: bend.map(|(value, (up, down))| ((up - value) + (down - value)) / 2.0).collect() }
 }
 
 fn norm(values: &[f32]) -> f64 {

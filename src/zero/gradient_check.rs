@@ -38,6 +38,27 @@ pub(super) fn count_together() {
     TOGETHER.set(TOGETHER.get() + 1);
 }
 
+/// What a forward is run with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Moves<'a> {
+    /// 1: up, -1: down, 0: as they are.
+    pub sign: f32,
+    /// How far, as a part of the size of each parameter.
+    pub size: f64,
+    /// The parameters; all that are trained, if there is no list.
+    pub only: Option<&'a [ParamId]>,
+}
+
+impl Moves<'_> {
+    /// Everything stays where it is.
+    pub const NONE: Self = Self { sign: 0.0, size: 0.0, only: None };
+
+    /// The other way.
+    pub fn down(self) -> Self {
+        Self { sign: -self.sign, ..self }
+    }
+}
+
 /// The state of a check.
 #[derive(Default)]
 pub(crate) struct GradientCheck {
@@ -52,6 +73,7 @@ pub(crate) struct GradientCheck {
 
 #[derive(Default)]
 struct State {
+    /// How far parameters are moved, as a part of the size of each.
     relative: f64,
     seed: u64,
     /// 1: up, -1: down.
@@ -107,6 +129,15 @@ pub(crate) struct Measured {
     pub unprobed: bool,
 }
 
+impl Moved {
+    /// How an output changes between `down` and `up`.
+    pub fn between(value: &[f32], up: &[f32], down: &[f32]) -> Self {
+        let difference = up.iter().zip(down).map(|(up, down)| (up - down) / 2.0).collect();
+        let bend = value.iter().zip(up.iter().zip(down));
+        Self { difference, bend: bend.map(|(value, (up, down))| ((up - value) + (down - value)) / 2.0).collect() }
+    }
+}
+
 impl GradientCheck {
     pub(super) fn is_armed(&self) -> bool {
         self.armed.load(Ordering::Relaxed)
@@ -142,10 +173,9 @@ impl GradientCheck {
 
 /// Methods for the engine.
 impl Core {
-    /// From now on outputs of forwards give their gradients to the check, with moves of this size, as a part of each
-    /// parameter's own, along the direction that `seed` chooses.
-    pub fn arm_check(&self, relative: f64, seed: u64) {
-        *lock(&self.check.state) = State { relative, seed, ..State::default() };
+    /// From now on outputs of forwards give their gradients to the check, along the direction that `seed` chooses.
+    pub fn arm_check(&self, seed: u64) {
+        *lock(&self.check.state) = State { seed, ..State::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
@@ -154,19 +184,18 @@ impl Core {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
-    /// Runs a forward with the parameters `only` (all that are trained, without a list) moved by `sign`: up, down, or not at all.
-    /// Everything is as it was afterwards, and nothing can be differentiated.
+    /// Runs a forward with parameters moved. Everything is as it was afterwards, and nothing can be differentiated.
     ///
     /// # Errors
     /// That of `run`; a failed collective.
     pub fn forward_again(
         self: &Arc<Self>,
-        (sign, only): (f32, Option<&[ParamId]>),
+        &Moves { sign, size, only }: &Moves<'_>,
         run: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
         {
             let mut state = lock(&self.check.state);
-            state.sign = sign;
+            (state.relative, state.sign) = (size, sign);
             state.only = only.map(<[_]>::to_vec);
             state.directions.resize(self.params.len(), None);
         }
