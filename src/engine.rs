@@ -266,6 +266,7 @@ impl<M> Engine<M> {
 
     /// Vote, scaler, clip, update, publish.
     fn optimizer_step(&mut self) -> Result<()> {
+        self.core.look_for_writes()?;
         self.core.reduce_unreduced()?;
         self.core.settle()?;
         let vote = self.vote()?;
@@ -465,7 +466,12 @@ impl<M> Engine<M> {
         if self.phase != Phase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
         }
-        self.attempt(call)
+        self.attempt(|engine| {
+            let result = call(engine).map_err(Into::into)?;
+            engine.core.forget_written();
+            engine.core.look_for_writes()?;
+            Ok::<_, Failure>(result)
+        })
     }
 
     fn not_stopped(&self) -> Result<()> {

@@ -59,7 +59,7 @@ pub enum Objective {
 /// How long is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
-    /// Three times through the data, and up to ten times with fewer than some hundred samples, of which each is to be seen more
+    /// Three times through the data, and up to fifteen times with fewer than some hundred samples, of which each is to be seen more
     /// often to be learned.
     Auto,
     /// So many times through the data.
@@ -164,7 +164,7 @@ pub struct Options {
     pub ds_config: Option<PathBuf>,
     /// The model's numbers. Default: f32.
     pub precision: Precision,
-    /// How long is trained. Default: three epochs, and up to ten with few samples.
+    /// How long is trained. Default: three epochs, and up to fifteen with few samples.
     pub length: Length,
     /// The highest learning rate. Default: for adapters 2e-4 where the model's stream is 4096 wide, more for a narrower one in
     /// proportion, up to 1e-3, and less for a wider one; 2e-5 for all weights; a tenth of either for preferences.

@@ -55,8 +55,8 @@ impl Pace {
     }
 }
 
-/// Times through the data, where that is not said: three, and up to ten with few samples, until 800 were seen.
+/// Times through the data, where that is not said: three, and up to fifteen with few samples, until 1,200 were seen.
 pub(super) fn epochs_for(samples: usize) -> f64 {
-    const SEEN: usize = 800;
-    SEEN.div_ceil(samples.max(1)).clamp(3, 10) as f64
+    const SEEN: usize = 1200;
+    SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64
 }

@@ -14,6 +14,7 @@ use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
 use super::unreduced::Unreduced;
+use super::written::Remembered;
 #[cfg(feature = "cuda")]
 use super::{moving::Copies, sub_group::Delayed};
 use crate::comm::Communicator;
@@ -103,6 +104,8 @@ pub(crate) struct Core {
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
+    /// Weights as the engine has left them.
+    pub(super) remembered: Mutex<Remembered>,
 }
 
 /// The parts that a core is made of.
@@ -253,6 +256,7 @@ impl Core {
             outputs: Outputs::default(),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
+            remembered: Mutex::default(),
         }
     }
 

@@ -83,6 +83,7 @@ mod unreduced;
 mod unused;
 pub(crate) mod walk;
 mod whole;
+mod written;
 
 pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};

@@ -38,12 +38,16 @@ impl Core {
                 count_together();
             }
             self.buffers.before_forward(self.comm())?;
+            self.look_for_writes()?;
         }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
             let running = Raised::raise(&self.in_forward);
             let output = run()?;
             drop(running);
+            if !self.is_evaluating() {
+                self.look_for_writes().map_err(|e| self.stash(e))?;
+            }
             self.leave_forward(ROOT)?;
             let output = self.mark_output(output)?;
             match self.is_evaluating() || self.is_checking() {
@@ -129,7 +133,10 @@ impl Core {
     pub fn refresh(&self) -> Result<()> {
         let mut gather = lock(&self.gather);
         gather.release_passed(self)?;
-        gather.refresh_persistent(self).map_err(|error| self.naming_what_is_held(error))
+        gather.refresh_persistent(self).map_err(|error| self.naming_what_is_held(error))?;
+        drop(gather);
+        self.forget_written();
+        self.look_for_writes()
     }
 
     /// Releases all parameters but the persistent ones.

@@ -230,9 +230,16 @@ impl<M> Unit<M> {
     ) -> Result<Tensor> {
         let _profile = spans::enter(Half::Forward, *unit);
         core.enter(Event::Forward(*unit))?;
+        let looks = core.shards_params() && !core.is_evaluating();
+        if looks {
+            core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
+        }
         let span = core.forward_span(*unit);
         let y = forward(&self.inner)?;
         drop(span);
+        if looks {
+            core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
+        }
         core.leave_forward(*unit)?;
         Ok(y)
     }

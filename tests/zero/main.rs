@@ -16,6 +16,7 @@ mod frozen;
 mod keep_f32;
 mod mixture;
 mod optimizer_stages;
+mod own_writes;
 mod passing_backward;
 mod programs;
 mod quantized;
