@@ -32,7 +32,7 @@ const ROOM: usize = 1 << 30;
 /// A difference that is not so many times what rounding may make is looked at once more, with larger moves, before it is called
 /// a mistake.
 const CLEAR: f64 = 16.0;
-/// How much larger the moves are then.
+/// How much further a parameter is moved that has hardly changed the output.
 const LARGER: f64 = 8.0;
 /// How far a parameter is moved at most, as a part of its size.
 const LARGEST: f64 = 0.3;
@@ -145,6 +145,8 @@ struct Compared {
 struct Limits {
     /// The size of moves, as a part of a parameter's values.
     step: f64,
+    /// How much larger moves are in a second look, and what is allowed then.
+    larger: f64,
     /// The difference that counts as a mistake, as a part of the expected change of the loss.
     allowed: f64,
     /// What the rounding of a whole forward makes of its output, as a part of it.
@@ -260,10 +262,14 @@ impl<M> Engine<M> {
             Precision::F32 => self.config.autocast.unwrap_or(DType::F32),
             _ => self.config.precision.dtype(),
         };
-        match format {
-            DType::BF16 => Limits { step: 1.0 / 16.0, allowed: 0.08, noise: 2f64.powi(-10), bends: 0.5 },
-            DType::F16 => Limits { step: 1.0 / 64.0, allowed: 0.03, noise: 2f64.powi(-13), bends: 0.25 },
-            _ => Limits { step: 5e-4, allowed: 2e-3, noise: 2f64.powi(-19), bends: 0.02 },
+        let limits = match format {
+            DType::BF16 => Limits { step: 1.0 / 16.0, larger: 2.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5 },
+            DType::F16 => Limits { step: 1.0 / 64.0, larger: 4.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25 },
+            _ => Limits { step: 5e-4, larger: 8.0, allowed: 2e-3, noise: 2f64.powi(-19), bends: 0.02 },
+        };
+        match self.check.is_second {
+            true => Limits { step: limits.step * limits.larger, allowed: limits.allowed * limits.larger, ..limits },
+            false => limits,
         }
     }
 
@@ -343,8 +349,7 @@ impl<M> Engine<M> {
             return self.try_each(repeat).map(Some);
         }
         self.check.groups = self.groups(1);
-        let larger = if self.check.is_second { LARGER } else { 1.0 };
-        let moves = Moves { sign: 1.0, size: self.limits().step * larger, only: None };
+        let moves = Moves { sign: 1.0, size: self.limits().step, only: None };
         let moved = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
         let together = done_together() > before && self.world_size() > 1;
         Ok(Some(Tried { moved: vec![moved], together }))
