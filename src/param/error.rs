@@ -229,7 +229,7 @@ pub enum ParamError {
     #[error(
         "parameter {name} has been written to, and not by the engine (Var::set, slice_set, zero_set or another call that \
          changes a tensor in place): the optimizer's own copy has other values, and the next update would overwrite what was \
-         written; set weights with Engine::safe_set_full_fp32_param, load them with load_safetensors or load_checkpoint, or \
+         written; set weights with Engine::gathered_mut or safe_set_full_fp32_param, load them with load_safetensors or load_checkpoint, or \
          give the constructor's VarBuilder other values"
     )]
     Written {

@@ -99,7 +99,11 @@ impl Core {
         params: &[ParamId],
         run: impl FnOnce() -> candle_core::Result<T>,
     ) -> Result<Result<T>> {
-        let run = || run().map_err(|e| self.explain(e));
+        let run = || {
+            self.look_for_writes()?;
+            let result = run().map_err(|e| self.explain(e))?;
+            self.look_for_writes().map(|()| result)
+        };
         if !self.shards_params() {
             return Ok(run());
         }

@@ -113,6 +113,18 @@ fn what_a_unit_has_at_stage_3_is_looked_at_before_it_goes() {
 }
 
 #[test]
+fn what_is_gathered_is_for_reading() {
+    for stage in [0, 3] {
+        let zero = json!({"stage3_param_persistence_threshold": 0});
+        let mut engine = Engine::initialize(model, config(stage, 1, zero, json!({}))).unwrap();
+        let sum = engine.gathered(&["first.weight"], |model| model.first.weight().sum_all()?.to_scalar::<f32>());
+        assert!(sum.is_ok());
+        let error = engine.gathered(&["first.weight"], |model| model.first.weight().zero_set()).unwrap_err();
+        assert!(error.to_string().contains("Engine::gathered_mut"), "stage {stage}: {error}");
+    }
+}
+
+#[test]
 fn the_engines_own_ways_are_no_such_writes() {
     let folder = tempfile::tempdir().unwrap();
     for stage in 0..4 {
