@@ -153,12 +153,20 @@ impl Options {
         // Kind by kind first: what is in a folder counts less than which folder it is.
         let outputs = more(self.outputs());
         outputs.check()?;
+        self.check_places()?;
+        let claims = outputs.claim()?;
+        // Another job may have ended while this one waited for its locks.
+        self.check_places()?;
+        Ok(claims)
+    }
+
+    /// Refuses folders that have what the run neither continues nor may replace.
+    fn check_places(&self) -> Result<()> {
         if let Some(saving) = self.saving.as_ref().filter(|saving| !saving.resume && checkpoint::has_any(&saving.dir)) {
             let problem = "it has checkpoints of an earlier run, which --resume continues".into();
             return Err(OutputError::Refused { path: saving.dir.clone(), problem }.into());
         }
-        self.check_free(&self.written())?;
-        outputs.claim()
+        self.check_free(&self.written())
     }
 }
 
