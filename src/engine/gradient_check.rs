@@ -145,10 +145,10 @@ struct Compared {
 struct Limits {
     /// The size of moves, as a part of a parameter's values.
     step: f64,
-    /// How much larger moves are in a second look, and what is allowed then.
-    larger: f64,
     /// The difference that counts as a mistake, as a part of the expected change of the loss.
     allowed: f64,
+    /// Both in a second look: moves are larger, and in 16 bits gradients less exact than the loss.
+    again: [f64; 2],
     /// What the rounding of a whole forward makes of its output, as a part of it.
     noise: f64,
     /// A forward is repeated without a move where the loss bends by more than this part of its change.
@@ -263,12 +263,16 @@ impl<M> Engine<M> {
             _ => self.config.precision.dtype(),
         };
         let limits = match format {
-            DType::BF16 => Limits { step: 1.0 / 16.0, larger: 2.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5 },
-            DType::F16 => Limits { step: 1.0 / 64.0, larger: 4.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25 },
-            _ => Limits { step: 5e-4, larger: 8.0, allowed: 2e-3, noise: 2f64.powi(-19), bends: 0.02 },
+            DType::BF16 => {
+                Limits { step: 1.0 / 16.0, allowed: 0.15, again: [1.0 / 8.0, 0.3], noise: 2f64.powi(-10), bends: 0.5 }
+            }
+            DType::F16 => {
+                Limits { step: 1.0 / 64.0, allowed: 0.05, again: [1.0 / 16.0, 0.2], noise: 2f64.powi(-13), bends: 0.25 }
+            }
+            _ => Limits { step: 2e-3, allowed: 2e-3, again: [1.6e-2, 4e-3], noise: 2f64.powi(-19), bends: 0.02 },
         };
         match self.check.is_second {
-            true => Limits { step: limits.step * limits.larger, allowed: limits.allowed * limits.larger, ..limits },
+            true => Limits { step: limits.again[0], allowed: limits.again[1], ..limits },
             false => limits,
         }
     }
@@ -366,7 +370,7 @@ impl<M> Engine<M> {
         self.check.groups = self.groups(value.len());
         let mut moved = Vec::new();
         for group in self.check.groups.clone() {
-            let mut size = limits.step * 4.0;
+            let mut size = limits.step;
             loop {
                 let moves = Moves { sign: 1.0, size, only: Some(&group.params) };
                 let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);

@@ -1,13 +1,15 @@
 //! Models that know nothing of this library: trained as they stand, or refused by name where Candle cuts their graph.
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
+use candle_nn::{Activation, LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
 use candle_transformers::models::stable_diffusion::unet_2d_blocks::{UNetMidBlock2D, UNetMidBlock2DConfig};
 use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
+use candle_transformers::models::{mamba, qwen2};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::error::{EngineError, Error};
 use serde_json::{Value, json};
+use std::cell::RefCell;
 
 const WORLD: usize = 2;
 
@@ -128,6 +130,93 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
             insta::allow_duplicates! {
                 insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first optimizer step: l1.weight, l1.bias, norm.weight, norm.bias; either an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; replace the operation by candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; freezing these parameters leaves the graph cut, and others learn from a part of their gradient; or the model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call EngineBuilder::ignore_unused_parameters");
             }
+        }
+    }
+}
+
+/// The error of the first step of a model whose norms are frozen, as somebody does who takes the list of parameters without a
+/// gradient for the mistake.
+fn first_error<M>(
+    stage: u8,
+    build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
+    trained: fn(&str) -> bool,
+    loss: impl Fn(&M, usize) -> candle_core::Result<Tensor> + Sync,
+) -> Error {
+    let results = threads::run(WORLD, |comm| {
+        let rank = comm.rank();
+        let builder = Engine::builder().communicator(comm).trainable(move |name, _| trained(name));
+        let mut engine = builder.initialize(&build, config(stage))?;
+        // A difference near rounding is looked at in the second step too.
+        for _ in 0..2 {
+            let value = engine.forward(|model| loss(model, rank))?;
+            engine.backward(&value)?;
+            engine.step()?;
+        }
+        Ok(engine.gradient_report().map(ToString::to_string))
+    });
+    results.unwrap().remove(0).unwrap_err()
+}
+
+fn texts(rank: usize) -> Tensor {
+    let ids = (0..16).map(|i| ((i * 7 + rank * 5 + 3) % 60) as u32);
+    Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape((2, 8)).unwrap()
+}
+
+#[test]
+fn language_models_whose_frozen_norms_cut_the_graph_end_the_first_step() {
+    let qwen = |vb: VarBuilder<'_>| {
+        let sizes = qwen2::Config {
+            vocab_size: 64,
+            hidden_size: 32,
+            intermediate_size: 64,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            max_position_embeddings: 64,
+            sliding_window: 64,
+            max_window_layers: 2,
+            tie_word_embeddings: true,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            use_sliding_window: false,
+            hidden_act: Activation::Silu,
+        };
+        qwen2::ModelForCausalLM::new(&sizes, vb).map(RefCell::new)
+    };
+    let loss_of_qwen = |model: &RefCell<qwen2::ModelForCausalLM>, rank: usize| {
+        let mut model = model.borrow_mut();
+        model.clear_kv_cache();
+        let logits = model.forward(&texts(rank), 0)?.squeeze(1)?;
+        candle_nn::loss::cross_entropy(&logits, &texts(rank + 1).narrow(1, 0, 1)?.squeeze(1)?.contiguous()?)
+    };
+    let sizes = || mamba::Config { d_model: 32, n_layer: 2, vocab_size: 64, pad_vocab_size_multiple: 8 };
+    let loss_of_mamba = |model: &mamba::Model, rank: usize| {
+        // Of one text: Candle's cannot do more.
+        let mut state = mamba::State::new(1, &sizes(), DType::F32, &Device::Cpu)?;
+        let ids = texts(rank).narrow(0, 0, 1)?;
+        let logits = (0..7).map(|i| model.forward(&ids.narrow(1, i, 1)?.squeeze(1)?, &mut state));
+        let logits = Tensor::cat(&logits.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
+        let targets = (1..8).map(|i| ids.narrow(1, i, 1)?.squeeze(1)).collect::<candle_core::Result<Vec<_>>>()?;
+        candle_nn::loss::cross_entropy(&logits, &Tensor::cat(&targets, 0)?)
+    };
+    for stage in [0, 3] {
+        let errors = [
+            ("Qwen2", first_error(stage, qwen, |name| name == "model.embed_tokens.weight", loss_of_qwen)),
+            (
+                "Mamba",
+                first_error(
+                    stage,
+                    |vb| mamba::Model::new(&sizes(), vb),
+                    |name| name.starts_with("embedding"),
+                    loss_of_mamba,
+                ),
+            ),
+        ];
+        for (name, error) in errors {
+            assert!(
+                matches!(error, Error::Engine(EngineError::WrongGradient { .. })),
+                "{name}, stage {stage}: {error}"
+            );
         }
     }
 }
