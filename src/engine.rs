@@ -155,9 +155,9 @@ impl<M> Engine<M> {
     ///
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
-    /// In the first step `run` is called three times, at first with weights that are moved a little (`gradient_check`): it computes
-    /// its result from the model and from what is fixed before the call (a batch, a step's number), and takes no new batch. What it
-    /// leaves in variables around it is that of the last call, with the weights as they are.
+    /// With `gradient_check`, `run` is called three times in the first step, at first with weights that are moved a little: it
+    /// computes its result from the model and from what is fixed before the call (a batch, a step's number), and takes no new batch.
+    /// What it leaves in variables around it is that of the last call, with the weights as they are.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.

@@ -414,7 +414,10 @@ impl<M> Engine<M> {
                 continue;
             }
             let moved = Moved::between(&value, &values(&up)?, &values(&down)?);
-            bends |= norm(&moved.bend) > limits.bends * norm(&moved.difference) + probe.rounding * 4.0;
+            let difference = norm(&moved.difference);
+            bends |= norm(&moved.bend) > limits.bends * difference + probe.rounding * 4.0;
+            // Much more than moves of this size should make of it.
+            bends |= difference > 16.0 * limits.step * norm(&value);
             probe.groups.push(moved);
         }
         // Where ranks do something together they repeat it together, whatever this one knows already.

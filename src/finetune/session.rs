@@ -419,8 +419,8 @@ impl FineTune {
             let mut rewards = None;
             let loss = self.engine.forward(|model| {
                 let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
-                // The first time is the one with today's weights, if the closure runs again to check the gradient.
-                rewards = rewards.or(of_pairs);
+                // The last time is the one with the weights as they are, if the closure runs again to check the gradient.
+                rewards = of_pairs;
                 Ok(loss)
             })?;
             self.engine.backward(&loss)?;

@@ -144,7 +144,7 @@ fn first_error<M>(
 ) -> Error {
     let results = threads::run(WORLD, |comm| {
         let rank = comm.rank();
-        let builder = Engine::builder().communicator(comm).trainable(move |name, _| trained(name));
+        let builder = Engine::builder().communicator(comm).trainable(move |name, _| trained(name)).gradient_check(true);
         let mut engine = builder.initialize(&build, config(stage))?;
         // A difference near rounding is looked at in the second step too.
         for _ in 0..2 {
