@@ -358,13 +358,11 @@ class Campaign:
             if len(well) != 1:
                 self.tell(f"of two jobs with one {shared}, {len(well)} are done", job(seeds[0], *names(1)), ended[0])
             for n in well:
-                shutil.rmtree(root / "o9", ignore_errors=True)
-                shutil.rmtree(root / "s9", ignore_errors=True)
-                (root / "m9.jsonl").unlink(missing_ok=True)
-                alone = self.run(job(seeds[n], "o9", "s9", "m9.jsonl"), root, root)
+                beside = root / f"o9{n}"
+                alone = self.run(job(seeds[n], beside.name, f"s9{n}", f"m9{n}.jsonl"), root, root)
                 out = root / names(n + 1)[0]
                 same = alone.returncode == 0 and all(
-                    digest(root / "o9" / name) == digest(out / name) for name in os.listdir(root / "o9")
+                    digest(beside / name) == digest(out / name) for name in os.listdir(beside)
                     if name.endswith(".safetensors"))
                 if not same:
                     self.tell("the result is not that of a job that was left alone", job(seeds[n], *names(n + 1)), ended[n])

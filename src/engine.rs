@@ -419,9 +419,9 @@ impl<M> Engine<M> {
         // All ranks vote, also where one of them cannot listen.
         let own = asked_to_stop();
         let vote = *own.as_ref().unwrap_or(&false);
-        let all = self.gather_f64(&[f64::from(u8::from(vote))])?;
+        let any = self.any_rank(vote)?;
         own.map_err(|source| EngineError::Signals { source })?;
-        Ok(all.iter().any(|rank| rank[0] != 0.0))
+        Ok(any)
     }
 
     /// Collective: the `values` of every rank, in rank order.
@@ -468,8 +468,7 @@ impl<M> Engine<M> {
         }
         self.attempt(|engine| {
             let result = call(engine).map_err(Into::into)?;
-            engine.core.forget_written();
-            engine.core.look_for_writes()?;
+            engine.core.remember_weights()?;
             Ok::<_, Failure>(result)
         })
     }

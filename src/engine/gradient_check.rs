@@ -147,8 +147,6 @@ struct Limits {
     step: f64,
     /// The difference that counts as a mistake, as a part of the expected change of the loss.
     allowed: f64,
-    /// Both in a second look: moves are larger, and in 16 bits gradients less exact than the loss.
-    again: [f64; 2],
     /// What the rounding of a whole forward makes of its output, as a part of it.
     noise: f64,
     /// A forward is repeated without a move where the loss bends by more than this part of its change.
@@ -262,18 +260,18 @@ impl<M> Engine<M> {
             Precision::F32 => self.config.autocast.unwrap_or(DType::F32),
             _ => self.config.precision.dtype(),
         };
-        let limits = match format {
-            DType::BF16 => {
-                Limits { step: 1.0 / 16.0, allowed: 0.15, again: [1.0 / 8.0, 0.3], noise: 2f64.powi(-10), bends: 0.5 }
-            }
-            DType::F16 => {
-                Limits { step: 1.0 / 64.0, allowed: 0.05, again: [1.0 / 16.0, 0.2], noise: 2f64.powi(-13), bends: 0.25 }
-            }
-            _ => Limits { step: 2e-3, allowed: 2e-3, again: [1.6e-2, 4e-3], noise: 2f64.powi(-19), bends: 0.02 },
+        // In a second look moves are larger, and in 16 bits gradients less exact than the loss.
+        let look = usize::from(self.check.is_second);
+        let of = |steps: [f64; 2], allowed: [f64; 2], noise: i32, bends: f64| Limits {
+            step: steps[look],
+            allowed: allowed[look],
+            noise: 2f64.powi(noise),
+            bends,
         };
-        match self.check.is_second {
-            true => Limits { step: limits.again[0], allowed: limits.again[1], ..limits },
-            false => limits,
+        match format {
+            DType::BF16 => of([1.0 / 16.0, 1.0 / 8.0], [0.15, 0.3], -10, 0.5),
+            DType::F16 => of([1.0 / 64.0, 1.0 / 16.0], [0.05, 0.2], -13, 0.25),
+            _ => of([2e-3, 1.6e-2], [2e-3, 4e-3], -19, 0.02),
         }
     }
 
@@ -446,7 +444,7 @@ impl<M> Engine<M> {
     }
 
     /// Collective: whether any rank says so.
-    fn any_rank(&self, own: bool) -> Result<bool> {
+    pub(super) fn any_rank(&self, own: bool) -> Result<bool> {
         let all = self.gather_f64(&[f64::from(u8::from(own))])?;
         Ok(all.iter().any(|rank| rank.first() != Some(&0.0)))
     }

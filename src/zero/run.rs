@@ -45,9 +45,7 @@ impl Core {
             let running = Raised::raise(&self.in_forward);
             let output = run()?;
             drop(running);
-            if !self.is_evaluating() {
-                self.look_for_writes().map_err(|e| self.stash(e))?;
-            }
+            self.look_for_writes().map_err(|e| self.stash(e))?;
             self.leave_forward(ROOT)?;
             let output = self.mark_output(output)?;
             match self.is_evaluating() || self.is_checking() {
@@ -135,8 +133,7 @@ impl Core {
         gather.release_passed(self)?;
         gather.refresh_persistent(self).map_err(|error| self.naming_what_is_held(error))?;
         drop(gather);
-        self.forget_written();
-        self.look_for_writes()
+        self.remember_weights()
     }
 
     /// Releases all parameters but the persistent ones.

@@ -230,7 +230,7 @@ impl<M> Unit<M> {
     ) -> Result<Tensor> {
         let _profile = spans::enter(Half::Forward, *unit);
         core.enter(Event::Forward(*unit))?;
-        let looks = core.shards_params() && !core.is_evaluating();
+        let looks = core.shards_params();
         if looks {
             core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
         }

@@ -34,14 +34,18 @@ impl Core {
         self.look_at(|param| param.unit == unit)
     }
 
-    /// The engine has changed weights, or may have.
-    pub fn forget_written(&self) {
+    /// The engine has changed weights, or may have: they are remembered as they are now.
+    ///
+    /// # Errors
+    /// A parameter that cannot be read.
+    pub fn remember_weights(&self) -> Result<()> {
         lock(&self.remembered).0.clear();
+        self.look_for_writes()
     }
 
     fn look_at(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
-        // A check puts back what it moves.
-        if self.is_checking() {
+        // A check puts back what it moves, and an evaluation is followed by a forward.
+        if self.is_checking() || self.is_evaluating() {
             return Ok(());
         }
         let mut remembered = lock(&self.remembered);
