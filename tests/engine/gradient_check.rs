@@ -153,28 +153,24 @@ fn scatter_add(vb: VarBuilder<'_>) -> Result<Loss> {
 }
 
 /// A gradient penalty: Candle detaches the gradient that is in the loss.
-fn penalty(vb: VarBuilder<'_>) -> Result<Loss> {
-    let (a, b) = (linear(8, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?);
+fn penalized(a: impl Module + 'static, b: impl Module + 'static) -> Result<Loss> {
     Ok(Box::new(move || {
         let x = Var::from_tensor(&wide(4)?)?;
         let score = b.forward(&a.forward(&x)?.tanh()?)?.to_dtype(DType::F32)?.sum_all()?;
         let grads = score.backward()?;
         let slope = grads.get(&x).unwrap().to_dtype(DType::F32)?.sqr()?.sum(D::Minus1)?;
-        score + ((slope - 1.0)?.to_dtype(DType::F32)?.sqr()?.mean_all()? * 10.0)?
+        score + ((slope - 1.0)?.sqr()?.mean_all()? * 10.0)?
     }))
+}
+
+fn penalty(vb: VarBuilder<'_>) -> Result<Loss> {
+    penalized(linear(8, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?)
 }
 
 /// The same of this library's layers, in units.
 fn penalty_of_units(vb: VarBuilder<'_>) -> Result<Loss> {
-    let a = unit(vb.pp("a"), |vb| candle_zero::nn::Conv1D::new(8, 8, 0.4, vb))?;
-    let b = unit(vb.pp("b"), |vb| candle_zero::nn::Conv1D::new(8, 1, 0.4, vb))?;
-    Ok(Box::new(move || {
-        let x = Var::from_tensor(&wide(4)?)?;
-        let score = b.forward(&a.forward(&x)?.tanh()?)?.to_dtype(DType::F32)?.sum_all()?;
-        let grads = score.backward()?;
-        let slope = grads.get(&x).unwrap().to_dtype(DType::F32)?.sqr()?.sum(D::Minus1)?;
-        score + ((slope - 1.0)?.to_dtype(DType::F32)?.sqr()?.mean_all()? * 10.0)?
-    }))
+    let layer = |name: &str, width| unit(vb.pp(name), |vb| candle_zero::nn::Conv1D::new(8, width, 0.4, vb));
+    penalized(layer("a", 8)?, layer("b", 1)?)
 }
 
 /// A product whose left operand is transposed and whose right one is broadcast.
