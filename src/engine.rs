@@ -20,6 +20,7 @@ pub(crate) mod error;
 mod for_eval;
 mod given;
 mod gradient_check;
+mod gradient_report;
 mod output;
 mod reporter;
 mod reports;
@@ -29,7 +30,7 @@ mod watch;
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 pub(crate) use gradient_check::CHECK_GRADIENTS;
-pub use gradient_check::{GradientReport, GradientRow, GradientVerdict};
+pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::Upload;
 use crate::checkpoint::{HeldFolders, Place, SaveJob};
@@ -155,7 +156,7 @@ impl<M> Engine<M> {
     ///
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
-    /// With `gradient_check`, `run` is called three times in the first step, at first with weights that are moved a little: it
+    /// `run` is called three times in the first step, at first with weights that are moved a little (`gradient_check`): it
     /// computes its result from the model and from what is fixed before the call (a batch, a step's number), and takes no new batch.
     /// What it leaves in variables around it is that of the last call, with the weights as they are.
     ///

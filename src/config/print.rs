@@ -18,8 +18,8 @@ impl Config {
             set(&mut tree, path, value);
         }
         // Not of DeepSpeed.
-        if self.gradient_check {
-            set(&mut tree, "gradient_check", json!(true));
+        if !self.gradient_check {
+            set(&mut tree, "gradient_check", json!(false));
         }
         match &self.optimizer {
             Some(optimizer) => set(&mut tree, "optimizer", optimizer_json(optimizer)),

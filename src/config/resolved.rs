@@ -48,7 +48,7 @@ pub struct Config {
     pub wall_clock_breakdown: bool,
     /// Monitors, loggers and profilers.
     pub monitoring: Monitoring,
-    /// `gradient_check`: the gradient of the first step is compared with differences of the loss. Default false.
+    /// `gradient_check`: the gradient of the first step is compared with differences of the loss. Default true.
     pub gradient_check: bool,
     /// `seed` of the initial weights. Default 42.
     pub seed: u64,

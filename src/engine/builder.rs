@@ -190,7 +190,7 @@ impl EngineBuilder {
     /// Whether the gradient of the first step is compared with how the loss changes when the weights are moved a little up and
     /// down, which costs two forwards once. A graph that is cut in part, a backward that is wrong and a term of second order that
     /// is dropped end the step with [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any
-    /// weight changes. Default: `gradient_check` of the configuration, false without it.
+    /// weight changes. Default: `gradient_check` of the configuration, true without it.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {
         self.gradient_check = Some(gradient_check);

@@ -32,5 +32,5 @@ mod record;
 pub(crate) use autocast::{autocast, autocast_format};
 pub(crate) use draws::{ForwardPlace, advance_draws, draw_from, draws, place_of_draws, stream_of};
 pub(crate) use grad::{Grad, Slot, abandon};
-pub(crate) use node::{Kept, can_remake, node_of, only_while, with_token};
+pub(crate) use node::{Kept, can_remake, hold_still, node_of, only_while, with_token};
 pub(crate) use record::{Inputs, OwnResult, Sink, Value, is_once, is_without_gradients, once, without_gradients};

@@ -5,6 +5,7 @@ use super::prepared::prepared;
 use crate::util::unpoisoned;
 use candle_core::{Result, Shape, Storage, Tensor, TensorId};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, RwLock};
 
@@ -16,6 +17,8 @@ pub(crate) struct Node {
     remake: Option<Remake>,
     /// Where it says no, operations made now do not want the tensor's gradient.
     wanted: Option<Arc<AtomicBool>>,
+    /// Elements whose gradient leaves out something on purpose, so that no check of gradients moves them.
+    pub still: Range<usize>,
 }
 
 /// Computes a tensor's values once more.
@@ -23,7 +26,7 @@ type Remake = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl Node {
     pub fn new(token: Tensor, slot: Arc<Slot>) -> Self {
-        Self { token, slot, remake: None, wanted: None }
+        Self { token, slot, remake: None, wanted: None, still: 0..0 }
     }
 
     /// Whether an operation that is made now has to give the tensor a gradient.
@@ -53,6 +56,13 @@ pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + 
 pub(crate) fn only_while(tensor: &Tensor, wanted: Arc<AtomicBool>) {
     if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
         node.wanted = Some(wanted);
+    }
+}
+
+/// The gradient of these elements of `tensor` leaves out something on purpose.
+pub(crate) fn hold_still(tensor: &Tensor, elements: Range<usize>) {
+    if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
+        node.still = elements;
     }
 }
 

@@ -1,7 +1,7 @@
 //! Lookup of rows of a table by token id.
 
 use crate::error::ModelError;
-use crate::graph::Inputs;
+use crate::graph::{Inputs, hold_still};
 use crate::kernels::{self, buffer};
 use crate::nn::composed;
 #[cfg(feature = "cuda")]
@@ -155,6 +155,8 @@ impl Embedding {
     #[must_use]
     pub fn padding(mut self, id: Option<u32>) -> Self {
         self.padding = id;
+        let width = self.weight.dims().last().copied().unwrap_or(0);
+        hold_still(&self.weight, id.map_or(0..0, |id| id as usize * width..(id as usize + 1) * width));
         self
     }
 

@@ -20,6 +20,8 @@ pub(super) struct Direction {
     seed: u64,
     /// The length of the move of each element.
     pub step: f32,
+    /// The elements between these two are not moved.
+    pub still: (usize, usize),
 }
 
 /// A gradient along a direction.
@@ -39,7 +41,7 @@ impl Direction {
         let (size, usual) = (mean_square.sqrt(), usual_size(shape));
         // What begins with zeros, as a bias or LoRA's B, is moved too.
         let size = if size > usual / 32.0 { size } else { usual };
-        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32 }
+        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
     }
 
     /// Moves `values` up (`sign` 1) or down (-1) along the direction.
@@ -97,6 +99,9 @@ impl Direction {
 
     /// The move of element `i` upwards.
     fn move_of(&self, i: usize) -> f32 {
+        if (self.still.0..self.still.1).contains(&i) {
+            return 0.0;
+        }
         let word = mix(self.seed.wrapping_add((i as u64 >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
         if word >> (i & 63) & 1 == 0 { self.step } else { -self.step }
     }

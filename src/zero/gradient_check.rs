@@ -13,7 +13,7 @@
 use super::core::Core;
 use super::direction::{Along, Direction};
 use crate::error::Result;
-use crate::graph::Grad;
+use crate::graph::{Grad, node_of};
 use crate::memory::{Held, Kind, Tier};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;
@@ -99,6 +99,8 @@ pub(crate) struct Change {
     pub difference: f64,
     /// How far the mean of both moves is from the value between them.
     pub bend: f64,
+    /// The sum of the squares of the terms of `bend`, one for each element of an output.
+    pub bend_squares: f64,
     /// What rounding of the output may make of the difference.
     pub noise: f64,
 }
@@ -157,14 +159,17 @@ impl GradientCheck {
         let mut wide = Flat::with_capacity(candle_core::DType::F32, grad.len());
         grad.view(|values| wide.extend_cast(values))?;
         let Flat::F32(grad) = wide else { unreachable!("it was made so") };
-        let product = |change: &[f32]| -> f64 {
-            grad.iter().zip(change).map(|(grad, change)| f64::from(*grad) * f64::from(*change)).sum()
+        let sums = |change: &[f32]| {
+            let terms = grad.iter().zip(change).map(|(grad, change)| f64::from(*grad) * f64::from(*change));
+            terms.fold((0.0, 0.0), |(sum, squares), term| (sum + term, squares + term * term))
         };
         let length = grad.iter().map(|grad| f64::from(*grad).powi(2)).sum::<f64>().sqrt();
         state.outputs.resize(probe.groups.len(), Change::default());
         for (change, moved) in state.outputs.iter_mut().zip(&probe.groups) {
-            change.difference += product(&moved.difference);
-            change.bend += product(&moved.bend);
+            let (bend, bend_squares) = sums(&moved.bend);
+            change.difference += sums(&moved.difference).0;
+            change.bend += bend;
+            change.bend_squares += bend_squares;
             change.noise += length * probe.rounding;
         }
         Ok(())
@@ -258,9 +263,11 @@ impl Core {
                 continue;
             }
             let (relative, seed, sign) = (state.relative, state.seed, state.sign);
+            let still = node_of(&param.tensor).map_or((0, 0), |node| (node.still.start, node.still.end));
             let (direction, kept) = residency::with_values(&param.tensor, |values| {
                 let kept = values.clone();
-                let direction = Direction::new((&param.name, seed), &param.shape, values.as_ref(), relative);
+                let mut direction = Direction::new((&param.name, seed), &param.shape, values.as_ref(), relative);
+                direction.still = still;
                 direction.shift(values.as_mut(), sign);
                 (direction, kept)
             })?;

@@ -33,7 +33,7 @@ const ROOT: &[super::Key] = keys! {
     "communication_data_type": DTYPE, "null", H, "Format that gradients and their sums are rounded to on their way; null: the model's. Sums are formed in f32.";
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
-    "gradient_check": Bool, "false", H, "In the first step the gradient is compared with how the loss changes when the weights are moved a little, which costs two forwards once. A key of this engine, not of DeepSpeed.";
+    "gradient_check": Bool, "true", H, "In the first step the gradient is compared with how the loss changes when the weights are moved a little, which costs two forwards once. A key of this engine, not of DeepSpeed.";
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in backward.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and an optimizer of one's own under stage 1 to 3. The others are always allowed.";
