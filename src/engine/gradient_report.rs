@@ -174,7 +174,7 @@ impl Looks {
             return None;
         }
         if gap <= allowed || gap == 0.0 {
-            let tells = allowed <= 0.25 * expected || gap == 0.0;
+            let tells = expected > 0.0 && allowed <= 0.25 * expected;
             return Some(if tells { GradientVerdict::Right } else { GradientVerdict::CannotTell });
         }
         let is_large = (limits.large.powi(2)..LARGEST.powi(2)).contains(&(gap / expected.max(f64::MIN_POSITIVE)));

@@ -2,6 +2,7 @@
 
 use super::lora::{self, Use};
 use super::{Dropout, LoraConfig, Then, WeightLayout, linear_then, normal};
+use crate::graph::hold_still;
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
 
@@ -56,6 +57,10 @@ impl Projection {
         let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
         let lora = lora.filter(|lora| lora.selects(&vb.prefix()));
         let adapter = lora.map(|lora| Adapter::new(inputs, outputs, lora, &vb)).transpose()?;
+        // DoRA takes the norms of the adapted weight for constants in backward (its paper, section 4.3).
+        if let Some(Adapter { a, b, magnitude: Some(_), .. }) = &adapter {
+            [&weight, a, b].into_iter().for_each(|tensor| hold_still(tensor, 0..tensor.elem_count()));
+        }
         Ok(Self { weight, bias, layout, adapter })
     }
 
