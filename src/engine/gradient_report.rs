@@ -169,7 +169,7 @@ impl Looks {
             self.0.iter().map(|look| (of(look) / look.size().max(f64::MIN_POSITIVE)).powi(2)).sum::<f64>()
         };
         let (gap, allowed) = (squares(&Look::gap), squares(&|look| look.allowed(limits)));
-        let (bend, expected) = (squares(&|look| look.bend.hypot(look.noise)), squares(&|look| look.expected));
+        let (bend, expected) = (squares(&|look| look.bend.hypot(look.noise / 2.0)), squares(&|look| look.expected));
         if self.0.is_empty() {
             return None;
         }
