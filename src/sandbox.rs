@@ -184,7 +184,12 @@ pub(crate) fn explain_limits() {
         let text = panic.payload_as_str().unwrap_or_default();
         let of = ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
         match of.iter().any(|of| text.contains(of)) {
-            true => signals::end("", &format!("{} ({text})", signals::LIMITS)),
+            true => {
+                // "assertion `left != right` failed: mmap failed to allocate stack: ..." and the two values below.
+                let line = text.lines().next().unwrap_or_default();
+                let what = line.split_once(" failed: ").map_or(line, |(_, what)| what);
+                signals::end("", &format!("{} ({what})", signals::LIMITS))
+            }
             false => usual(panic),
         }
     }));

@@ -4,7 +4,7 @@ use crate::support::processes::{stderr, zerorun};
 use candle_zero::finetune::{Template, Tokenizer};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// A folder with the tiny model's tokenizer, in `model`, and a conversation.
@@ -130,6 +130,30 @@ fn a_record_has_a_bound() {
         file.set_len(64 << 30).unwrap();
         let error = refused(&desk, name);
         assert!(error.contains("the record of line 2 has more than 64 MiB"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_limit_of_memory_is_named_where_it_is_too_low() {
+    let desk = desk();
+    let weights = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama/model.safetensors");
+    std::fs::copy(weights, desk.path().join("model/model.safetensors")).unwrap();
+    let chat = std::fs::read_to_string(desk.path().join("chats.jsonl")).unwrap();
+    std::fs::write(desk.path().join("chats.jsonl"), format!("{chat}\n").repeat(4)).unwrap();
+    // Kilobytes of address space, and of data; the program itself is mapped in the lowest.
+    let limits = ["-v 90000", "-v 150000", "-v 300000", "-v 600000", "-d 5000", "-d 10000", "-d 40000", "-d 80000"];
+    for limit in limits {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_zerorun")]);
+        shell.args(["finetune", "model", "--data", "chats.jsonl", "--steps", "1", "--out"]).arg(format!("out{limit}"));
+        shell.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home")).env("RUST_BACKTRACE", "1");
+        let output = shell.output().unwrap();
+        let text = stderr(&output);
+        assert!(matches!(output.status.code(), Some(0..=2)), "{limit}: {} {text}", output.status);
+        assert!(output.status.success() || text.contains("memory"), "{limit}: {text}");
+        for word in ["panicked", "left:", "stack backtrace", "memory allocation of"] {
+            assert!(!text.contains(word), "{limit}: {text}");
+        }
     }
 }
 
