@@ -8,12 +8,12 @@ use super::peft_config::PeftConfig;
 use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
-use crate::nn::{LoraConfig, is_adapter};
+use crate::nn::{LoraConfig, LoraTargets, adapted_module, is_adapter};
 use crate::param::check_finite;
 use crate::util::{fnv1a, list};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "adapter_config.json";
@@ -97,7 +97,7 @@ impl Adapter {
         };
         let path = folder.join(CONFIG);
         let text = files::read_text(&path, MOST_CONFIG).map_err(io(&path))?;
-        let config = PeftConfig::read(&text).map_err(|reason| unusable(&path, reason))?;
+        let mut config = PeftConfig::read(&text).map_err(|reason| unusable(&path, reason))?;
         let path = folder.join(TENSORS);
         let bytes = files::read(&path, MOST_TENSORS).map_err(io(&path))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|e| unusable(&path, e.to_string()))?;
@@ -114,6 +114,11 @@ impl Adapter {
             })?;
             check_finite(&path, key, 0, &values)?;
             tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
+        }
+        if config.is_pattern {
+            let modules: BTreeSet<&str> = tensors.keys().filter_map(|name| adapted_module(name)).collect();
+            config.lora.targets = LoraTargets::Names(modules.into_iter().map(str::to_owned).collect());
+            config.lora.validate().map_err(|_| unusable(&path, "it has no tensors of an adapter".into()))?;
         }
         Ok(Self { config: config.lora, base: config.base, path: folder.to_owned(), tensors })
     }
@@ -187,7 +192,7 @@ impl Adapter {
     ) -> std::io::Result<()> {
         let is_conv1d = parameters.into_iter().any(|name| name.ends_with(".attn.c_attn.weight"));
         let modules = self.tensors.keys().filter_map(|name| name.strip_suffix(".lora_A.weight"));
-        let config = PeftConfig { lora: self.config.clone(), base: self.base.clone() };
+        let config = PeftConfig { lora: self.config.clone(), base: self.base.clone(), is_pattern: false };
         let config = config.write(modules, is_conv1d);
         files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
         let prefix = format!("{PREFIX}{}", if is_conv1d { "transformer." } else { "model." });

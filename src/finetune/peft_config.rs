@@ -11,6 +11,8 @@ pub(super) struct PeftConfig {
     pub lora: LoraConfig,
     /// The base's name.
     pub base: Option<String>,
+    /// `target_modules` is a regular expression, as unsloth writes it: the file of tensors says which modules it means.
+    pub is_pattern: bool,
 }
 
 /// Settings that change what an adapter computes, or which weights it has, and are not computed with here.
@@ -126,7 +128,9 @@ impl PeftConfig {
             dora: flag("use_dora")?,
         };
         lora.validate().map_err(|e| e.to_string())?;
-        Ok(Self { lora, base: get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned) })
+        let is_pattern = get("target_modules").is_some_and(Value::is_string) && lora.targets != LoraTargets::AllLinear;
+        let base = get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned);
+        Ok(Self { lora, base, is_pattern })
     }
 
     /// The text of a file for adapters of these projections; `is_conv1d`: whose weights are `[in, out]`. With the keys that
@@ -191,11 +195,14 @@ fn targets(found: Option<&Value>) -> Result<LoraTargets, String> {
     let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
     match found {
         Some(Value::String(all)) if all == "all-linear" => Ok(LoraTargets::AllLinear),
+        Some(Value::String(pattern)) => Ok(LoraTargets::Names(vec![pattern.clone()])),
         Some(Value::Array(list)) => match names(list) {
             Some(names) => Ok(LoraTargets::Names(names)),
             None => Err(format!("target_modules is {list:?}; it must be a list of names")),
         },
-        Some(other) => Err(format!("target_modules is {other}; a list of names or \"all-linear\" is supported")),
+        Some(other) => Err(format!(
+            "target_modules is {other}; a list of names, \"all-linear\" or a regular expression is supported"
+        )),
         None => Err("it has no target_modules; a list of names is needed".into()),
     }
 }
@@ -208,7 +215,7 @@ mod tests {
     #[test]
     fn a_written_configuration_is_read_again_with_the_names_of_all_targets() {
         let lora: LoraConfig = "r=4,alpha=9,dropout=0.05,dora,targets=all-linear".parse().unwrap();
-        let config = PeftConfig { lora, base: Some("dir".into()) };
+        let config = PeftConfig { lora, base: Some("dir".into()), is_pattern: false };
         let modules = ["h.0.attn.c_proj", "h.0.attn.c_attn", "h.0.mlp.c_proj"];
         let text = config.write(modules, true);
         let value: Value = serde_json::from_str(&text).unwrap();
@@ -276,7 +283,7 @@ mod tests {
         insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
         insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
         insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a positive finite number, in f32 too");
-        insta::assert_snapshot!(text(json!({"target_modules": ".*q"})), @r#"target_modules is ".*q"; a list of names or "all-linear" is supported"#);
+        insta::assert_snapshot!(text(json!({"target_modules": 3})), @r#"target_modules is 3; a list of names, "all-linear" or a regular expression is supported"#);
         insta::assert_snapshot!(text(json!({"use_dora": 1})), @"use_dora is 1, which is neither true nor false");
     }
 }

@@ -113,7 +113,12 @@ const MAGNITUDE: &str = ".lora_magnitude_vector";
 /// Whether a parameter of this name belongs to an adapter: the rule for
 /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
 pub fn is_adapter(parameter: &str) -> bool {
-    [A, B, MAGNITUDE].iter().any(|end| parameter.ends_with(end))
+    adapted_module(parameter).is_some()
+}
+
+/// The projection whose adapter this parameter belongs to.
+pub(crate) fn adapted_module(parameter: &str) -> Option<&str> {
+    [A, B, MAGNITUDE].iter().find_map(|end| parameter.strip_suffix(end))
 }
 
 /// Whether `part` is the name, or its end from a dot on.

@@ -81,6 +81,7 @@ pub use key_value_cache::KeyValueCache;
 pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, Then, WeightLayout};
 pub use lora::without_adapters;
+pub(crate) use lora_config::adapted_module;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
 pub use matmul::matmul;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};

@@ -98,6 +98,31 @@ fn an_adapter_whose_start_changed_the_base_is_refused_by_all_commands() {
 }
 
 #[test]
+fn modules_that_a_regular_expression_names_are_those_of_the_tensors() {
+    let place = Place::new("all_r4_rslora");
+    let merged = |out: &str| {
+        let (model, adapter) = (place.path("model"), place.path("adapter"));
+        let output =
+            zerorun().arg("merge").args([&model, &adapter]).arg("--out").arg(place.path(out)).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        std::fs::read(place.path(out).join("model.safetensors")).unwrap()
+    };
+    let of_names = merged("names");
+    place.set("target_modules", json!(r"(?:model\.)?layers\.\d+\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj"));
+    assert!(merged("pattern") == of_names);
+    // Training continues with it, and writes the names.
+    let (model, adapter, data) = (place.path("model"), place.path("adapter"), place.path("data.jsonl"));
+    let mut command = zerorun();
+    command.arg("finetune").arg(&model).arg("--adapter").arg(&adapter).arg("--data").arg(&data);
+    let output = command.args(["--steps", "1", "--out"]).arg(place.path("more")).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let config = std::fs::read(place.path("more").join("adapter_config.json")).unwrap();
+    let config: Value = serde_json::from_slice(&config).unwrap();
+    let names = config["target_modules"].as_array().unwrap();
+    assert!(names.iter().any(|name| name == "layers.0.self_attn.q_proj") && names.len() == 7 * 3, "{names:?}");
+}
+
+#[test]
 fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| tensors.retain(|name, _| !name.contains("layers.2.")));
