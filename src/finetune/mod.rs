@@ -119,5 +119,7 @@ pub use show::show;
 pub use source::Source;
 pub use spans::Rendered;
 pub use template::Template;
+#[cfg(feature = "hub")]
+pub(crate) use templates::ADDITIONAL;
 pub use tokenizer::{SpecialTokens, TextStream, Tokenizer};
 pub use words::Encoded;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const MOST_BYTES: u64 = 16 << 20;
 
 /// The folder of a model's folder that may have more templates, each a file by its name.
-pub(super) const ADDITIONAL: &str = "additional_chat_templates";
+pub(crate) const ADDITIONAL: &str = "additional_chat_templates";
 
 /// All templates of a model's folder by name, the usual one as `default`: those of chat_template.jinja and of the folder
 /// `additional_chat_templates`, else those of tokenizer_config.json.

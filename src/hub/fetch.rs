@@ -8,6 +8,7 @@ use super::settings::Settings;
 use super::snapshot::{CONFIG, Snapshot, beside};
 use crate::error::{Error, Result};
 use crate::files::{Asked, FolderLock};
+use crate::finetune::ADDITIONAL;
 use crate::notice;
 use crate::offload::free_space;
 use crate::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER};
@@ -55,7 +56,8 @@ impl Repository {
         let snapshot = Snapshot::of_commit(self, &settings, &listing.sha);
         let mut fetch = Fetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
         fetch.check(&names, parts)?;
-        fetch.complete(beside().filter(|name| names.contains(name)).collect())?;
+        let beside = beside().filter(|name| names.contains(name)).map(|name| -> &str { name });
+        fetch.complete(beside.chain(named_templates(&names)).collect())?;
         if parts == Parts::All {
             if names.contains(FILE_OF_FOLDER) {
                 fetch.complete(vec![FILE_OF_FOLDER])?;
@@ -74,6 +76,15 @@ impl Repository {
         snapshot.remember(self, &listing.sha)?;
         Ok(snapshot.folder)
     }
+}
+
+/// The chat templates beside the model's own: they are found by their names.
+fn named_templates<'a>(names: &BTreeSet<&'a str>) -> impl Iterator<Item = &'a str> {
+    let is_template = |name: &&str| {
+        let file = name.strip_prefix(ADDITIONAL).and_then(|rest| rest.strip_prefix('/'));
+        file.is_some_and(|file| file.ends_with(".jinja") && is_part(file))
+    };
+    names.iter().copied().filter(is_template)
 }
 
 /// A commit that is fetched.

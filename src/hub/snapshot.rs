@@ -59,12 +59,13 @@ impl Snapshot {
     pub fn link(&self, file: &str, content: &Path) -> Result<()> {
         let path = self.folder.join(file);
         let wrong = |source| Error::Io { action: "create", path: path.clone(), source };
-        fs::create_dir_all(&self.folder).map_err(wrong)?;
+        fs::create_dir_all(path.parent().unwrap_or(&self.folder)).map_err(wrong)?;
         // A link to what somebody has removed.
         if path.symlink_metadata().is_ok() {
             fs::remove_file(&path).map_err(wrong)?;
         }
-        let target = Path::new("../../blobs").join(content.file_name().unwrap_or_default());
+        let up = "../".repeat(Path::new(file).components().count() + 1);
+        let target = Path::new(&up).join("blobs").join(content.file_name().unwrap_or_default());
         // On a file system without links the file itself.
         symlink(target, &path).or_else(|_| fs::rename(content, &path)).map_err(wrong)
     }

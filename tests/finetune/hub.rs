@@ -130,6 +130,22 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
 }
 
 #[test]
+fn chat_templates_with_names_of_their_own_are_fetched_and_nothing_else_of_their_folder() {
+    let more = [
+        ("additional_chat_templates/tool_use.jinja", "{{ messages }}"),
+        ("additional_chat_templates/../../../up.jinja", "up"),
+        ("additional_chat_templates/notes.txt", "notes"),
+    ];
+    let (server, home) = (Server::start(&path("models/llama"), &more), tempfile::tempdir().unwrap());
+    let (output, _) = merged(&server, &home);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let folder = snapshot(home.path()).join("additional_chat_templates");
+    let names: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["tool_use.jinja"]);
+    assert_eq!(std::fs::read_to_string(folder.join("tool_use.jinja")).unwrap(), "{{ messages }}");
+}
+
+#[test]
 fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_has() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     let data = home.path().join("texts.txt");

@@ -146,7 +146,8 @@ impl Hub {
         let list = format!("/api/models/{NAME}/revision/");
         let by_name = format!("/{NAME}/resolve/{COMMIT}/");
         let by_commit = format!("/api/resolve-cache/models/{NAME}/{COMMIT}/");
-        let name = path.rsplit('/').next().unwrap();
+        let in_folder = [&by_name, &by_commit].iter().find_map(|folder| path.strip_prefix(folder.as_str()));
+        let name = in_folder.unwrap_or(path.rsplit('/').next().unwrap());
         let about = if path.starts_with("/api/models/") { "" } else { name };
         let has_right = headers.get("authorization").is_some_and(|given| *given == format!("Bearer {TOKEN}"));
         let refused = match faults.refused {
