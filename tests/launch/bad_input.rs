@@ -63,13 +63,16 @@ impl Folder {
     }
 }
 
-/// Without the time that it took.
+/// Without the time that it took, and the memory that other processes have left.
 fn comparable(errors: &str) -> String {
     let time = |line: &str| match line.rsplit_once(" after ") {
         Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
             format!("{text} after T s\n")
         }
-        _ => format!("{line}\n"),
+        _ => match line.split_once(" of memory and ").zip(line.split_once(" GiB are available")) {
+            Some(((needed, _), (_, advice))) => format!("{needed} of memory and M GiB are available{advice}\n"),
+            None => format!("{line}\n"),
+        },
     };
     errors.lines().map(time).collect()
 }
