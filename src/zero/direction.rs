@@ -13,6 +13,8 @@ use std::ops::Range;
 
 /// Elements that one task works on.
 const CHUNK: usize = 1 << 15;
+/// Signs that one random number has; chunks begin with a new one.
+const SIGNS: usize = 64;
 
 /// The direction of one parameter.
 #[derive(Debug, Clone, Copy)]
@@ -56,8 +58,12 @@ impl Direction {
     fn shift_each<T: Copy + Send + Sync>(&self, values: &mut [T], moved: impl Fn(T, f32) -> T + Sync, sign: f32) {
         par::for_each_part(values.len().div_ceil(CHUNK), par::Chunks::new(values, CHUNK), |number, part: &mut [T]| {
             let first = number * CHUNK;
-            for (i, value) in part.iter_mut().enumerate() {
-                *value = moved(*value, sign * self.move_of(first + i));
+            for (block, values) in part.chunks_mut(SIGNS).enumerate() {
+                let from = first + block * SIGNS;
+                let signs = self.signs_from(from);
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = moved(*value, sign * self.move_by(signs, from + i));
+                }
             }
         });
     }
@@ -84,8 +90,12 @@ impl Direction {
         let dtype = values.map_or(DType::F32, |values| values.dtype());
         let (gradient, values) = (wide(gradient), values.map(wide));
         let mut along = Along::default();
+        let mut signs = 0;
         for i in 0..range.len() {
-            let by = self.move_of(range.start + i);
+            if i % SIGNS == 0 {
+                signs = self.signs_from(range.start + i);
+            }
+            let by = self.move_by(signs, range.start + i);
             let by = match &values {
                 Some(values) => half_difference(values.as_ref().get(i), by, dtype),
                 None => f64::from(by),
@@ -97,13 +107,17 @@ impl Direction {
         along
     }
 
-    /// The move of element `i` upwards.
-    fn move_of(&self, i: usize) -> f32 {
+    /// The signs of the elements from `i`, which is a multiple of their number, on.
+    fn signs_from(&self, i: usize) -> u64 {
+        mix(self.seed.wrapping_add(((i / SIGNS) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    }
+
+    /// The move of element `i` upwards, by the signs of its block.
+    fn move_by(&self, signs: u64, i: usize) -> f32 {
         if (self.still.0..self.still.1).contains(&i) {
             return 0.0;
         }
-        let word = mix(self.seed.wrapping_add((i as u64 >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
-        if word >> (i & 63) & 1 == 0 { self.step } else { -self.step }
+        if signs >> (i % SIGNS) & 1 == 0 { self.step } else { -self.step }
     }
 }
 
@@ -161,7 +175,9 @@ mod tests {
     #[test]
     fn as_many_elements_go_up_as_down_and_neighbours_have_nothing_to_do_with_each_other() {
         let direction = direction(&Flat::F32(vec![1.0; 1 << 16]));
-        let signs: Vec<f64> = (0..1 << 16).map(|i| f64::from(direction.move_of(i).signum())).collect();
+        let signs: Vec<f64> = (0..1 << 16)
+            .map(|i| f64::from(direction.move_by(direction.signs_from(i / SIGNS * SIGNS), i).signum()))
+            .collect();
         let mean: f64 = signs.iter().sum::<f64>() / signs.len() as f64;
         assert!(mean.abs() < 0.02, "{mean}");
         for distance in [1, 64, 256] {
