@@ -124,7 +124,7 @@ impl fmt::Display for GradientReport {
 }
 
 /// What was measured along one direction, added up over ranks.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Look {
     pub by_difference: f64,
     pub by_gradient: f64,
@@ -196,7 +196,7 @@ impl Looks {
     pub fn row(&self, name: String, limits: &Limits) -> GradientRow {
         let excess = |look: &Look| look.gap() / look.allowed(limits);
         let look = self.0.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).copied();
-        let look = look.unwrap_or(Look { by_difference: 0.0, by_gradient: 0.0, bend: 0.0, noise: 0.0, expected: 0.0 });
+        let look = look.unwrap_or_default();
         GradientRow {
             name,
             by_gradient: look.by_gradient,

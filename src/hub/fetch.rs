@@ -56,8 +56,9 @@ impl Repository {
         let snapshot = Snapshot::of_commit(self, &settings, &listing.sha);
         let mut fetch = Fetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
         fetch.check(&names, parts)?;
-        let beside = beside().filter(|name| names.contains(name)).map(|name| -> &str { name });
-        fetch.complete(beside.chain(named_templates(&names)).collect())?;
+        let mut files: Vec<&str> = beside().filter(|name| names.contains(name)).collect();
+        files.extend(named_templates(&names));
+        fetch.complete(files)?;
         if parts == Parts::All {
             if names.contains(FILE_OF_FOLDER) {
                 fetch.complete(vec![FILE_OF_FOLDER])?;

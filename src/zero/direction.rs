@@ -23,7 +23,7 @@ pub(super) struct Direction {
     /// The length of the move of each element.
     pub step: f32,
     /// The elements between these two are not moved.
-    pub still: (usize, usize),
+    still: (usize, usize),
 }
 
 /// A gradient along a direction.
@@ -44,6 +44,11 @@ impl Direction {
         // What begins with zeros, as a bias or LoRA's B, is moved too.
         let size = if size > usual / 32.0 { size } else { usual };
         Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
+    }
+
+    /// The same with these elements left where they are.
+    pub fn without(self, still: Range<usize>) -> Self {
+        Self { still: (still.start, still.end), ..self }
     }
 
     /// Moves `values` up (`sign` 1) or down (-1) along the direction.

@@ -263,11 +263,11 @@ impl Core {
                 continue;
             }
             let (relative, seed, sign) = (state.relative, state.seed, state.sign);
-            let still = node_of(&param.tensor).map_or((0, 0), |node| (node.still.start, node.still.end));
+            let still = node_of(&param.tensor).map_or(0..0, |node| node.still);
             let (direction, kept) = residency::with_values(&param.tensor, |values| {
                 let kept = values.clone();
-                let mut direction = Direction::new((&param.name, seed), &param.shape, values.as_ref(), relative);
-                direction.still = still;
+                let direction = Direction::new((&param.name, seed), &param.shape, values.as_ref(), relative);
+                let direction = direction.without(still);
                 direction.shift(values.as_mut(), sign);
                 (direction, kept)
             })?;

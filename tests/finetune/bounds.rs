@@ -1,10 +1,10 @@
 //! Files of strangers that are made to hang, fill or kill a program: an error in seconds, and no abort.
 
-use crate::support::processes::{stderr, zerorun};
+use crate::support::processes::{stderr, zerorun, zerorun_within};
 use candle_zero::finetune::{Template, Tokenizer};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 use tempfile::TempDir;
 
 /// A folder with the tiny model's tokenizer, in `model`, and a conversation.
@@ -143,11 +143,12 @@ fn a_limit_of_memory_is_named_where_it_is_too_low() {
     // Kilobytes of address space, and of data; the program itself is mapped in the lowest.
     let limits = ["-v 90000", "-v 150000", "-v 300000", "-v 600000", "-d 5000", "-d 10000", "-d 40000", "-d 80000"];
     for limit in limits {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_zerorun")]);
-        shell.args(["finetune", "model", "--data", "chats.jsonl", "--steps", "1", "--out"]).arg(format!("out{limit}"));
-        shell.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home")).env("RUST_BACKTRACE", "1");
-        let output = shell.output().unwrap();
+        let mut command = zerorun_within(limit);
+        command
+            .args(["finetune", "model", "--data", "chats.jsonl", "--steps", "1", "--out"])
+            .arg(format!("out{limit}"));
+        command.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home")).env("RUST_BACKTRACE", "1");
+        let output = command.output().unwrap();
         let text = stderr(&output);
         assert!(matches!(output.status.code(), Some(0..=2)), "{limit}: {} {text}", output.status);
         assert!(output.status.success() || text.contains("memory"), "{limit}: {text}");

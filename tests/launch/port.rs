@@ -1,7 +1,7 @@
 //! The port at which the launchers of several hosts meet: who is let in, where it is open, and what strangers can do there.
 
 use crate::nodes::{ARGS, ended, host_folder, launcher_in, said};
-use crate::support::processes::{free_port, program, send, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{free_port, program, send, start, stderr, stdout, wait_up_to, zerorun, zerorun_within};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -317,8 +317,7 @@ fn strangers_at_the_port_neither_stop_a_job_nor_restart_it_nor_take_much_of_its_
 #[test]
 fn out_of_descriptors_a_launcher_waits_and_lets_hosts_in_afterwards() {
     let (pair, port) = (Pair::new(false), free_port());
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "ulimit -n 60; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_zerorun")]);
+    let mut shell = zerorun_within("-n 60");
     shell.args(["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", &port.to_string()]);
     let first = start(shell.arg(&pair.script).env("DIR", pair.folder.path()));
     drop(reach(port));

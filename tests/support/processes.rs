@@ -27,6 +27,17 @@ pub fn zerorun() -> Command {
     // signals ignored.
     let mut command = Command::new("env");
     command.args(["--default-signal=INT,HUP", env!("CARGO_BIN_EXE_zerorun")]);
+    clean(command)
+}
+
+/// The same under a limit of the shell, as `-v 90000`.
+pub fn zerorun_within(limit: &str) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_zerorun")]);
+    clean(command)
+}
+
+fn clean(mut command: Command) -> Command {
     for name in [
         "RANK",
         "WORLD_SIZE",
