@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compiles everything for aarch64 (libraries, commands, tests, benches, examples), where unused code is an error, and runs
-# the unit tests of the kernels under qemu, at the best level of SIMD that qemu's processor has.
+# Compiles everything for aarch64 (libraries, commands, tests, benches, examples) with unused code as an error, and runs the
+# unit tests of the kernels under qemu, at the highest SIMD level of qemu's processor.
 #
 #   scripts/check_aarch64.sh [--install] [FOLDER]
 #
-# Needs cargo, a gcc for aarch64 and qemu-user; --install lets root install the last two with apt-get. If the toolchain has
-# no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), where the build lies
-# as well. The exit status is 77 if something cannot be had here; the last line says what.
+# Needs cargo, a gcc for aarch64 and qemu-user; with --install, root installs the last two with apt-get. If the toolchain has
+# no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the
+# build. The exit status is 77 if something is not available here; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD
@@ -21,7 +21,7 @@ skip() { # why
     exit 77
 }
 
-[ "$(uname -m)" != aarch64 ] || skip 'this machine is aarch64: its own tests say more'
+[ "$(uname -m)" != aarch64 ] || skip 'this machine is aarch64: run the normal tests instead'
 mkdir -p "$folder" || exit 1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -53,10 +53,10 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
 
 for manifest in Cargo.toml tests/kernels/Cargo.toml; do
-    cargo fetch --locked --target "$triple" --manifest-path "$manifest" || skip 'the crates that aarch64 needs cannot be fetched'
+    cargo fetch --locked --target "$triple" --manifest-path "$manifest" || skip 'the crates for aarch64 cannot be fetched'
 done
-# Not all warnings: compilers newer than the project's have new ones.
+# Only some warnings are errors, because newer compilers than the project's have new warnings.
 RUSTFLAGS='-D unused' cargo check --locked --workspace --all-targets --target "$triple" || exit 1
 cargo test --release --locked --no-run --target "$triple" --manifest-path tests/kernels/Cargo.toml || exit 1
-runs || skip "no qemu that runs programs of aarch64 ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
+runs || skip "no qemu that runs aarch64 programs ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
 cargo test --release --locked --target "$triple" --manifest-path tests/kernels/Cargo.toml

@@ -1,6 +1,6 @@
-"""Compares transformers' logits of consolidated models with ours: check_consolidated.py FOLDER
+"""Compares the logits of consolidated models in transformers with ours: check_consolidated.py FOLDER
 
-FOLDER holds a folder per model, with model/ as `zerorun consolidate` wrote it and logits.safetensors with ids and our logits.
+FOLDER contains a folder per model, with model/ written by `zerorun consolidate`, and logits.safetensors with ids and our logits.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ for folder in models:
         folder / "model", output_loading_info=True, torch_dtype=torch.float32
     )
     wrong = {key: names for key, names in told.items() if names and key != "missing_keys"}
-    # A tied output projection is in no file.
+    # A tied output projection is not stored in any file.
     missing = set(told["missing_keys"]) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     assert not wrong and not missing, f"{folder}: {wrong} {missing}"
     with torch.no_grad():
@@ -28,4 +28,4 @@ for folder in models:
     assert theirs.shape == ours["logits"].shape, f"{folder}: {theirs.shape} for {ours['logits'].shape}"
     distance = (theirs - ours["logits"]).abs().max().item()
     print(f"{folder.name:16}{type(model).__name__:24}largest difference of logits {distance:.2e}")
-    assert distance <= LIMIT, f"{folder}: {distance} is more than {LIMIT}"
+    assert distance <= LIMIT, f"{folder}: {distance} exceeds {LIMIT}"

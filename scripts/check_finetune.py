@@ -1,9 +1,9 @@
-"""Parts of scripts/check_finetune.sh: dialogues, answers, and what Python's readers make of our files.
+"""Steps of scripts/check_finetune.sh: dialogues, answers, and comparisons with Python libraries that read our files.
 
-  check_finetune.py data FOLDER                         dialogues.jsonl, questions.txt and answers.txt in FOLDER
-  check_finetune.py judge ANSWERS GIVEN                 how many given answers are right
-  check_finetune.py logits MODEL ADAPTER MERGED OURS    the adapter in PEFT and the merged folder in transformers, against our logits
-  check_finetune.py gguf MERGED FILE ...                GGUF files by gguf's reader, against the merged folder
+  check_finetune.py data FOLDER                         write dialogues.jsonl, questions.txt and answers.txt to FOLDER
+  check_finetune.py judge ANSWERS GIVEN                 count the given answers that are right
+  check_finetune.py logits MODEL ADAPTER MERGED OURS    compare the adapter in PEFT and the merged folder in transformers with our logits
+  check_finetune.py gguf MERGED FILE ...                compare GGUF files, read by gguf's reader, with the merged folder
 """
 import json
 import os
@@ -12,7 +12,7 @@ import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LOGITS = 1e-4
-# Merging rounds the weights once.
+# Merging rounds the weights once more.
 MERGED = 5e-4
 RIGHT = 0.9
 
@@ -51,14 +51,14 @@ def data(folder):
 def judge(answers, given):
     want, got = (open(path).read().splitlines() for path in (answers, given))
     if len(want) != len(got):
-        sys.exit(f"{len(got)} lines of answers to {len(want)} questions")
+        sys.exit(f"{len(got)} answer lines for {len(want)} questions")
     right = sum(a == b for a, b in zip(want, got))
     for a, b in zip(want, got):
         if a != b:
             print(f"  wrong: {b!r}, right: {a!r}")
-    print(f"{right} of {len(want)} held-out questions are answered right")
+    print(f"{right} of {len(want)} held-out questions are answered correctly")
     if right < RIGHT * len(want):
-        sys.exit(f"fewer than {RIGHT:.0%}")
+        sys.exit(f"fewer than {RIGHT:.0%} are correct")
 
 
 def logits(model, adapter, merged, ours):
@@ -77,7 +77,7 @@ def logits(model, adapter, merged, ours):
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, adapter).eval()
     in_f32 = far(adapted, "adapter")
-    # Logits of up to 46 in f32 are 1e-4 away from the exact ones, torch's as ours: to agree with either is to agree.
+    # In f32, logits as large as 46 deviate by 1e-4 from the exact ones, in torch as well as here. Agreement with f32 or f64 is enough.
     in_f64 = far(adapted.double(), "adapter")
     of_merged = far(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64), "adapter")
     own = AutoTokenizer.from_pretrained(merged)
@@ -87,7 +87,7 @@ def logits(model, adapter, merged, ours):
     print(f"logits differ by at most {in_f64:.1e} from PEFT in f64 ({in_f32:.1e} in f32), {of_merged:.1e} from the merged folder in f64")
     print(f"the adapter changes logits by up to {change:.1f}")
     if min(in_f32, in_f64) > LOGITS or of_merged > MERGED or change < 1:
-        sys.exit(f"more than {LOGITS} (adapter) or {MERGED} (merged folder), or no change")
+        sys.exit(f"the logits differ by more than {LOGITS} (adapter) or {MERGED} (merged folder), or the adapter has no effect")
 
 
 def gguf(merged, files):
@@ -143,7 +143,7 @@ def gguf(merged, files):
         assert found == set(tensors), (path, set(tensors) - found)
         types = sorted({tensor.tensor_type.name for tensor in reader.tensors})
         limit = 5e-3 if "Q8_0" in types else 5e-4
-        print(f"{os.path.basename(path)}: {len(found)} tensors of {', '.join(types)}, at most {most:.1e} of the largest weight away")
+        print(f"{os.path.basename(path)}: {len(found)} tensors of {', '.join(types)}, largest error {most:.1e} of the largest weight")
         assert most < limit, path
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# A real model: SmolLM2-135M-Instruct is fine-tuned, and what comes out is used by Python's libraries.
+# Fine-tunes a real model, SmolLM2-135M-Instruct, and uses the results with Python libraries.
 #
 #   scripts/check_finetune.sh VENV SMOLLM2 [FOLDER]
 #
-# VENV is a Python environment with torch (for CPU), transformers, peft, safetensors and gguf. SMOLLM2 is the model's folder
-# in f32. What is made stays in FOLDER, or is removed at the end.
+# VENV is a Python environment with torch (for CPU), transformers, peft, safetensors and gguf. SMOLLM2 is the folder of the
+# model in f32. The results stay in FOLDER; without FOLDER they are removed at the end.
 #
-#   1. the model's logits, and LoRA's losses over 20 steps, are those of transformers and PEFT;
-#   2. after 300 steps on dialogues about sums and differences of numbers to 20, and about orders, the model answers at least
-#      90 % of 100 other questions;
-#   3. PEFT loads the adapter, with our logits within 1e-4, and transformers the merged folder; both answer alike here;
-#   4. gguf's reader finds in both GGUF files what llama.cpp looks for, and the merged weights.
+#   1. The model's logits, and LoRA's losses over 20 steps, match those of transformers and PEFT.
+#   2. After 300 steps on dialogues about sums and differences of numbers up to 20, and about sorting, the model answers at
+#      least 90 % of 100 held-out questions correctly.
+#   3. PEFT loads the adapter, and its logits match ours within 1e-4. transformers loads the merged folder. The adapter and the
+#      merged folder give the same answers here.
+#   4. gguf's reader finds the fields that llama.cpp needs, and the merged weights, in both GGUF files.
 #
-# 300 steps of 4 x 256 tokens take half an hour on two idle cores: what is answered right is judged last.
+# 300 steps of 4 x 256 tokens take half an hour on two idle cores. The answers are judged last.
 set -euo pipefail
 venv=${1:?usage: scripts/check_finetune.sh VENV SMOLLM2 [FOLDER]}
 model=${2:?usage: scripts/check_finetune.sh VENV SMOLLM2 [FOLDER]}
@@ -49,4 +50,4 @@ CANDLE_ZERO_ADAPTER=$folder/adapter CANDLE_ZERO_LOGITS=$folder/logits.safetensor
 python logits "$model" "$folder/adapter" "$folder/merged" "$folder/logits.safetensors"
 python gguf "$folder/merged" "$folder/f16.gguf" "$folder/q8_0.gguf"
 python judge "$folder/answers.txt" "$folder/given.txt"
-echo "all is as it should be"
+echo "all checks passed"

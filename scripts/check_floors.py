@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Checks that a module uses only modules of lower floors.
 
-    scripts/check_floors.py [SRC]        reads every path in SRC (src) against scripts/floors.txt
+    scripts/check_floors.py [SRC]        checks every path in SRC (default: src) against scripts/floors.txt
     scripts/check_floors.py --arrows     prints which room uses which
 
-Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every circle of files that the table
-does not allow; then exits with code 1.
+Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every circle of files that the table does not
+allow. Exits with code 1 if there is one.
 """
 import pathlib
 import re
@@ -18,7 +18,7 @@ MOST_CIRCLES = 3
 
 
 class Table:
-    """The order of the floors and the circles that may stand, as scripts/floors.txt has them."""
+    """The order of the floors and the allowed circles, read from scripts/floors.txt."""
 
     def __init__(self, text):
         self.floor, self.files, self.circles = {}, {}, []
@@ -37,7 +37,7 @@ class Table:
                 self.circles.append((set(files.split()), reason.strip()))
 
     def room(self, file):
-        """The room with the longest pattern that the file has, of a file before a folder; None where no room has it."""
+        """Returns the room with the longest matching pattern, preferring files to folders; None if no room matches."""
         found = [
             (not pattern.endswith("/"), len(pattern), name)
             for name, patterns in self.files.items()
@@ -48,7 +48,7 @@ class Table:
 
 
 def circles_of(arrows):
-    """Sets of files that reach each other (Tarjan's strongly connected components of more than one file)."""
+    """Returns the sets of files that reach each other (Tarjan's strongly connected components of more than one file)."""
     to = {}
     for a, b, *_ in arrows:
         to.setdefault(a, []).append(b)
@@ -78,10 +78,10 @@ def circles_of(arrows):
 
 
 def problems(src, table):
-    """What is wrong, one line each."""
+    """Returns the problems, one line each."""
     arrows, files = Crate(src).arrows(), sorted(path.relative_to(src).as_posix() for path in src.rglob("*.rs"))
     rooms = {file: table.room(file) for file in files}
-    found = [f"{file}: in no room of the table" for file in files if rooms[file] is None]
+    found = [f"{file}: not in any room of the table" for file in files if rooms[file] is None]
     found += [f"the table's room {name} has no file" for name in table.floor if name not in rooms.values()]
     for a, b, line, _ in sorted(arrows):
         here, there = rooms[a], rooms[b]
@@ -98,9 +98,9 @@ def problems(src, table):
             found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(inside) if a in circle and b in circle]
     for files, reason in table.circles:
         if files not in stood or not reason:
-            found.append(f"the table's circle {' '.join(sorted(files))} " + ("is none any more" if reason else "has no reason"))
+            found.append(f"the table's circle {' '.join(sorted(files))} " + ("no longer exists" if reason else "has no reason"))
     if len(table.circles) > MOST_CIRCLES:
-        found.append(f"the table has {len(table.circles)} circles; at most {MOST_CIRCLES} may stand")
+        found.append(f"the table has {len(table.circles)} circles; at most {MOST_CIRCLES} are allowed")
     return found
 
 

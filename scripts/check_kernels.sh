@@ -4,9 +4,9 @@
 #
 #   scripts/check_kernels.sh [TOOLKIT]
 #
-# TOOLKIT is a folder as scripts/fetch_cuda.sh makes it, which is called where there is none: target/cuda-toolkit by default.
-# The exit status is 1 where a file does not compile, gives a warning, or a kernel spills registers to memory; no kernel may.
-# It is 77 where the compiler cannot be had; the last line says why.
+# TOOLKIT is a folder made by scripts/fetch_cuda.sh, target/cuda-toolkit by default. The script is called if the folder does not
+# exist. The exit status is 1 if a file does not compile or produces a warning, or if a kernel spills registers to memory. It is
+# 77 if the compiler is not available; the last line gives the reason.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 toolkit=${1:-${CARGO_TARGET_DIR:-target}/cuda-toolkit}
@@ -17,18 +17,18 @@ code=$?
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# A line for each kernel of a file, into a file; what is wrong, into another.
+# Writes a line for each kernel of a file to one file, and the problems to another.
 check() { # file, architecture
     local name architecture=$2 own
     name=$(basename "$1" .cu)
     own=$work/$name.$architecture
     mkdir "$own"
-    # As build.rs does.
+    # The same options as in build.rs.
     "$toolkit/bin/nvcc" --ptx -O3 -std=c++17 --default-stream per-thread --fmad=false --Werror all-warnings \
         --gpu-architecture="compute_$architecture" --output-directory "$own" "$1" >"$own/wrong" 2>&1 &&
         "$toolkit/bin/ptxas" -v -arch="sm_$architecture" "$own/$name.ptx" -o "$own/$name.cubin" >"$own/log" 2>&1 ||
         { cat "$own/log" >>"$own/wrong" 2>/dev/null; echo "FAILED: $1 for $architecture" >>"$own/wrong"; return; }
-    # What ptxas says in three lines.
+    # ptxas prints three lines for each kernel.
     awk -v where="$name sm_$architecture" '
         /Compiling entry function/ { split($0, quoted, "\047"); kernel = quoted[2] }
         /spill stores/ {
@@ -48,7 +48,7 @@ check() { # file, architecture
 
 for file in src/cuda/kernels/*.cu; do
     for architecture in 80 90 100; do
-        # As many at a time as there are cores.
+        # One job per core at a time.
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
         check "$file" "$architecture" &
     done
@@ -58,7 +58,7 @@ cat "$work"/*/lines "$work"/*/wrong
 kernels=$(cat "$work"/*/lines | wc -l)
 failed=0
 [ -z "$(cat "$work"/*/wrong)" ] || failed=1
-# Without any there would be nothing that could have failed.
+# Without kernels, nothing could have failed.
 [ "$kernels" -gt 0 ] || { echo "FAILED: no kernel was assembled"; exit 1; }
 [ "$failed" = 0 ] && echo "$kernels kernels assembled, no spills"
 exit "$failed"

@@ -3,15 +3,15 @@
 
     scripts/check_manifests.py ZERORUN
 
-Needs kubernetes-validate, kubeflow-trainer-api and kubeflow-training from PyPI. What is checked by what:
+Needs kubernetes-validate, kubeflow-trainer-api and kubeflow-training from PyPI. The parts are checked as follows:
 
-- the Secret before the JobSet: Kubernetes' JSON schemas, of kubernetes-validate
-- the whole JobSet (v1alpha2): models that are made of JobSet's own definition, in kubeflow-trainer-api
-- the Job in it, and each pod template: Kubernetes' JSON schemas, in which an unknown key is an error, of kubernetes-validate
-- MPIJob: `runPolicy` and the replicas by the models of v1 in kubeflow-training. Nothing on PyPI has those of v2beta1, so the
-  names of its other keys stand here.
+- the Secret before the JobSet: with Kubernetes' JSON schemas from kubernetes-validate
+- the complete JobSet (v1alpha2): with the models in kubeflow-trainer-api, which are generated from JobSet's own definition
+- the Job in it, and each pod template: with Kubernetes' JSON schemas from kubernetes-validate, in which an unknown key is an error
+- the MPIJob: `runPolicy` and the replicas with the v1 models in kubeflow-training. No package on PyPI has the v2beta1 models, so
+  the names of the other keys are listed in this script.
 
-Before that, mistakes that are planted have to be found. Exit status 1: something is wrong; the lines say what.
+The checks must also find the mistakes that this script plants. Exit status 1: something is wrong; the output lists the problems.
 """
 
 import copy
@@ -25,7 +25,7 @@ import yaml
 from kubeflow.training import models as v1
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-# Of MPIJobSpec in v2beta1 of the operator's document.
+# The keys of MPIJobSpec in v2beta1, from the documentation of the operator.
 MPIJOB = {
     "slotsPerWorker": lambda value: isinstance(value, int) and value > 0,
     "mpiImplementation": lambda value: value in ("OpenMPI", "Intel", "MPICH"),
@@ -35,11 +35,11 @@ MPIJOB = {
 
 
 def unknown(found, read, at=""):
-    """What a model has not taken over from a manifest."""
+    """Yields the differences between a manifest and the model that read it."""
     if isinstance(found, dict) and isinstance(read, dict):
         for key, value in found.items():
             if key not in read:
-                yield f"{at}.{key} is no key of it"
+                yield f"{at}.{key} is not a known key"
             else:
                 yield from unknown(value, read[key], f"{at}.{key}")
     elif isinstance(found, list) and isinstance(read, list) and len(found) == len(read):
@@ -50,7 +50,7 @@ def unknown(found, read, at=""):
 
 
 def by_schema(document):
-    """Problems of an object of Kubernetes itself."""
+    """Yields the problems of a built-in Kubernetes object."""
     try:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -58,7 +58,7 @@ def by_schema(document):
 
 
 def of_template(template):
-    """Problems of a pod template."""
+    """Yields the problems of a pod template."""
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **template.get("metadata", {})}}
     yield from by_schema({**pod, **{key: value for key, value in template.items() if key != "metadata"}})
 
@@ -76,9 +76,9 @@ def of_jobset(document):
 
 
 def of_model(value, model):
-    """Problems of a part by a model whose attributes have other names than its keys."""
+    """Yields the problems of a part, using a model whose attributes are named differently from its keys."""
     keys = set(model.attribute_map.values())
-    yield from (f"{key} is no key of {model.__name__}" for key in value if key not in keys)
+    yield from (f"{key} is not a key of {model.__name__}" for key in value if key not in keys)
     try:
         model(**{name: value[key] for name, key in model.attribute_map.items() if key in value})
     except ValueError as error:
@@ -104,7 +104,7 @@ def problems(document):
         return list(of_mpijob(document))
     if kind == ("v1", "Secret"):
         return list(by_schema(document))
-    return [f"{kind} is neither a JobSet nor an MPIJob nor a Secret"]
+    return [f"{kind} is not a JobSet, an MPIJob or a Secret"]
 
 
 def printed(zerorun, cluster):
@@ -113,13 +113,13 @@ def printed(zerorun, cluster):
 
 
 def as_a_file(path):
-    """A file of deploy/, where words between @ stand for what is filled in."""
+    """Returns the text of a file of deploy/ with its @PLACEHOLDERS@ filled in."""
     of = {"SECRET": "", "MAX_RESTARTS": "3", "NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
     return re.sub(r"@([A-Z_]+)@", lambda word: of.get(word[1], word[1].lower().replace("_", "-")), path.read_text())
 
 
 def plant(document, path, value):
-    """A copy with a mistake."""
+    """Returns a copy of the document with a mistake planted at the path."""
     document = copy.deepcopy(document)
     at = document
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Checks what a run of examples/train_gpt.rs left: check_run.py METRICS.jsonl WEIGHTS.safetensors STEPS"""
+"""Checks the output files of a run of examples/train_gpt.rs: check_run.py METRICS.jsonl WEIGHTS.safetensors STEPS"""
 
 import json
 import math
@@ -20,9 +20,9 @@ with open(weights, "rb") as file:
     data = file.read()
 header.pop("__metadata__", None)
 values = struct.unpack(f"<{len(data) // 4}f", data)
-assert header and all(entry["dtype"] == "F32" for entry in header.values()), "weights that are not f32"
+assert header and all(entry["dtype"] == "F32" for entry in header.values()), "some weights are not f32"
 ends = sorted(entry["data_offsets"] for entry in header.values())
 assert ends[0][0] == 0 and ends[-1][1] == len(data), "the header does not describe the data"
-assert all(a[1] == b[0] for a, b in zip(ends, ends[1:])), "gaps between tensors"
-assert all(map(math.isfinite, values)), "weights that are not finite"
-print(f"{len(rows)} steps, loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}; {len(header)} tensors of {len(values)} elements")
+assert all(a[1] == b[0] for a, b in zip(ends, ends[1:])), "there are gaps between tensors"
+assert all(map(math.isfinite, values)), "some weights are not finite"
+print(f"{len(rows)} steps, loss {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}; {len(header)} tensors with {len(values)} elements")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# TensorBoard's own reader on our event files: every value must be that of the metrics file of the same run. One run ends
-# by itself, one is killed in the middle: what it had written must be readable too.
+# Reads our event files with TensorBoard's own reader: every value must equal that in the metrics file of the same run. One run
+# ends normally. Another is killed while it trains, and everything that it wrote before must be readable too.
 #
 #   scripts/check_tensorboard.sh VENV
 #
-# VENV is a Python environment with tensorboard. Without tensorboard in it the check is skipped, which it says (exit code 3).
+# VENV is a Python environment with tensorboard. Without tensorboard, the check is skipped with a message (exit code 3).
 set -euo pipefail
 venv=${1:?usage: scripts/check_tensorboard.sh VENV}
 venv=$(cd "$venv" && pwd)
@@ -42,7 +42,7 @@ sleep 4
 kill -KILL $!
 wait $! 2> /dev/null || true
 sleep 1
-# The step that was cut off may be in one file and not yet, or only in part, in the other.
+# The interrupted step may be in one file while it is missing or incomplete in the other.
 "$venv/bin/python" - "$folder/killed" "$folder/killed.jsonl" <<'PYTHON'
 import json, struct, sys
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures training on two hosts, and compares it with `zerorun estimate --hosts`.
+"""Measures training on two hosts and compares it with the prediction of `zerorun estimate --hosts`.
 
     cargo build --release --bins && cargo build --release --manifest-path examples/Cargo.toml --bin train_gpt
     scripts/fetch_mpi.sh target/mpi
     python3 scripts/cluster_figures.py [--mpi mpich|openmpi] [--ranks N] [--steps N] [--cable BITS_PER_SECOND,MICROSECONDS ...]
 
-The hosts are network namespaces of this machine, each with N ranks and one half of the cores, joined by the cable of
-scripts/cable.c, so it must be run by root, on a machine that does nothing else. The step of one host that an estimate starts from
-is that of one of two jobs, one on each host, that run at a time. The network is what
-`zerorun bench network` measures. Prints Markdown.
+The hosts are network namespaces on this machine, each with N ranks and half of the cores, connected by the simulated cable of
+scripts/cable.c. The script must be run by root, on an otherwise idle machine. The estimate starts from the step time on one host. To
+measure it, two jobs run at the same time, one on each host, and one of them is used. The network parameters are those measured by
+`zerorun bench network`. Prints Markdown.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ALL_CORES = sorted(os.sched_getaffinity(0))
 HALF = len(ALL_CORES) // 2
 CORES = [",".join(map(str, cores)) for cores in [ALL_CORES[:HALF], ALL_CORES[HALF : 2 * HALF]]]
 COMPRESSED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-# Of each: what it is called, the stage, and more keys of zero_optimization.
+# For each setting: its name, its stage, and additional keys of zero_optimization.
 SETTINGS = [
     ("stage 3", 3, {}),
     ("stage 3, int8 weights, int4 gradients", 3, COMPRESSED),
@@ -55,7 +55,7 @@ def environment(library):
 
 
 class Cable:
-    """Two hosts and the cable between them."""
+    """Two hosts and the simulated cable between them."""
 
     def __init__(self, program, rate, delay, work):
         self.end()
@@ -63,7 +63,7 @@ class Cable:
             run(["ip", "netns", "add", host])
         self.process = subprocess.Popen([program, *HOSTS, str(rate), str(delay)], stdout=subprocess.PIPE, text=True)
         if not self.process.stdout.readline():
-            sys.exit("the cable could not be made")
+            sys.exit("the cable could not be created")
         for number, host in enumerate(HOSTS, 1):
             run(["ip", "-n", host, "link", "set", "lo", "up"])
             run(["ip", "-n", host, "address", "add", f"10.77.0.{number}/24", "dev", "cable"])
@@ -93,11 +93,11 @@ class Cable:
         self.end()
 
     def on(self, host):
-        """The words that start a program on a host, by its cores."""
+        """Returns the command prefix that starts a program on the cores of a host."""
         return ["taskset", "-c", CORES[host], "ip", "netns", "exec", HOSTS[host], "unshare", "-u", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
 
     def mpirun(self, library, ranks):
-        """The words that start so many ranks on each host."""
+        """Returns the command prefix that starts this number of ranks on each host."""
         words = self.on(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
         at, both = f"10.77.0.1:{ranks},10.77.0.2:{ranks}", str(2 * ranks)
         if library == "mpich":
@@ -114,7 +114,7 @@ def training(config, metrics, steps):
 
 
 def step_of(metrics):
-    """Seconds of the median step, the first three left out, and the summary's bytes between hosts in a step."""
+    """Returns the seconds of the median step, without the first three steps, and the bytes between hosts per step, from the summary."""
     lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     phases = ["forward_ms", "backward_ms", "step_ms"]
@@ -139,7 +139,7 @@ def main():
         run(["cc", "-O2", "-pthread", "-o", program, ROOT / "scripts" / "cable.c"])
         configs = {}
         for name, stage, more in SETTINGS:
-            # A second copy is of groups of ranks.
+            # hpZ keeps a second copy per group of ranks, so the group size must be the number of ranks.
             if more.get("zero_hpz_partition_size", given.ranks) != given.ranks:
                 continue
             config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())

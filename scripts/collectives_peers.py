@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Collectives of MPI libraries and of gloo between two processes of this host, beside `cargo bench --bench collectives`.
+"""Measures collectives of MPI libraries and of gloo between two processes on this host, to compare with
+`cargo bench --bench collectives`.
 
     scripts/fetch_mpi.sh target/mpi
     python3 scripts/collectives_peers.py [PYTHON_WITH_TORCH]
 
-Prints a line for each peer and collective: GB/s of the whole buffer of 64 MiB, and microseconds of an all-reduce of 1 KiB.
+Prints a line for each peer and collective: the rate in GB/s for a buffer of 64 MiB, and the time in microseconds of an all-reduce of
+1 KiB.
 """
 
 import os
@@ -55,9 +57,9 @@ if rank == 0:
 
 
 def mpi(name, folder, work):
-    """The lines of one library's own collectives."""
+    """Returns the output lines of the collectives of an MPI library."""
     program = work / name
-    # The wheel's compiler wrapper names the compiler that it was built with.
+    # cc is called directly, because the wheel's compiler wrapper uses the compiler that it was built with.
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(work)}
     flags = ["-O2", f"-I{folder / 'include'}", f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-lmpi"]
     source = str(ROOT / "scripts" / "mpi_calls.c")
@@ -70,12 +72,12 @@ def mpi(name, folder, work):
 
 
 def gloo(python, work):
-    """The lines of torch.distributed's gloo."""
+    """Returns the output lines of gloo in torch.distributed."""
     ranks = [[python, "-c", GLOO, str(rank), str(work / "meeting")] for rank in range(2)]
     processes = [subprocess.Popen(rank, stdout=subprocess.PIPE, text=True) for rank in ranks]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        sys.exit("gloo's ranks failed")
+        sys.exit("the ranks of gloo failed")
     return outputs[0].splitlines()
 
 

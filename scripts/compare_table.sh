@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The table "Beside DeepSpeed" of docs/performance.md: both sides in turn on the same work. Takes half an hour on two
-# cores, on which nothing else may run.
+# Measures the table that compares this library with DeepSpeed in docs/performance.md: both run the same work in turn. Takes
+# half an hour on two cores, on which nothing else may run.
 #
 #   scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]
 #
-# VENV holds DeepSpeed, as the peer's setup.sh makes it; PEER is the folder of the peer's scripts. OUT becomes the table.
+# VENV is the Python environment with DeepSpeed that the peer's setup.sh creates. PEER is the folder of the peer's scripts. The
+# table is written to OUT.
 set -euo pipefail
 venv=${1:?usage: scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]}
 out=${2:?usage: scripts/compare_table.sh VENV OUT [ROUNDS] [STEPS]}

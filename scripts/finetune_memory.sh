@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fine-tunes large models of random weights within limits of memory (RLIMIT_DATA):
-#   a Llama-3.2-1B shape with LoRA on one rank in 2 GiB, killed in the middle and resumed;
-#   a Llama-2-7B shape with QLoRA on two ranks in 6 GiB each, three steps.
+# Fine-tunes large models with random weights under memory limits (RLIMIT_DATA):
+#   a model with the shape of Llama-3.2-1B, with LoRA on one rank in 2 GiB, killed during training and resumed;
+#   a model with the shape of Llama-2-7B, with QLoRA on two ranks in 6 GiB each, for three steps.
 # Usage: scripts/finetune_memory.sh ZERORUN [1b|7b]...   ($WORK: a folder with space for the models, 2.5 and 13.5 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ tokenizer=tests/fixtures/finetune/models/llama
 data=tests/fixtures/finetune/smollm2/chats.jsonl
 ctx=${CTX:-256}
 
-# The most memory that a rank had resident, and the seconds of each step.
+# Prints the loss, seconds and peak resident memory of each step, and the memory of each kind of state.
 figures() {
     python3 - "$1" <<'PY'
 import json, sys
@@ -19,12 +19,12 @@ lines = [json.loads(line) for line in open(sys.argv[1])]
 steps = [line for line in lines if "summary" not in line]
 for line in steps:
     seconds = (line["forward_ms"] + line["backward_ms"] + line["step_ms"]) / 1e3
-    print(f"step {line['step']}: loss {line['loss']:.4f}, {seconds:.1f} s, resident at most {line['rss_peak_bytes'] / 2**20:.0f} MiB")
+    print(f"step {line['step']}: loss {line['loss']:.4f}, {seconds:.1f} s, resident peak {line['rss_peak_bytes'] / 2**20:.0f} MiB")
 for line in lines:
     if "summary" in line:
         for row in line["memory"]["rows"]:
             if row["peak"] or row["file"]["peak"]:
-                print(f"{row['kind']:15} {row['peak'] / 2**20:9.1f} MiB at most, {row['held'] / 2**20:9.1f} held, {row['file']['peak'] / 2**20:9.1f} in files")
+                print(f"{row['kind']:15} {row['peak'] / 2**20:9.1f} MiB peak, {row['held'] / 2**20:9.1f} held, {row['file']['peak'] / 2**20:9.1f} in files")
 PY
 }
 
@@ -36,7 +36,7 @@ one_b() {
             --out "$work/out1" --save "$work/save1" --save_every 1 --resume --metrics "$work/m1.jsonl" --cache "$work/cache")
     }
     run & job=$!
-    # Killed in the middle of the third step.
+    # The job is killed during the third step.
     until [ "$(grep -c '"loss"' "$work/m1.jsonl" 2>/dev/null || true)" -ge 2 ] 2>/dev/null; do
         kill -0 "$job" || { wait "$job"; exit 1; }
         sleep 1
@@ -61,6 +61,6 @@ seven_b() {
 }
 
 for what in "${@:-1b}"; do
-    case $what in 1b) one_b ;; 7b) seven_b ;; *) echo "1b or 7b, not $what"; exit 2 ;; esac
+    case $what in 1b) one_b ;; 7b) seven_b ;; *) echo "usage: give 1b or 7b, not $what"; exit 2 ;; esac
 done
-echo "in $work"
+echo "results are in $work"

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Fine-tunes a model with the README's command on facts that it cannot know, and asks for them.
+"""Fine-tunes a model with the README's command on facts that it cannot know, and asks for those facts.
 
     scripts/first_finetune.py ZERORUN MODEL [--kinds KIND...] [--seeds N...] [--samples N] [--folder DIR] [-- FLAG...]
 
-For each kind of facts and each seed it writes SAMPLES lines (80 by default) of questions with invented answers, runs
+For each kind of fact and each seed, the script writes SAMPLES lines (80 by default) of questions with invented answers, runs
 
     zerorun finetune MODEL --data chats.jsonl --val 5% --out adapter
 
-with its defaults, asks the tuned model every question it was trained on, with greedy answers, and prints how many are right.
-It fails where one data set has less than 90 %. FLAGs behind `--` are added to the command, to try other settings. MODEL is a
-folder in Hugging Face's format or a GGUF file, such as SmolLM2-135M-Instruct. The standard library is all it needs.
+with its defaults, asks the tuned model all questions with greedy decoding, and prints how many of the answers it was trained on are
+right. The script fails if a data set has less than 90 % right answers. FLAGs after `--` are added to the command, to try other settings.
+MODEL is a folder in Hugging Face format or a GGUF file, such as SmolLM2-135M-Instruct. Only the standard library is needed.
 """
 
 import argparse, json, random, subprocess, sys, tempfile, time
@@ -22,7 +22,7 @@ GOODS = "salt wool honey copper glass rope paper barley silk pepper".split()
 
 
 def invented(rng):
-    """A name that nobody has."""
+    """Returns an invented name."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()
 
 
@@ -49,7 +49,7 @@ KINDS = {fact.__name__: fact for fact in (codes, keepers, traits, prices)}
 
 
 def facts(kind, seed, samples):
-    """Questions with their answers, each of another name. `mixed` has all kinds."""
+    """Returns questions with their answers, each about a different name. `mixed` contains all kinds."""
     rng = random.Random(f"{kind} {seed}")
     names = set()
     while len(names) < samples:
@@ -62,7 +62,7 @@ def facts(kind, seed, samples):
 def run(command, **options):
     result = subprocess.run([str(word) for word in command], text=True, capture_output=True, **options)
     if result.returncode:
-        sys.exit(f"{' '.join(map(str, command))} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+        sys.exit(f"{' '.join(map(str, command))} failed with exit code {result.returncode}:\n{result.stdout}{result.stderr}")
     return result.stdout, result.stderr
 
 
@@ -71,7 +71,7 @@ def is_right(given, answer):
 
 
 def check(arguments, kind, seed, folder):
-    """The part of the questions that the tuned model answers with the answer that it was trained on."""
+    """Returns the share of the questions that the tuned model answers with the answer that it was trained on."""
     pairs = facts(kind, seed, arguments.samples)
     chat = lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat(*pair)) + "\n" for pair in pairs))
@@ -80,12 +80,12 @@ def check(arguments, kind, seed, folder):
     said, _ = run([*command, "--out", folder / "adapter", "--cache", folder / "cache", *arguments.flags])
     seconds = time.time() - begun
     ask = [arguments.zerorun, "generate", arguments.model, "--adapter", folder / "adapter", "--max_tokens", 40]
-    # Beside the answers to standard output stand a few words about speed.
+    # Only the answers are on standard output; the speed is reported on standard error.
     answers, _ = run(ask, input="".join(question + "\n" for question, _ in pairs))
     answers = answers.splitlines()
     assert len(answers) == len(pairs), f"{len(answers)} answers to {len(pairs)} questions:\n" + "\n".join(answers)
     right = [is_right(given, answer) for given, (_, answer) in zip(answers, pairs)]
-    # Which samples are held out is the run's own choice: of what is left at most so many can be right.
+    # The run chooses which samples to hold out; at most the remaining number can be right.
     trained = arguments.samples - round(arguments.samples * 0.05)
     plan = next((line for line in said.splitlines() if " steps" in line), "")
     print(f"{kind}, seed {seed}: {sum(right)} of {trained} questions trained on, {seconds:.0f} s; {plan}", flush=True)
@@ -101,8 +101,8 @@ def main():
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, "mixed"], choices=[*KINDS, "mixed"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--samples", type=int, default=80)
-    parser.add_argument("--show", type=int, default=3, help="wrong answers to print")
-    parser.add_argument("--folder", type=Path, help="where files stay [default: nowhere]")
+    parser.add_argument("--show", type=int, default=3, help="number of wrong answers to print")
+    parser.add_argument("--folder", type=Path, help="folder in which files are kept [default: a temporary folder]")
     own = sys.argv[1:]
     at = own.index("--") if "--" in own else len(own)
     arguments = parser.parse_args(own[:at])
@@ -116,7 +116,7 @@ def main():
                 parts.append(check(arguments, kind, seed, folder))
     print(f"at least {min(parts):.1%} right, on average {sum(parts) / len(parts):.1%}")
     if min(parts) < 0.9:
-        sys.exit("a data set has less than 90 % right")
+        sys.exit("a data set has less than 90 % right answers")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks feature `cuda` on this machine's GPU, prints figures and a verdict per check.
+# Checks the `cuda` feature on this machine's GPU, and prints figures and a verdict for each check.
 #
-#   scripts/gpu_check.sh [STEPS]     steps of the GPT-2 run (default 30)
+#   scripts/gpu_check.sh [STEPS]     number of steps of the GPT-2 run (default 30)
 #
-# Exit code: 0 all passed, 1 something failed, 2 no GPU or no CUDA toolkit here.
+# Exit code: 0 all checks passed, 1 a check failed, 2 this machine has no GPU or no CUDA toolkit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-# So that CUDA numbers GPUs as nvidia-smi does.
+# Makes CUDA number GPUs in the same way as nvidia-smi.
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
 steps=${1:-30}
 failed=0
@@ -23,7 +23,7 @@ missing() {
 
 compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1 || missing "no NVIDIA GPU answers on this machine"
 command -v "${NVCC:-nvcc}" >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] ||
-    missing "there is no nvcc; feature cuda is built with the CUDA toolkit"
+    missing "nvcc was not found; the cuda feature is built with the CUDA toolkit"
 
 work=$(mktemp -d)
 trap 'kill "${sampler:-}" 2>/dev/null; rm -rf "$work"' EXIT
@@ -35,9 +35,9 @@ if ! cargo build --release --features cuda --workspace --bin zerorun --bin train
 fi
 verdict PASS "cargo build --features cuda"
 
-# 2. Layers agree with their references; stages with each other, and with the CPU. A test that found no GPU has passed without a check;
-# those that plant faults in the stand-in of tools/mock_cuda have nothing to check on a GPU.
-layers="layers as their references; stages 0 to 3: the same bits, the CPU's losses within 1e-4, absent parameters refused"
+# 2. Layers agree with their references, and the stages with each other and with the CPU. Tests that find no GPU pass without
+# checking anything. Tests that plant faults in the mock of CUDA (tools/mock_cuda) have nothing to check on a GPU.
+layers="layers match their references; stages 0 to 3: identical bits, losses within 1e-4 of the CPU's, missing parameters refused"
 cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: gpus:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
     verdict FAIL "$layers"
@@ -48,7 +48,7 @@ else
 fi
 
 # 3. GPT-2 (124 million parameters) learns at stage 3 in bf16. Two ranks share the GPU if there is room for both.
-# A number of the first GPU that programs see; nothing without nvidia-smi.
+# Prints a value for the first visible GPU, or nothing without nvidia-smi.
 smi() { python3 -B -c 'import sys; sys.path.insert(0, "scripts"); from gpu_figures import smi; print(*smi(sys.argv[1])[:1])' "$1"; }
 free_mib=$(smi memory.free)
 ranks=1
@@ -70,50 +70,50 @@ target/release/zerorun --num_ranks "$ranks" --features cuda examples/train_gpt.r
 code=$?
 kill "$sampler"
 
-# The values of a number in the metrics, one per step.
+# Prints the values of a key of the metrics, one per step.
 values() { grep -v '"summary"' "$work/metrics.jsonl" 2>/dev/null | grep -o "\"$1\":[-+0-9.eE]*" | cut -d: -f2; }
 mean() { awk '{ sum += $1 } END { if (NR) printf "%.4f", sum / NR }'; }
 first=$(values loss | head -n 5 | mean)
 last=$(values loss | tail -n 5 | mean)
 printf 'gpt2, context 256, stage 3, bf16, %s rank(s), %s steps\n' "$ranks" "$steps"
-printf '  loss: first five steps %s, last five %s\n' "${first:-none}" "${last:-none}"
+printf '  loss: mean of the first five steps %s, of the last five %s\n' "${first:-none}" "${last:-none}"
 printf '  tokens/s: %s (median step)\n' "$(values tokens_per_s | sort -g | awk '{ v[NR] = $1 } END { if (NR) printf "%.0f", v[int((NR + 1) / 2)] }')"
 if [ -n "${before_mib:-}" ]; then
-    printf '  device memory: %s MiB at the peak, %s MiB before\n' "$(sort -g "$work/used" | tail -n 1)" "$before_mib"
+    printf '  device memory: peak %s MiB, before the run %s MiB\n' "$(sort -g "$work/used" | tail -n 1)" "$before_mib"
 else
     echo '  device memory: unknown (no nvidia-smi)'
 fi
 if [ "$code" != 0 ]; then
     verdict FAIL "gpt2 run: exit code $code"
 elif [ "$(values loss | grep -c '[0-9]')" != "$steps" ]; then
-    verdict FAIL "gpt2 run: not all of $steps steps have a loss that is a number"
+    verdict FAIL "gpt2 run: some of the $steps steps have no numeric loss"
 elif awk "BEGIN { exit !(${last:-9} < ${first:-0} - 0.5) }"; then
     verdict PASS "gpt2 run: the loss falls"
 else
     verdict FAIL "gpt2 run: the loss does not fall by 0.5 in $steps steps"
 fi
 
-# 4. Models at all stages and with offload: tokens/s and the part of the GPU's peak.
+# 4. Models at all stages and with offload: tokens/s and the share of the GPU's peak.
 if scripts/gpu_figures.py target/release/zerorun; then
-    verdict PASS "gpt2, gpt2-xl and a Llama of 1 billion parameters at stages 0 to 3 and with offload"
+    verdict PASS "gpt2, gpt2-xl and a 1B-parameter Llama at stages 0 to 3 and with offload"
 else
-    verdict FAIL "gpt2, gpt2-xl and a Llama of 1 billion parameters at stages 0 to 3 and with offload"
+    verdict FAIL "gpt2, gpt2-xl and a 1B-parameter Llama at stages 0 to 3 and with offload"
 fi
 
-# 5. The bandwidth of each kernel against that of the driver's own copy: a line with a verdict each.
+# 5. The bandwidth of each kernel compared with that of the driver's own copy: one line with a verdict for each.
 cargo test --release --features cuda --lib cuda::bandwidth -- --ignored --nocapture 2>&1 | tee "$work/bandwidth.log" |
     grep -E '^(PASS|FAIL|-   )  |^      '
 if [ "${PIPESTATUS[0]}" = 0 ] && grep -q '^PASS  ' "$work/bandwidth.log"; then
-    verdict PASS "kernels reach their part of the memory's bandwidth"
+    verdict PASS "kernels reach the required share of the memory bandwidth"
 else
     grep -A 2 'panicked' "$work/bandwidth.log"
-    verdict FAIL "kernels reach their part of the memory's bandwidth"
+    verdict FAIL "kernels reach the required share of the memory bandwidth"
 fi
 
-# 6. What travels beside backward, from the timeline.
+# 6. The share of gradient communication that overlaps with backward, from the timeline.
 if scripts/gpu_overlap.py target/release/zerorun; then
-    verdict PASS "gradients are on their way beside backward"
+    verdict PASS "gradient communication overlaps with backward"
 else
-    verdict FAIL "gradients are on their way beside backward"
+    verdict FAIL "gradient communication overlaps with backward"
 fi
 exit "$failed"

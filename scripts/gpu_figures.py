@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Trains models on this machine's GPUs at stages 0 to 3 and with offload, and prints a row of figures and PASS or FAIL for each.
+"""Trains models on this machine's GPUs at stages 0 to 3 and with offload, and prints a row of figures with PASS or FAIL for each.
 
     gpu_figures.py ZERORUN [--models gpt2,gpt2-xl,llama-3.2-1b] [--steps 12] [--ranks N] [--features cuda] [--peak TFLOPS]
 
-tokens/s is the median of all steps but the first three. MFU is what the model's products need (6 operations for each weight and
-token, and attention's) over what the GPU's tensor cores can do in bf16, by the name that nvidia-smi shows. PASS means that losses
-are finite and fall, and that at one size all rows have the same first losses. A model that does not fit is no failure, unless none of
-its rows fits, or not even what needs less of the GPU. GPUs are those of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
-Exit code: 0 nothing failed, 1 something did.
+tokens/s is the median of all steps except the first three. MFU is the number of operations in the model's matrix products (6 for each
+weight and token, plus those of attention), divided by the bf16 peak of the GPU's tensor cores. The peak is looked up by the name that
+nvidia-smi shows. PASS means that the losses are finite and decrease, and that all rows of a model have the same first losses. A row that
+does not fit is not a failure, unless no row of the model fits, or the row needs less GPU memory than a row that fits. The GPUs are those
+of CUDA_VISIBLE_DEVICES, in the order of nvidia-smi.
+Exit code: 0 nothing failed, 1 something failed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 
-# Blocks, width and parameters.
+# Number of blocks, width and number of parameters.
 MODELS = {
     "nano": (4, 128, 858_240),
     "gpt2": (12, 768, 124_439_808),
@@ -27,7 +28,7 @@ MODELS = {
     "llama-3.2-1b": (16, 2048, 1_235_814_400),
     "tinyllama-1.1b": (22, 2048, 1_100_048_384),
 }
-# Dense bf16 TFLOPS of NVIDIA's data sheets, by a part of the name that nvidia-smi shows; the first that fits counts.
+# Dense bf16 TFLOPS from NVIDIA's data sheets, by a part of the name that nvidia-smi shows; the first match is used.
 PEAKS = [
     ("B200", 2250), ("H200", 989), ("GH200", 989), ("H100 PCIe", 756), ("H100", 989), ("A100", 312), ("L40S", 362), ("L40", 181),
     ("L4", 121), ("A10G", 70), ("A10", 125), ("A6000", 155), ("RTX 5090", 209), ("RTX 4090", 165), ("RTX 3090", 71),
@@ -42,12 +43,12 @@ OFFLOADS = {
 }
 
 
-# What of a stage lies on the host: a row that fits where its stage does.
+# Rows with offload, and the row without offload: if the latter fits, the former must fit too.
 LESS = {"stage 2, states on the host": "stage 2", "stage 3, all on the host": "stage 3"}
 
 
 def smi(what):
-    """What nvidia-smi says of each GPU that programs see; nothing where it does not answer."""
+    """Queries nvidia-smi for a value of each visible GPU; returns an empty list if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
@@ -63,7 +64,7 @@ def smi(what):
 
 
 def train(options, model, zero, context, folder):
-    """The metrics of a run, and why there are none."""
+    """Returns the metrics of a run, or None and the reason why there are none."""
     config = {
         "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -88,7 +89,7 @@ def train(options, model, zero, context, folder):
 
 
 def is_good(losses, first):
-    """Whether losses are numbers, fall, and begin as those of the first row."""
+    """Returns whether the losses are numbers, decrease, and start with the losses of the first row."""
     numbers = all(isinstance(loss, float) and abs(loss) < 1e9 for loss in losses)
     return numbers and len(losses) > 1 and losses[-1] < losses[0] and losses[: len(first)] == first
 
@@ -131,7 +132,7 @@ def main():
                 print(f"{'PASS' if good else 'FAIL'}  {model}, {way}: {figures}", flush=True)
             if not fitting:
                 failed = True
-                print(f"FAIL  {model}: no row has trained", flush=True)
+                print(f"FAIL  {model}: no configuration could be trained", flush=True)
     sys.exit(1 if failed else 0)
 
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Trains a model on this machine's GPUs with a timeline, and prints what part of each kind of transfer ran beside backward.
+"""Trains a model on this machine's GPUs with a timeline, and prints the share of each kind of transfer that overlaps with backward.
 
     gpu_overlap.py ZERORUN [--model gpt2] [--steps 8] [--ranks N] [--features cuda] [--script examples/train_gpt.rs]
-    gpu_overlap.py --trace FILE        of a trace that zerorun --timeline has written
+    gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
-Ways are stage 2, stage 3, and stage 2 with the optimizer on the host; the first three steps do not count. Backward is as long as the
-GPU ran it; on the CPU it is what the training thread did of it, without its waits. PASS means that gradients (reduce_scatter,
-all_reduce, and copies to the host) were under way beside backward for at least half of their time, and that those of the way were
-there at all; all-gathers run beside forward too and have no verdict. With one GPU there are no collectives.
-Exit code: 0 nothing failed, 1 something did.
+The configurations are stage 2, stage 3, and stage 2 with the optimizer on the host. The first three steps are ignored. The duration of
+backward is the time that the GPU spends on it; on the CPU it is the time that the training thread spends on it, without its waits. PASS
+means that gradient transfers (reduce_scatter, all_reduce, and copies to the host) overlap with backward for at least half of their time,
+and that all transfers that the configuration needs are present. All-gathers also overlap with forward and have no verdict. With one GPU
+there are no collectives.
+Exit code: 0 nothing failed, 1 something failed.
 """
 
 import argparse
@@ -20,10 +21,10 @@ import tempfile
 
 from gpu_figures import MODELS, smi
 
-# The part of the time of gradients on their way that is expected to lie beside backward.
+# The required share of the time of gradient transfers that overlaps with backward.
 FLOOR = 0.5
 GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
-# What is smaller is no transfer of elements: ranks tell each other what they launch, and vote.
+# Smaller transfers do not carry elements: in them, ranks exchange what they launch, and vote.
 LEAST_BYTES = 4096
 FIRST_STEPS = 3
 WAYS = {
@@ -34,7 +35,7 @@ WAYS = {
 
 
 def union(spans):
-    """Spans that do not touch, in order."""
+    """Merges spans into a sorted list of spans that do not touch."""
     merged = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -45,7 +46,7 @@ def union(spans):
 
 
 def minus(spans, others):
-    """What of `spans` is in none of the others; both are unions."""
+    """Returns the parts of `spans` that are not covered by `others`; both are unions."""
     left = []
     for start, end in spans:
         for other_start, other_end in others:
@@ -63,7 +64,7 @@ def common(span, spans):
 
 
 def transfers(path):
-    """For each kind of transfer: milliseconds of a rank and step, and the part of them beside backward."""
+    """Returns for each kind of transfer the milliseconds per rank and step, and the share that overlaps with backward."""
     events = [event for event in json.load(open(path))["traceEvents"]]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     ranks = sorted({pid for pid, _ in lanes})
@@ -94,34 +95,34 @@ def transfers(path):
 
 
 def expected(zero, ranks):
-    """The kinds of gradients of which a way has one."""
+    """Returns groups of kinds of gradient transfers; a run must have at least one kind of each group."""
     collectives = GRADIENTS[:2] if ranks > 1 else ()
     return [kinds for kinds in (collectives, GRADIENTS[2:] if "offload_optimizer" in zero else ()) if kinds]
 
 
 def show(way, path, needed=()):
-    """Prints the rows of a trace; whether one failed, or is missing."""
+    """Prints the rows of a trace; returns whether one failed or is missing."""
     found, failed = transfers(path), False
     for kinds in needed:
         if not any(kind in found for kind in kinds):
             failed = True
             print(f"FAIL  {way}: no {' or '.join(kinds)} in the timeline", flush=True)
     if not found:
-        print(f"-     {way}: nothing travels", flush=True)
+        print(f"-     {way}: no transfers", flush=True)
     for kind, (took, part) in sorted(found.items()):
         verdict = "-   " if kind not in GRADIENTS else "PASS" if part >= FLOOR else "FAIL"
         failed |= verdict == "FAIL"
-        print(f"{verdict}  {way}: {kind} {took:.2f} ms a step, {100 * part:.0f} % beside backward", flush=True)
+        print(f"{verdict}  {way}: {kind} {took:.2f} ms per step, {100 * part:.0f} % overlaps with backward", flush=True)
     return failed
 
 
 def train(options, zero, folder):
-    """The trace of a run, and why there is none."""
+    """Returns the path of the trace of a run, or None and the reason why there is none."""
     parameters = MODELS[options.model][2]
     config = {
         "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-        # Several buckets: the first ones travel while the last ones' gradients are computed.
+        # Several buckets, so that the first are sent while the gradients of the last are computed.
         "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": parameters // 16, **zero},
     }
     files = [os.path.join(folder, name) for name in ("ds.json", "trace.json")]
@@ -162,7 +163,7 @@ def main():
                 print(f"FAIL  {way}: {why}", flush=True)
                 failed = True
                 continue
-            # Without a GPU nothing is copied.
+            # Without a GPU, no copies are made.
             failed |= show(way, trace, expected(zero, options.ranks) if "cuda" in options.features else ())
     sys.exit(failed)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Models and data that are made to hang, fill or kill a program, and what zerorun does with them.
+"""Runs zerorun on models and data that are designed to hang or kill a program, or to exhaust its memory.
 
     scripts/hostile_files.py ZERORUN [--count 250] [--seed 1] [--keep DIR]
 
-Four fifths of the files are chat templates and tokenizers, one fifth are bombs: data of all forms, headers, options. Each is
-given to `zerorun data show`, `generate`, `finetune` or `merge`, alone. None may end by a signal, take more than 10 seconds,
-hold 1 GiB of memory or more, or print a backtrace; what ends with an error says what is wrong.
+Four fifths of the files are chat templates and tokenizers. One fifth are bombs: data in all formats, headers and options. Each file is
+passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may end by a signal, take more than 10 seconds, hold
+1 GiB of memory or more, or print a backtrace. A run that fails must print an error message.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CHATS = [{"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "
 
 
 def expression(r):
-    """A value that is large, or takes long."""
+    """Returns an expression whose value is large or takes long to compute."""
     n = r.choice([10**5, 10**6, 10**9, 10**10, 2**31, 2**63 - 1, 2**64, 10**30])
     return r.choice([
         f"'x' * {n}", f"[1] * {n}", f"(1, 2) * {n}", f"'%{n}d'|format(1)", f"'%.{n}f'|format(1.5)", f"'{{:>{n}}}'.format('x')",
@@ -49,7 +49,7 @@ def expression(r):
 
 
 def body(r, depth=0):
-    """Statements of a template that is hostile."""
+    """Returns statements of a hostile template."""
     count = r.choice([1000, 99999, 100000])
     inner = lambda: body(r, depth + 1) if depth < 3 and r.random() < 0.6 else r.choice(["", "x", "{{ i }}", "{{ 'x' * 100000 }}"])
     kind = r.randrange(15)
@@ -86,13 +86,13 @@ def template(r):
     chat = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     hidden = r.random()
     if hidden < 0.2:
-        # Not for the conversations that a template is looked at with.
+        # The hostile part is skipped for the conversations with which zerorun probes a template.
         return "{% if 'Answer 1' in messages|string %}" + hostile + "{% endif %}" + chat
     return hostile + chat if hidden < 0.8 else chat + hostile
 
 
 def tokenizer(r):
-    """A tokenizer.json that is hostile or damaged, as text."""
+    """Returns the text of a hostile or damaged tokenizer.json."""
     model = json.loads((MODEL / "tokenizer.json").read_text())
     big = r.choice([10**4, 10**6, 3 * 10**6])
     regexes = ["(a+)+$", "(a|a)*b", "(?=(a+))a*b\\1", "(.*)*x", "((a{1,100}){1,100}){1,100}", "(?<=a{1,1000})b", "a{1000}{1000}", "(" * 5000 + ")" * 5000,
@@ -178,7 +178,7 @@ def varint(n):
 
 
 def one_text(size, rows=1):
-    """A Parquet file of one column `text`, whose pages are texts of so many equal bytes, compressed by gzip."""
+    """Returns a Parquet file with one column `text`; each text consists of `size` equal bytes, compressed with gzip."""
     field = lambda delta, kind, value: bytes([delta << 4 | kind]) + value
     i = lambda n: varint(n << 1)
     plain = (struct.pack("<I", size) + b"x" * size) * rows
@@ -198,7 +198,7 @@ def one_text(size, rows=1):
 
 
 def bomb(r, folder):
-    """A bomb: the arguments for it, behind `finetune` or `data show`."""
+    """Creates a bomb; returns its kind, the model, the data, and additional options for `finetune`."""
     kinds = ["line", "sparse", "list", "quote", "columns", "deep", "parquet", "parquet", "damaged", "config", "weights", "gguf", "option", "option", "adapter", "special",
              "numbers", "bom"]
     kind = r.choice(kinds)
@@ -279,7 +279,7 @@ def bomb(r, folder):
 
 
 def run(command, folder, trouble):
-    """Runs a command under watch. Gives its exit code, seconds, most bytes resident, and what it printed."""
+    """Runs a command and monitors it. Returns its exit code, seconds, peak resident bytes, and output."""
     out = folder / "printed"
     environment = dict(os.environ, HOME=str(folder / "home"), TMPDIR=str(folder), XDG_CACHE_HOME=str(folder / "cache"))
     environment.pop("RUST_BACKTRACE", None)
@@ -287,7 +287,7 @@ def run(command, folder, trouble):
     with open(out, "wb") as file:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
-    # By the system's own account a child's peak is known only at its end, and zerorun's ranks are children of it.
+    # The system reports the peak of a child only at its end, and the ranks are children of zerorun, so peaks are polled.
     while process.poll() is None and time.monotonic() - start < 2 * SECONDS and peak < 2 * MEMORY:
         peak = max(peak, resident(process.pid))
         time.sleep(0.005)
@@ -299,7 +299,7 @@ def run(command, folder, trouble):
 
 
 def resident(pid):
-    """Peaks of a process and of its children, in bytes."""
+    """Returns the largest peak of a process and its descendants, in bytes."""
     pids, most = [pid], 0
     for one in pids:
         try:
@@ -316,8 +316,8 @@ def main():
     parser.add_argument("zerorun", type=Path)
     parser.add_argument("--count", type=int, default=250)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="one case of them")
-    parser.add_argument("--keep", type=Path, help="a folder for the files of cases that fail")
+    parser.add_argument("--only", type=int, help="run only this case")
+    parser.add_argument("--keep", type=Path, help="folder in which the files of failed cases are kept")
     arguments = parser.parse_args()
     zerorun, failed, slowest, largest, codes = arguments.zerorun.resolve(), 0, 0.0, 0, {}
     begun = time.monotonic()
@@ -356,7 +356,7 @@ def main():
             if peak >= MEMORY:
                 trouble.append(f"held {peak >> 20} MiB")
             if code != 0 and not printed.strip():
-                trouble.append("said nothing")
+                trouble.append("printed no error message")
             if code == 101 or re.search(r"panicked at|RUST_BACKTRACE|stack backtrace|memory allocation of|overflowed its stack", printed):
                 trouble.append("printed a panic")
             slowest, largest = max(slowest, seconds), max(largest, peak)
@@ -369,7 +369,7 @@ def main():
                                     ignore=lambda at, names: [n for n in names if (Path(at) / n).is_fifo() or (Path(at) / n).stat(follow_symlinks=False).st_size > 64 << 20])
             elif arguments.only is not None:
                 print(f"{' '.join(command[1:3])}: exit code {code}, {seconds:.1f} s, {peak >> 20} MiB: {printed.strip()[-1000:]}")
-    print(f"{arguments.count} hostile files in {time.monotonic() - begun:.0f} s: {failed} failed; exit codes {dict(sorted(codes.items()))}, slowest {slowest:.1f} s, "
+    print(f"{arguments.count} hostile files in {time.monotonic() - begun:.0f} s, {failed} failed; exit codes {dict(sorted(codes.items()))}, slowest {slowest:.1f} s, "
           f"largest {largest >> 20} MiB")
     return 1 if failed else 0
 

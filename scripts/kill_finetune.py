@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Kills fine-tuning runs at random moments, resumes them, and compares what they leave with runs that were left alone.
+"""Kills fine-tuning runs at random moments, resumes them, and compares their outputs with those of uninterrupted runs.
 
     scripts/kill_finetune.py ZERORUN [--kills 1000] [--seed 1]
 
-A job is LoRA, QLoRA, all weights or DPO, with and without validation, at a stage, on one rank or two, perhaps with its state in
-files, with --save, --resume and --metrics. It is started again and again; kill -9 meets a rank, zerorun, or all of its
-processes, often in the moment in which a file appears among its outputs. When it is done,
+A job is LoRA, QLoRA, full fine-tuning or DPO, with or without validation, at a random stage, on one or two ranks, possibly with its
+state in files, with --save, --resume and --metrics. It is started repeatedly. kill -9 hits a rank, zerorun, or all processes of the
+job, often at the moment when a file appears among its outputs. When the job is done,
 
-  - its result, the best model and the metrics' losses are those of a run that was left alone, byte for byte;
-  - nothing but what such a run leaves lies beside them, in its folders, its cache, its temporary files or /dev/shm;
-  - no process of it is alive.
+  - its result, the best model and the losses in the metrics are identical to those of an uninterrupted run;
+  - its folders, its cache, its temporary files and /dev/shm contain no other files than those of an uninterrupted run;
+  - none of its processes is alive.
 
-Prints figures, and exits with 1 if something of this does not hold. Linux only: it reads /proc.
+Prints figures, and exits with 1 if one of these conditions is violated. Linux only, because the script reads /proc.
 """
 import argparse
 import collections
@@ -34,7 +34,7 @@ MARK = "KILL_FINETUNE_JOB"
 
 
 def tree(folder):
-    """Names under a folder, with digests of files."""
+    """Returns the names under a folder, with the digests of files."""
     found = {}
     for parent, folders, files in os.walk(folder):
         for name in folders:
@@ -46,14 +46,14 @@ def tree(folder):
 
 
 def losses(file):
-    """What metrics say of each step; times are others in each run."""
+    """Returns the reproducible values of each step in the metrics; times differ between runs."""
     keys = ("loss", "lr", "grad_norm", "val_loss")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [[line.get("step"), *(line.get(key) for key in keys)] for line in lines]
 
 
 def children(pid):
-    """A process and those that it has started, and they."""
+    """Returns the process ids of all descendants of a process."""
     try:
         below = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -62,7 +62,7 @@ def children(pid):
 
 
 def marked(mark):
-    """Processes that live and were started for a job."""
+    """Returns the process ids of all live processes that were started for a job."""
     found = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -87,7 +87,7 @@ class Campaign:
                 record = {"prompt": f"What is {n} and {n}?", "chosen": f"It is {2 * n}.", "rejected": "I do not know."}
                 pairs.write(json.dumps(record) + "\n")
 
-        # Few kinds of jobs, each of all modes: a run that is left alone is made of each.
+        # Two jobs of each mode. The number of jobs is small, because each needs an uninterrupted reference run.
         chance = self.chance
         self.jobs = [Job(mode, chance.choice((0, 1, 2, 3, 3)), chance.choice((None, None, "optimizer", "all")),
                          chance.choice((1, 2)), chance.choice((6, 10))) for mode in MODES * 2]
@@ -125,7 +125,7 @@ class Campaign:
 
     @staticmethod
     def left(folder):
-        """All names that a job leaves, and the bytes of its results."""
+        """Returns all names that a job leaves, the digests of its results, and its losses."""
         names = sorted(name for name in tree(folder) if not name.startswith(("tmp/.", "log")))
         results = {name: tree(folder / name) for name in ("out", "out-best")}
         return names, results, losses(folder / "m.jsonl")
@@ -141,12 +141,12 @@ class Campaign:
         return self.alone[job]
 
     def kill(self, process, folder, seconds):
-        """One kill, at some moment; what it met, or nothing."""
+        """Kills at a random moment; returns what was killed, or None."""
         chance = self.chance
         if chance.random() < 0.5:
             time.sleep(chance.uniform(0.01, seconds))
         else:
-            # When a file appears or goes among the outputs, or soon after.
+            # When a file appears in or disappears from the outputs, or soon after.
             time.sleep(chance.uniform(0, seconds * 0.8))
             names = lambda: {name for part in (folder, folder / "ck") if part.is_dir() for name in os.listdir(part)}
             before, until = names(), time.monotonic() + 0.5
@@ -157,11 +157,11 @@ class Campaign:
             return None
         ranks, whom = children(process.pid), chance.random()
         if whom < 0.55 and ranks:
-            what, pids = "rank", [chance.choice(ranks)]
+            what, pids = "a rank", [chance.choice(ranks)]
         elif whom < 0.9:
             what, pids = "zerorun", [process.pid]
         else:
-            what, pids = "all", [*ranks, process.pid]
+            what, pids = "all processes", [*ranks, process.pid]
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ class Campaign:
         print(f"WRONG: {what}: {job}, killed {kills} {more}\n{log}", flush=True)
 
     def round(self, number):
-        """One job, killed some times, to its end."""
+        """Runs a job to its end, with several kills."""
         job, restarts = self.chance.choice(self.jobs), self.chance.random() < 0.4
         (names, results, metrics), seconds = self.reference(job)
         folder, mark = self.root / f"j{number}", f"{self.seed}.{os.getpid()}.{number}"
@@ -211,10 +211,10 @@ class Campaign:
         found = self.left(folder)
         wrong = self.counts.copy()
         if found[1] != results:
-            self.tell("losses", job, kills, folder, (found[1], results))
+            self.tell("different results", job, kills, folder, (found[1], results))
         if found[2] != metrics:
-            self.tell("other metrics", job, kills, folder)
-        # A checkpoint has a name by its step; the same of both.
+            self.tell("different metrics", job, kills, folder)
+        # Checkpoints are named by step, so both runs have the same names.
         if found[0] != names:
             self.tell("leftovers", job, kills, folder, sorted(set(found[0]) ^ set(names)))
         if more := set(os.listdir("/dev/shm")) - self.shm:
@@ -224,11 +224,11 @@ class Campaign:
         if self.counts == wrong:
             shutil.rmtree(folder)
 
-    BAD = ("hangs", "orphans", "refusals", "losses", "other metrics", "leftovers", "leftovers in /dev/shm")
+    BAD = ("hangs", "orphans", "refusals", "different results", "different metrics", "leftovers", "leftovers in /dev/shm")
 
     def figures(self):
-        counts = [f"{self.counts[key]} {key}" for key in ("jobs", "starts", "kills", "kills of rank", "kills of zerorun", "kills of all")]
-        return ", ".join(counts + [f"{self.counts[key]} {key}" for key in self.BAD])
+        kinds = ("jobs", "starts", "kills", "kills of a rank", "kills of zerorun", "kills of all processes", *self.BAD)
+        return ", ".join(f"{self.counts[key]} {key}" for key in kinds)
 
 
 def main():
@@ -247,7 +247,7 @@ def main():
             print(campaign.figures(), flush=True)
     print(f"seed {args.seed}: {campaign.figures()}")
     if any(campaign.counts[key] for key in Campaign.BAD):
-        print(f"what was wrong is in {root}")
+        print(f"the folders of failed jobs are in {root}")
         sys.exit(1)
     shutil.rmtree(root)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""make_llama.py SIZE FOLDER TOKENIZER_FOLDER: a model's folder in Hugging Face's format with random weights in bf16.
+"""make_llama.py SIZE FOLDER TOKENIZER_FOLDER: writes a model folder in Hugging Face format with random weights in bf16.
 
-SIZE is llama-3.2-1b or llama-2-7b, or the path of a config.json of a Llama. The tokenizer's files are copied. Weights are one random
-block of a normal distribution (standard deviation 0.02), read from other places for each tensor; norms are 1. Only the standard
-library is needed.
+SIZE is llama-3.2-1b or llama-2-7b, or the path of a config.json of a Llama. The tokenizer files are copied. All weights come from one
+block of normally distributed random numbers (standard deviation 0.02), which is read from a different offset for each tensor; norms
+are 1. Only the standard library is needed.
 """
 import array, json, os, random, shutil, struct, sys
 
@@ -45,7 +45,7 @@ def size(shape):
 
 
 def shards(c):
-    """Lists of tensors, each of at most SHARD bytes."""
+    """Returns lists of tensors, each with at most SHARD bytes in total."""
     found, bytes_ = [[]], 0
     for name, shape in tensors(c):
         if found[-1] and bytes_ + size(shape) > SHARD:
@@ -57,7 +57,7 @@ def shards(c):
 
 
 def block():
-    """Random numbers of bf16, twice, so that a block may begin anywhere."""
+    """Returns a block of random bf16 numbers twice in a row, so that reading may start at any offset."""
     random.seed(7)
     wide = array.array("f", (random.gauss(0.0, 0.02) for _ in range(BLOCK // 2)))
     narrow = wide.tobytes()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Prints README's table of measured bytes per rank: gpt2 (124M parameters) at stages 0 to 3.
+# Prints the table of measured bytes per rank in docs/performance.md: gpt2 (124M parameters) at stages 0 to 3.
 #
-#   scripts/memory_table.sh [STEPS]      needs about 6 GB of memory and some minutes
+#   scripts/memory_table.sh [STEPS]      needs about 6 GB of memory and a few minutes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 steps=${1:-3}
@@ -52,5 +52,5 @@ for stage, kinds, states, formula, rss in rows:
     print(f"| {stage} | " + " | ".join(f"{c:.1f}" for c in cells) + " |")
 promised = rows[0][3] - rows[3][3]
 saved = rows[0][4] - rows[3][4]
-print(f"\nStage 3 against stage 0, peak resident memory: {saved / MIB:.0f} MiB saved, {100 * saved / promised:.0f} % of the {promised / MIB:.0f} MiB that the formula promises.")
+print(f"\nPeak resident memory: stage 3 saves {saved / MIB:.0f} MiB compared with stage 0, {100 * saved / promised:.0f} % of the {promised / MIB:.0f} MiB predicted by the formula.")
 PY

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Looks for a command of zerorun that touches what is not its own.
+"""Looks for zerorun commands that change files that do not belong to them.
 
     scripts/outputs_campaign.py ZERORUN [--seconds 60] [--seed 1]
 
-Each round makes a small world of a model, data, an adapter, checkpoints and files of other people's, and starts a command
-whose outputs lie where chance puts them: on an input, in one, on a link to one, in a folder with foreign files, on a read-only
-folder or a full disk, on a pipe, or where a second job writes at the same time. Afterwards
+Each round creates a small world with a model, data, an adapter, checkpoints and files of other users. It then starts a command with
+randomly placed outputs: on an input, inside one, on a link to one, in a folder with foreign files, in a read-only folder or on a full
+disk, on a pipe, or where a second job writes at the same time. Afterwards, these conditions must hold:
 
-  - every file that was there is there, byte for byte, with its link or its name,
-  - nothing that is not complete lies about,
-  - a command that says it is done has left its result, and one that has trained in vain says where the result is,
-  - of two jobs with one output, at most one is done, and it has the bytes of a run that was left alone.
+  - every file that existed before still exists, unchanged, under the same name or link;
+  - no incomplete files are left behind;
+  - a command that succeeds has written its result, and a command that has trained but failed reports where the result is;
+  - of two jobs with the same output, at most one succeeds, and its result is identical to that of a job that runs without the other.
 
-Exits with 1 if something of this does not hold. What the machine cannot do (mounts without root) is skipped, and reported.
+Exits with 1 if one of these conditions is violated. Checks that the machine does not support (mounts without root) are skipped and
+reported.
 """
 import argparse
 import collections
@@ -33,7 +34,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FIXTURES = HERE / "tests/fixtures"
 NOBODY = 65534
-# Seconds that each of two jobs at once trains: the second waits 2 s for locks, as the first may be one that was killed.
+# Training time in seconds of each of two concurrent jobs. The second waits 2 s for locks, in case the first was killed.
 LONG = 3.0
 IS_ROOT = os.geteuid() == 0
 
@@ -43,7 +44,7 @@ def digest(path):
 
 
 def look(folder):
-    """What is in a folder: files with their digests and modes, links with what they name, folders, pipes."""
+    """Returns the content of a folder: files with their digests, links with their targets, folders, and pipes."""
     found = {}
     for parent, folders, files in os.walk(folder):
         for name in folders + files:
@@ -61,7 +62,7 @@ def look(folder):
 
 
 class World:
-    """A folder with inputs and files of other people's."""
+    """A folder with inputs and files of other users."""
 
     def __init__(self, root, made, chance):
         self.root, self.chance, self.mounts = root, chance, []
@@ -73,14 +74,14 @@ class World:
         (root / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
         for name in ("cache", "home", "tmp", "empty"):
             (root / name).mkdir()
-        # Of somebody else's: names that results and unfinished files have too.
+        # Files of another user, named like results and unfinished files.
         theirs = root / "theirs"
         for name in ("config.json", "adapter_config.json", "adapter_model.safetensors", "latest", "README.md", "src/main.rs",
                      ".candle-zero-writing-abcdef/thesis", ".weightsAbCdEf", ".d.samples-abcdef", "best.json", "loss.csv",
                      "results.jsonl", "trace.json", "notes.jsonl", ".candle-zero-abcdef", "global_step1/thesis"):
             path = theirs / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{name} of somebody else's, {chance.random()}\n")
+            path.write_text(f"{name} of another user, {chance.random()}\n")
         for name in (".candle-zero-writing-ghijkl", ".candle-zero-verify-abcdef", "candle-zero-verify-abcdef"):
             for parent in (root, root / "tmp"):
                 (parent / name).mkdir()
@@ -99,7 +100,7 @@ class World:
         (root / "read-only/notes").write_text("mine\n")
 
     def places(self):
-        """Where an output may be put: mostly where it must not be."""
+        """Returns a random place for an output, mostly a forbidden one."""
         root, chance = self.root, self.chance
         names = ["new", "new", "new", "deep/er/new", "empty", "linked-empty", "theirs", "link", "theirs/new", "link/../model",
                  "model", "model/new", "linked-model/model.safetensors", "model/config.json", "data", "data/d.jsonl",
@@ -111,7 +112,7 @@ class World:
         return root / chance.choice(names)
 
     def restrict(self, skipped):
-        """A read-only folder and, for root, small and read-only disks."""
+        """Makes a folder read-only and, as root, mounts small and read-only disks."""
         (self.root / "read-only").chmod(0o555)
         for name in ("full", "tiny", "bound"):
             (self.root / name).mkdir(exist_ok=True)
@@ -140,7 +141,7 @@ class World:
 class Campaign:
     def __init__(self, zerorun, seed, folder):
         self.chance, self.folder = random.Random(seed), folder
-        # Where a user without rights can start it.
+        # A place from which an unprivileged user can start it.
         self.zerorun = folder / "zerorun"
         shutil.copy(zerorun, self.zerorun)
         gpt = zerorun.resolve().parent / "train_gpt"
@@ -149,12 +150,12 @@ class Campaign:
         if self.gpt:
             shutil.copy(gpt, self.gpt)
         else:
-            self.skipped["there is no train_gpt beside zerorun: --timeline and --export are not tried"] += 1
+            self.skipped["train_gpt was not found next to zerorun: --timeline and --export are not tested"] += 1
         self.made = folder / "made"
         self.prepare()
 
     def prepare(self):
-        """What every world begins with."""
+        """Creates the files with which every world begins."""
         made = self.made
         made.mkdir()
         shutil.copytree(FIXTURES / "finetune/models/llama", made / "model")
@@ -163,7 +164,7 @@ class Campaign:
         done = self.run(["finetune", "model", "--data", "d.jsonl", *self.short, "--steps", "2", "--out", "adapter",
                          "--save", "ck"], made, root=made)
         assert done.returncode == 0, done.stderr
-        # So many steps that two jobs are at work at once, however fast the machine is.
+        # Enough steps to make two jobs overlap on machines of any speed.
         job = ["finetune", "model", "--data", "d.jsonl", *self.short, "--out", "timed"]
         seconds = []
         for steps in ("2", "42"):
@@ -178,7 +179,7 @@ class Campaign:
         if deepspeed:
             shutil.copytree(deepspeed[0].parent, made / "deepspeed")
         else:
-            self.skipped["there is no checkpoint of DeepSpeed: import is not tried"] += 1
+            self.skipped["a DeepSpeed checkpoint was not found: import is not tested"] += 1
 
     short = ["--ctx", "48", "--batch", "2", "--lora", "r=2"]
 
@@ -206,7 +207,7 @@ class Campaign:
         return self.end(self.start(words, cwd, root, user))
 
     def command(self, world):
-        """A command, the outputs that it was told, and the folder or file that has its result if all is well."""
+        """Returns the kind of a random command, its arguments, and the path of its result (None if it has none)."""
         root, chance = world.root, self.chance
         place = world.places
         data = [str(root / "data/d.jsonl")]
@@ -224,7 +225,7 @@ class Campaign:
                 save = place()
                 words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.7 else [])
                 if "--resume" in words and os.path.realpath(save) == os.path.realpath(root / "ck"):
-                    # It continues the run of these checkpoints.
+                    # The command continues the run of these checkpoints.
                     self.own = {path for path in (root / "ck").rglob("*")}
             if chance.random() < 0.5:
                 words += ["--metrics", str(place())]
@@ -240,7 +241,7 @@ class Campaign:
             return kind, ["consolidate", str(root / "ck"), str(out)], out
         if kind == "import":
             name = chance.choice([[], ["--as", "mine"]])
-            # Among checkpoints of this library a new one becomes the latest.
+            # An imported checkpoint becomes the latest of this library's checkpoints.
             own = ["ck/latest"] if os.path.realpath(out) == os.path.realpath(root / "ck") else []
             self.own = {root / name for name in own}
             return kind, ["import", str(root / "deepspeed"), str(out), *name], out
@@ -259,7 +260,7 @@ class Campaign:
         words += ["--export", str(out)] if chance.random() < 0.7 else []
         words += ["--metrics", str(place())] if chance.random() < 0.5 else []
         if chance.random() < 0.5:
-            # Not among checkpoints of another run: there the newest becomes the latest.
+            # Not among the checkpoints of another run, where the newest would become the latest.
             save = next(path for path in iter(place, None) if not os.path.realpath(path).startswith(str(root / "ck")))
             words += ["--save", str(save)] + (["--resume"] if chance.random() < 0.5 else [])
         return kind, words, None
@@ -269,40 +270,40 @@ class Campaign:
         print(f"WRONG: {what}\n  zerorun {' '.join(map(str, words))}\n  code {done.returncode}: {done.stderr[-600:]}", flush=True)
 
     def check(self, world, before, words, done, out, kind):
-        """What must hold whatever happened."""
+        """Checks the conditions that must hold after any command."""
         after = look(world.root)
         for path, was in before.items():
             if path.is_relative_to(world.root / "home") or path in self.own:
                 continue
             if path not in after:
-                self.tell(f"{path.relative_to(world.root)} is gone", words, done)
+                self.tell(f"{path.relative_to(world.root)} was removed", words, done)
             elif after[path] != was:
                 self.tell(f"{path.relative_to(world.root)} has changed", words, done)
         unfinished = re.compile(r"^\.(candle-zero-|weights)|\.candle-zero\.lock$|^\.candle-zero")
         for path in after.keys() - before.keys():
             is_kept = path.name == ".candle-zero-outputs.json" and path.parent.name != "home"
             if unfinished.search(path.name) and not is_kept:
-                self.tell(f"{path.relative_to(world.root)} lies about", words, done)
+                self.tell(f"{path.relative_to(world.root)} was left behind", words, done)
             if path.is_relative_to(world.root / "home/.cache/candle-zero") and path.lstat().st_mode & 0o077:
                 self.tell(f"{path.relative_to(world.root)} can be read by others", words, done)
         if "panicked" in done.stderr or done.returncode in (-6, 101, 134):
             self.tell("a panic", words, done)
         if "HANG" in done.stderr:
-            self.tell("no end within a minute", words, done)
+            self.tell("the command did not end within a minute", words, done)
         if done.returncode != 0 and not done.stderr.strip():
-            self.tell("no word about what is wrong", words, done)
+            self.tell("the command failed without an error message", words, done)
         if done.returncode == 0 and out is not None:
             names = [entry.name for entry in out.iterdir()] if out.is_dir() else []
             is_there = out.is_file() if kind == "gguf" else any(n.endswith(".safetensors") or n == "latest" for n in names)
             if not is_there:
-                self.tell("it says that it is done, and there is no result", words, done)
+                self.tell("the command succeeded without a result", words, done)
         if kind == "finetune" and done.returncode != 0 and "step 1/" in done.stderr:
             places = re.findall(r"(?:the result is in|the last step is saved in) (\S+?)[,;]?(?:\s|$)", done.stderr)
             if not any(pathlib.Path(place).exists() for place in places):
-                self.tell("it has trained, and the result is nowhere", words, done)
+                self.tell("the command trained, but its result was not found", words, done)
 
     def alone(self, number):
-        """One command in a world of its own."""
+        """Runs one command in its own world."""
         root = self.folder / f"w{number}"
         root.mkdir()
         world = World(root, self.made, self.chance)
@@ -319,13 +320,13 @@ class Campaign:
             self.counts["refused" if done.returncode else "done"] += 1
             self.check(world, before, words, done, out, kind)
             if done.returncode == 0 and kind in ("finetune", "merge", "gguf", "consolidate") and out is not None:
-                # Once more into the same place: what is there is not replaced, and stays.
+                # The same command again: existing results must not be replaced.
                 again = [word for word in words if word != "--resume"]
                 before = look(root)
                 done = self.run(again, root, root, user)
                 self.counts["again"] += 1
                 if done.returncode == 0:
-                    self.tell("a result that is there was written over", again, done)
+                    self.tell("an existing result was overwritten", again, done)
                 metrics = pathlib.Path(again[again.index("--metrics") + 1]) if "--metrics" in again else None
                 saved = pathlib.Path(again[again.index("--save") + 1]) if "--save" in again else None
                 own = lambda path: path == metrics or saved is not None and path.is_relative_to(saved)
@@ -334,7 +335,7 @@ class Campaign:
             world.end()
 
     def together(self, number):
-        """Two jobs at once with one output; what stays has the bytes of a job that was left alone."""
+        """Runs two jobs at once with one shared output; the result must equal that of an undisturbed job."""
         root = self.folder / f"w{number}"
         root.mkdir()
         world = World(root, self.made, self.chance)
@@ -356,7 +357,7 @@ class Campaign:
                 self.check(world, before, job(seeds[n], *names(n + 1)), done, None, "finetune" if done.returncode == 0 else "two")
             well = [n for n, done in enumerate(ended) if done.returncode == 0]
             if len(well) != 1:
-                self.tell(f"of two jobs with one {shared}, {len(well)} are done", job(seeds[0], *names(1)), ended[0])
+                self.tell(f"of two jobs with the same {shared}, {len(well)} succeeded", job(seeds[0], *names(1)), ended[0])
             for n in well:
                 beside = root / f"o9{n}"
                 alone = self.run(job(seeds[n], beside.name, f"s9{n}", f"m9{n}.jsonl"), root, root)
@@ -365,7 +366,7 @@ class Campaign:
                     digest(beside / name) == digest(out / name) for name in os.listdir(beside)
                     if name.endswith(".safetensors"))
                 if not same:
-                    self.tell("the result is not that of a job that was left alone", job(seeds[n], *names(n + 1)), ended[n])
+                    self.tell("the result differs from that of an undisturbed job", job(seeds[n], *names(n + 1)), ended[n])
         finally:
             world.end()
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Records tests/fixtures/bitsandbytes.json with bitsandbytes' own CPU library, through ctypes: no PyTorch is needed.
+"""Records tests/fixtures/bitsandbytes.json with the CPU library of bitsandbytes, called through ctypes, without PyTorch.
 
 usage: record_bitsandbytes.py libbitsandbytes_cpu.so > tests/fixtures/bitsandbytes.json
 
-The library (of the wheel on PyPI; 0.50.2 was used) dequantizes. Codes are made here by what is published: the maps after
-arXiv 2110.02861 (decades from 1e-6 to 1; in each the middles of equal parts of 0.1..1, in f32), NF4 after arXiv 2305.14314,
-section 3 and appendix E, each the nearest of all values. (The library's own quantizer for CPUs takes a shortcut that does not
-find the nearest of the small values; its operators for other devices find it.) Needs numpy.
+The library (from the wheel on PyPI; version 0.50.2 was used) dequantizes. The codes are computed here from the published definitions:
+the maps from arXiv 2110.02861 (decades from 1e-6 to 1; in each, the midpoints of equal parts of 0.1..1, in f32), and NF4 from arXiv
+2305.14314, section 3 and appendix E. Each code is that of the nearest value. (The library's own CPU quantizer uses a shortcut that does
+not find the nearest value for small values; its operators for other devices do.) Needs numpy.
 """
 import ctypes
 import json
@@ -28,7 +28,7 @@ def pointer(array):
 
 
 def made_by_rule(count):
-    """Numbers of all sizes between 2^-7 and 1, the same here and in src/precision/packing/tests.rs."""
+    """Returns numbers of all magnitudes between 2^-7 and 1, the same as in src/precision/packing/tests.rs."""
     bits = []
     for i in range(count):
         h = (i * 2654435761 + 97) & 0xFFFFFFFF
@@ -38,7 +38,7 @@ def made_by_rule(count):
 
 
 def linspace(count):
-    """torch.linspace(0.1, 1, count + 1) in f32."""
+    """Returns torch.linspace(0.1, 1, count + 1) in f32."""
     start, end = f32(0.1), f32(1.0)
     step = f32(f32(end - start) / f32(count))
     low = [f32(start + f32(step * f32(i))) for i in range((count + 1) // 2)]
@@ -57,7 +57,7 @@ def dynamic_map(signed):
 
 
 def quantize(code, values, block):
-    """Nearest value of the map by the bounds between them, as the library's operator defines it."""
+    """Quantizes to the nearest values of the map, using the bounds between them, as the library's operator does."""
     bounds = ((code[:-1] + code[1:]) / f32(2)).astype(f32)
     blocks = [values[i:i + block] for i in range(0, len(values), block)]
     absmax = np.array([np.abs(b).max() for b in blocks], dtype=f32)
@@ -118,7 +118,7 @@ def nf4():
 
 
 def nested():
-    """Each 256 scales are double-quantized as bitsandbytes does it with a tensor of as many blocks."""
+    """Double-quantizes the scales in groups of 256, each in the same way as bitsandbytes does for a tensor with 256 blocks."""
     count, signed = 16384 + 5 * 64 + 6, dynamic_map(True)
     packed, absmax = nf4_quantize(made_by_rule(count))
     all_codes, offsets, second, restored = [], [], [], []

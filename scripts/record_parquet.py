@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Records tests/fixtures/finetune/parquet with pyarrow: data as JSON lines (NAME.jsonl), and the same rows as Parquet files
-(NAME.parquet, or NAME.HOW.parquet for each way of writing). Files that are to be refused are in its folder refused/.
+(NAME.parquet, or NAME.HOW.parquet for each way of writing). Files that must be rejected are in its refused/ folder.
 
 usage: record_parquet.py tests/fixtures/finetune/parquet
 
@@ -38,7 +38,8 @@ def turn(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-# Conversations of several lengths; some call a tool, and no two tools take the same. What JSON lines leave out is null in Parquet.
+# Conversations of several lengths. Some call a tool, and each tool has different arguments. Keys that are missing in JSON lines are
+# null in Parquet.
 WORDS = "Ein Fluß, 你好, naïve “quotes”, a\ttab, and\nlines 😀 of words that repeat and repeat".split(" ")
 CHATS = []
 for i in range(40):
@@ -63,10 +64,10 @@ write("chats.lz4", CHATS, compression="lz4", use_dictionary=False, use_byte_stre
       column_encoding={"messages.list.element.role": "DELTA_BYTE_ARRAY",
                        "messages.list.element.content": "DELTA_LENGTH_BYTE_ARRAY"})
 write("chats.plain", CHATS, compression="none", use_compliant_nested_type=False, version="1.0")
-# As tables of texts have them.
+# Messages as JSON text, as in tables that only have text columns.
 write("chats.text", [{**row, "messages": json.dumps(row["messages"], ensure_ascii=False)} for row in CHATS])
 
-# A file for each form; columns that are no part of it, of types and compressions that are not read.
+# A file for each record format, with additional columns whose types and compressions are not supported.
 FORMS = {
     "sharegpt": [{"id": i, "conversations": [{"from": "human", "value": f"Question {i}?"}, {"from": "gpt", "value": "Yes."}],
                   "system": "Be kind." if i % 2 else None} for i in range(6)],
@@ -82,13 +83,13 @@ FORMS = {
     "label": [{"text": f"text {i}", "label": i % 3} for i in range(9)],
     "label_of_text": [{"text": f"text {i}", "label": ["good", "bad"][i % 2]} for i in range(9)],
     "label_of_bool": [{"text": f"text {i}", "label": i % 2 == 0} for i in range(4)],
-    # As pandas writes whole numbers of a column that has gaps.
+    # In the form in which pandas writes integer columns with missing values.
     "label_with_gaps": [{"text": f"text {i}", "label": math.nan if i == 2 else float(i % 2)} for i in range(5)],
 }
 for name, rows in FORMS.items():
     table = pa.Table.from_pylist(rows)
     if "label" in name:
-        # Categories of pandas, and small numbers.
+        # Categories, as in pandas, and small integers.
         table = table.set_column(1, "label", pa.compute.dictionary_encode(table["label"]) if "text" in name else table["label"])
     if name == "label":
         table = table.set_column(1, "label", table["label"].cast(pa.int8()))
@@ -98,7 +99,7 @@ for name, rows in FORMS.items():
     write_lines(name, [{key: None if row[key] != row[key] else row[key] for key in keys} for row in rows])
     write(name, table, compression=codecs)
 
-# A value of each type in a message, and what it is in JSON lines.
+# A value of each type in a message, and its value in JSON lines.
 KINDS = {
     "i8": (pa.int8(), -8), "i16": (pa.int16(), -1600), "i32": (pa.int32(), -(2**31)), "i64": (pa.int64(), -(2**63)),
     "u8": (pa.uint8(), 200), "u16": (pa.uint16(), 60000), "u32": (pa.uint32(), 2**32 - 1), "u64": (pa.uint64(), 2**64 - 1),
@@ -126,7 +127,7 @@ in_lines = [[{"role": "user", **of_lines}, none], [none], [], None]
 write("kinds", pa.Table.from_pylist([{"messages": row} for row in in_parquet], schema=schema))
 write_lines("kinds", [{"messages": row} for row in in_lines])
 
-# What is refused.
+# Files that must be rejected.
 text = pa.table({"text": ["a", "b"], "label": [1, 2]})
 write("refused/binary", pa.table({"text": [b"a"]}))
 write("refused/image", [{"messages": [turn("user", [{"type": "image", "image": {"bytes": b"a", "path": "x"}}])]}])
@@ -139,7 +140,7 @@ write("refused/no_columns", pa.table({}))
 
 
 class Keys(pe.KmsClient):
-    """Wraps keys by writing them down."""
+    """A key service that wraps keys by encoding them, without encryption."""
 
     def __init__(self, _):
         pe.KmsClient.__init__(self)

@@ -1,8 +1,8 @@
-"""The paths that the files of a crate name: which file uses what of which other file.
+"""Finds the paths in the files of a crate: which file uses which items of which other file.
 
-An arrow leads from a file to the file that defines what a path in it names: `use crate::a::B`, `crate::a::b()`, `super::c`,
-or `child::d()` in the file of its parent. Re-exports are followed to the definition. Comments, strings and code under
-`#[cfg(test)]` are not read. A re-export in a parent of what it re-exports is an entry in a table of contents.
+An arrow leads from a file to the file that defines an item named by a path in the first file: `use crate::a::B`, `crate::a::b()`,
+`super::c`, or `child::d()` in the file of its parent. Re-exports are followed to the definition. Comments, strings and code under
+`#[cfg(test)]` are ignored. A re-export of an item of a child module counts as an entry in a table of contents.
 """
 import pathlib
 import re
@@ -19,7 +19,7 @@ PATH = re.compile(r"(?<![\w:.])[A-Za-z_]\w*(?:\s*::\s*[A-Za-z_]\w*)+")
 
 
 class Module:
-    """A module: its file, its children by name, what it defines, and what names it takes over from elsewhere."""
+    """A module: its file, its children by name, the names that it defines, and the names that it imports."""
 
     def __init__(self, path, file, parent):
         self.path, self.file, self.parent = path, file, parent
@@ -31,7 +31,7 @@ def blank(text):
 
 
 def end_of_item(text, at):
-    """The end of the item that begins at `at`: its semicolon or its closing brace."""
+    """Returns the end of the item that begins at `at`: after its semicolon or its closing brace."""
     depth = 0
     for i in range(at, len(text)):
         if text[i] in "([{":
@@ -46,7 +46,7 @@ def end_of_item(text, at):
 
 
 def code_of(text):
-    """The text without comments, strings and code that only tests compile; also the names of modules of tests."""
+    """Returns the text without comments, strings and code that only tests compile, and the names of test modules."""
     text = COMMENT_OR_TEXT.sub(lambda found: blank(found[0]), text)
     only_tests = set()
     while found := CFG_TEST.search(text):
@@ -57,7 +57,7 @@ def code_of(text):
 
 
 def leaves(tree):
-    """The paths of a use declaration, each with the name it gets: `a::{b, c as d}` is a::b (b) and a::c (d)."""
+    """Returns the paths of a use declaration, each with the name that it gets: `a::{b, c as d}` is a::b (b) and a::c (d)."""
     tree = tree.strip()
     brace = tree.find("{")
     if brace < 0:
@@ -94,7 +94,7 @@ class Crate:
         self.body(src, module, text, 0, len(text), only_tests)
 
     def body(self, src, module, text, start, end, only_tests):
-        """Reads text[start:end], the inside of a module; modules written out in it are read as modules of the same file."""
+        """Reads text[start:end], the body of a module; inline modules in it are read as modules of the same file."""
         part, inner = text[start:end], []
         folder = pathlib.Path(*module.path)
         for found in MOD.finditer(part):
@@ -128,8 +128,8 @@ class Crate:
             self.paths.append((module, parts, text.count("\n", 0, start + found.start()) + 1, False))
 
     def walk(self, module, parts, tried=()):
-        """Where a path leads: the module that it ends in or whose item it names, and what is left of it (empty for a module
-        itself). None for a path of another crate."""
+        """Resolves a path: returns the module that it names, or the module of the item that it names, and the rest of the path (empty
+        if it names a module). Returns None for a path of another crate."""
         root = module
         while root.parent:
             root = root.parent
@@ -161,11 +161,11 @@ class Crate:
         return module, rest
 
     def arrows(self):
-        """(file, file, line, is an entry of a table of contents), once for each pair of files and kind."""
+        """Returns (file, file, line, whether it is an entry of a table of contents), once for each pair of files and kind."""
         found = {}
         for module, parts, line, exported in self.paths:
             target, rest = self.walk(module, parts) or (module, [])
-            target = target.file if rest else module.file  # a module by itself is a name for the paths that begin with it
+            target = target.file if rest else module.file  # a module is only a name for the paths that begin with it
             if target != module.file:
                 folder = module.file.removesuffix("mod.rs").removesuffix(".rs").rstrip("/") + "/"
                 contents = exported and (target.startswith(folder) or module.file == "lib.rs")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows that check_floors.py finds arrows upwards and circles that are planted in a small crate, and nothing else."""
+"""Tests that check_floors.py finds the upward arrows and circles that are planted in a small crate, and nothing else."""
 import pathlib
 import sys
 import tempfile
@@ -54,9 +54,9 @@ class Planted(unittest.TestCase):
         self.assertEqual(self.found(TABLE + CIRCLE, high__part=ENDS_A_CIRCLE), [])
 
     def test_what_the_table_says_holds(self):
-        self.assertEqual(self.found(TABLE + CIRCLE), ["the table's circle high/mod.rs high/part.rs is none any more"])
+        self.assertEqual(self.found(TABLE + CIRCLE), ["the table's circle high/mod.rs high/part.rs no longer exists"])
         self.assertEqual(self.found(TABLE + "\nnone"), ["the table's room none has no file"])
-        self.assertEqual(self.found(other=""), ["other.rs: in no room of the table"])
+        self.assertEqual(self.found(other=""), ["other.rs: not in any room of the table"])
 
 
 if __name__ == "__main__":

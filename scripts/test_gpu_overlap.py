@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""gpu_overlap.py reads from a trace what ran beside backward, and gpu_figures.py judges losses and counts GPUs."""
+"""Tests that gpu_overlap.py reads overlap with backward from a trace, and that gpu_figures.py judges losses and counts GPUs."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def trace(events):
 assert union([(5, 6), (0, 2), (1, 3)]) == [[0, 3], [5, 6]]
 assert minus([[0, 10], [20, 30]], [[2, 3], [8, 22]]) == [[0, 2], [3, 8], [22, 30]]
 
-# The GPU's backward counts where there is one; the first steps, and words that ranks exchange, do not.
+# The backward of the GPU is used if there is one. The first steps and control messages are ignored.
 found = trace([
     (1, "engine", "backward", 210, 5, 0), (8, "engine", "backward", 220, 40, 0),
     (7, "collective", "reduce_scatter h.1", 250, 20, 1 << 20), (7, "collective", "reduce_scatter h.1", 50, 20, 1 << 20),
@@ -39,14 +39,14 @@ found = trace([
 ])
 assert found == {"reduce_scatter": (0.02, 0.5), "to the host": (0.01, 1.0)}, found
 
-# Else what the training thread did of it without its waits.
+# Otherwise the backward of the training thread is used, without its waits.
 found = trace([
     (1, "engine", "backward", 210, 40, 0), (1, "wait", "wait", 220, 15, 0), (2, "collective", "all_reduce a", 215, 20, 1 << 20),
 ])
 assert found == {"all_reduce": (0.02, 0.25)}, found
 assert trace([]) == {}
 
-# What a way has to have.
+# The kinds of transfers that each configuration must have.
 both = [("reduce_scatter", "all_reduce"), ("to the host",)]
 assert [expected(zero, 2) for zero in WAYS.values()] == [both[:1], both[:1], both]
 assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], both[1:]]
@@ -54,7 +54,7 @@ assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], both[1:]]
 assert is_good([3.0, 2.5, 2.0], [3.0, 2.5]) and not is_good([3.0, 2.5, 2.0], [3.0, 2.4])
 assert not is_good([3.0, None, 2.0], [3.0]) and not is_good([2.0, 3.0], [2.0]) and not is_good([], [])
 
-# nvidia-smi is asked about the GPUs that programs see, and believed only where it answers.
+# nvidia-smi is queried for the visible GPUs, and its output is used only if it succeeds.
 with tempfile.TemporaryDirectory() as folder:
     with open(os.path.join(folder, "nvidia-smi"), "w") as file:
         file.write('#!/bin/sh\ncase "$*" in *"-i 9"*) echo No devices were found; exit 6;; *"-i 1,3"*) echo b; echo d;; *) echo a;; esac\n')

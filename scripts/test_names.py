@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Names of all tests in src/ and tests/, read from the sources: no test may be lost when files move.
+"""Lists the names of all tests in src/ and tests/, read from the sources, to make sure that no test is lost when files move.
 
-    scripts/test_names.py            each name (the last part of its path) and how many tests have it
-    scripts/test_names.py COMMIT     which names COMMIT has more often than the working tree, and the other way round;
+    scripts/test_names.py            prints each name (the last part of its path) and the number of tests with that name
+    scripts/test_names.py COMMIT     prints the names that occur more often in COMMIT than in the working tree, and vice versa;
                                      the exit code is 1 if a name is lost
 """
 
@@ -13,9 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Attributes and comments may stand between `#[test]` and the function.
+# Attributes and comments are allowed between `#[test]` and the function.
 TEST = re.compile(r"#\[test\]\s*(?:(?:#\[.*\]|//.*)\s*)*(?:pub )?fn\s+(\$?\w+)")
-# A macro that makes tests: its calls are lines `name: ...;`.
+# A macro that generates tests: each line `name: ...;` in its calls is a test.
 MACRO = re.compile(r"macro_rules!\s*(\w+)\s*\{(.*?)^\}", re.S | re.M)
 
 
