@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Both are numbers of one direction in which each element of each trained parameter goes up or down by chance
-//! (`zero/direction.rs`). A part of the graph that is cut off, a wrong backward or a term that is dropped makes them differ by
+//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a term that is dropped makes them differ by
 //! about as much as the missing part is long. What kinks of the loss and rounding explain too is looked at again in the next steps,
 //! each along another direction (`gradient_report.rs`).
 
@@ -19,7 +19,9 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::gradient_check::{Change, Measured, Moved, Moves, Probe, done_together};
+use crate::zero::check::gradient_check::{
+    DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, done_together,
+};
 use candle_core::{DType, Tensor};
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -68,7 +70,7 @@ struct Repeat<'a, M> {
 
 impl<M> Repeat<'_, M> {
     /// The output with parameters moved.
-    fn again(&mut self, engine: &Engine<M>, moves: &Moves<'_>) -> Result<Tensor> {
+    fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = Around { forward: self.forward, repetition: self.repetition };
         let before = done_together();
@@ -127,7 +129,7 @@ enum Phase {
     /// Forwards are repeated until a backward comes.
     Armed,
     /// The backward has come; all ranks compare at the coming step. With the factor that gradients have.
-    Measured(Vec<Change>, Vec<Compared>, f64),
+    Measured(Vec<DirectionalChange>, Vec<Compared>, f64),
 }
 
 /// What is moved together.
@@ -272,14 +274,14 @@ impl<M> Engine<M> {
         stream: u64,
         mut run: impl FnMut(&M) -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Moves::NONE, || run(&self.model))))
+        draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Perturbation::NONE, || run(&self.model))))
     }
 
     /// The outputs of the coming forward with parameters moved, group by group.
     fn try_moves(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Option<Tried>> {
         let mut tried = Tried::default();
         if self.check.of_each {
-            tried.unmoved = Some(repeat.again(self, &Moves::NONE)?);
+            tried.unmoved = Some(repeat.again(self, &Perturbation::NONE)?);
         }
         let elements = tried.unmoved.as_ref().map_or(1, Tensor::elem_count);
         if self.check.groups.is_empty() {
@@ -310,11 +312,12 @@ impl<M> Engine<M> {
         let mut size = step.unwrap_or(limits.step);
         let mut smaller: Option<(f64, Tensor, Tensor, Vec<f32>)> = None;
         loop {
-            let moves = Moves { sign: 1.0, size, only: self.check.of_each.then_some(params) };
+            let moves = Perturbation { sign: 1.0, size, only: self.check.of_each.then_some(params) };
             let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
-            let Moved { difference, bend } = Moved::between(&value, &values(&up)?, &values(&down)?);
+            let OutputDifference { difference, bend } =
+                OutputDifference::between(&value, &values(&up)?, &values(&down)?);
             let (change, rounding) = (norm(&difference), self.rounding_of(unmoved, &value));
             let is_straight = smaller.as_ref().is_none_or(|(.., before)| {
                 let factor = LARGER as f32;
@@ -350,13 +353,13 @@ impl<M> Engine<M> {
             self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
         }
         let value = values(output)?;
-        let mut probe = Probe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
+        let mut probe = OutputProbe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
         for (up, down) in &moved {
             if up.dims() != output.dims() || down.dims() != output.dims() {
                 self.check.why_not = Some("the output has another shape when forward runs again".into());
                 continue;
             }
-            probe.groups.push(Moved::between(&value, &values(up)?, &values(down)?));
+            probe.groups.push(OutputDifference::between(&value, &values(up)?, &values(down)?));
         }
         if let Some(unmoved) = unmoved.filter(|unmoved| unmoved.dims() == output.dims()) {
             let differs = norm(&values(&unmoved)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>());
@@ -412,12 +415,12 @@ impl<M> Engine<M> {
 
     /// It is over.
     pub(super) fn end_measuring(&mut self) {
-        let Measured { mut outputs, along, unprobed } = self.core.end_measuring();
+        let MeasuredGradients { mut outputs, along, unprobed } = self.core.end_measuring();
         if self.check.groups.is_empty() {
             self.check.groups = self.groups(1);
         }
         let open = self.check.open(&self.limits());
-        outputs.resize(open.len(), Change::default());
+        outputs.resize(open.len(), DirectionalChange::default());
         let compared = open.iter().map(|number| {
             self.check.groups[*number].params.iter().fold(Compared::default(), |sum, param| Compared {
                 product: sum.product + along[*param].product,
