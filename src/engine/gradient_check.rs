@@ -19,8 +19,8 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::check::gradient_check::{
-    DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, done_together,
+use crate::zero::check::check_state::{
+    DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};
 use std::cell::Cell;
@@ -73,10 +73,10 @@ impl<M> Repeat<'_, M> {
     fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = Around { forward: self.forward, repetition: self.repetition };
-        let before = done_together();
+        let before = collective_steps();
         let run_once = || engine.core.forward_again(moves, || (self.run)(&engine.model));
         let output = around.enter(|| draw_from((self.stream, 0), || engine.cast(run_once)));
-        self.is_together |= done_together() > before && engine.world_size() > 1;
+        self.is_together |= collective_steps() > before && engine.world_size() > 1;
         output
     }
 }

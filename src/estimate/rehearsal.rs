@@ -27,8 +27,10 @@ use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::rank_backend::{RankBackend, RankInfo};
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
+use crate::zero::share::share_memory::ShareMemory;
 use crate::zero::share::share_plan::SharePlan;
-use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode, lie_on_gpu, places};
+use crate::zero::share::state_storage::lie_on_gpu;
+use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode, places};
 use crate::zero::share::sub_group_builder;
 use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupState};
 use crate::zero::step::sharded_step::{update, vote};
@@ -324,14 +326,33 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
     }
 }
 
-impl RankBackend for Rehearsal<'_> {
+impl ShareMemory for Rehearsal<'_> {
     type Buffer = Blank;
-    type Pending = OnItsWay;
-    type Moving = (Blank, [LedgerEntry; 2]);
     type Files = Requests;
 
-    fn facts(&self) -> RankInfo<'_> {
-        let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
+    fn share_place(&self) -> &MemoryTier {
+        &self.share_place
+    }
+
+    fn model_place(&self) -> &MemoryTier {
+        &self.tier
+    }
+
+    fn files(&self) -> Option<&Requests> {
+        Some(&self.requests)
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+}
+
+impl RankBackend for Rehearsal<'_> {
+    type Pending = OnItsWay;
+    type PendingCopy = (Blank, [LedgerEntry; 2]);
+
+    fn info(&self) -> RankInfo<'_> {
+        let Self { params, config: Config { world_size, zero, precision, .. }, tier, .. } = self;
         RankInfo {
             rank: 0,
             mesh: zero.mesh(*world_size),
@@ -340,16 +361,7 @@ impl RankBackend for Rehearsal<'_> {
             zero,
             dtype: precision.dtype(),
             tier: *tier,
-            ledger,
         }
-    }
-
-    fn share_place(&self) -> &MemoryTier {
-        &self.share_place
-    }
-
-    fn model_place(&self) -> &MemoryTier {
-        &self.tier
     }
 
     fn is_evaluating(&self) -> bool {
@@ -362,10 +374,6 @@ impl RankBackend for Rehearsal<'_> {
 
     fn place(&self, param: ParamId) -> (usize, usize) {
         self.places[param]
-    }
-
-    fn files(&self) -> Option<&Requests> {
-        Some(&self.requests)
     }
 
     fn windows(&self) -> WindowSettings {

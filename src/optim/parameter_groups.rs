@@ -7,7 +7,7 @@
 //! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
-use super::{Fp32Modules, Momentum, Optimizer, OptimizerRole, OptimizerNeeds, WeightFormat};
+use super::{Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightFormat};
 use crate::error::{OptimError, Result};
 use crate::precision::Packing;
 use crate::util::matches;

@@ -9,7 +9,7 @@
 //! It may come at any time, and nobody says when it is over. Gradients of parameters do not count there; what it needs
 //! is gathered for it, and released when it has passed or at the engine's next call.
 
-use super::check::gradient_check::count_together;
+use super::check::check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
 use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;
@@ -35,7 +35,7 @@ impl RankCore {
         self.begin_call()?;
         if !self.is_evaluating() {
             if self.buffers.are_taken_in_forward() {
-                count_together();
+                count_collective_step();
             }
             self.buffers.before_forward(self.comm())?;
             self.look_for_writes()?;
@@ -187,7 +187,7 @@ impl RankCore {
     /// A unit is about to run forward.
     pub(super) fn enter(&self, event: UnitEvent) -> candle_core::Result<()> {
         if self.shards_params() {
-            count_together();
+            count_collective_step();
             lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
         }
         match event {
@@ -312,7 +312,7 @@ pub(super) fn before_backward(
 impl RankCore {
     /// Collective: a few numbers of every rank, in rank order.
     pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
-        count_together();
+        count_collective_step();
         self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
     }
 

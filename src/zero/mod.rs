@@ -14,12 +14,14 @@
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank_backend.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
+//! | `core_backend.rs` | the core as such a rank |
 //! | `hooks.rs` | forward and backward, as engine, units and parameters call them |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
 //! The decisions of a step are written once, over `rank_backend::RankBackend`; the core and a rehearsal carry them out.
 
 pub(crate) mod check;
+mod core_backend;
 pub(crate) mod gather;
 #[cfg(feature = "cuda")]
 mod gpu;

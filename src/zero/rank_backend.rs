@@ -1,31 +1,25 @@
 //! One rank, as the decisions of a training step see it.
 //!
-//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's [`RankCore`], or the rehearsal of an
+//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or the rehearsal of an
 //! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
 //! and states stands, as the traits `GradientBackend` and `StepBackend`, next to the decisions: in
 //! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
 
-use super::rank_core::RankCore;
+use super::share::share_memory::{BufferPlaceOf, ShareMemory};
 use super::share::sub_group::SubGroup;
-use super::transfer::device_copy::{CopyKind, DeviceCopy};
-use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
+use super::transfer::device_copy::CopyKind;
+use super::transfer::pending_collective::CollectiveOp;
 use crate::comm::Wire;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Placement, ShardMesh};
-use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
-use crate::offload::{FileIo, StateFiles, WindowSettings};
+use crate::memory::{LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
+use crate::offload::WindowSettings;
 use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Packing};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
-use crate::tensor::part::with_part;
-use crate::tensor::residency;
-use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
-#[cfg(feature = "cuda")]
-use {crate::tensor::on_device::with_each, candle_core::Storage};
 
 /// The constants of a rank while it trains.
 pub(crate) struct RankInfo<'a> {
@@ -39,35 +33,22 @@ pub(crate) struct RankInfo<'a> {
     pub dtype: DType,
     /// Where whole parameters are.
     pub tier: MemoryTier,
-    pub ledger: &'a Ledger,
 }
 
-/// A kind of memory in which a rank has buffers.
-pub(crate) type BufferPlaceOf<R> = <<R as RankBackend>::Buffer as Elements>::Place;
-
 /// A rank that trains, or rehearses it.
-pub(crate) trait RankBackend: Sized {
-    /// Elements in memory.
-    type Buffer: Elements;
+pub(crate) trait RankBackend: ShareMemory {
     /// A collective under way.
     type Pending;
     /// A buffer on its way between the host and the GPU on which the model computes.
-    type Moving;
-    /// Where states lie that are not in memory.
-    type Files: StateFiles<Buffer = Self::Buffer>;
+    type PendingCopy;
 
-    fn facts(&self) -> RankInfo<'_>;
-    /// Where this rank's share lies, if not in files.
-    fn share_place(&self) -> &BufferPlaceOf<Self>;
-    /// Where the model computes: gathered parameters, and what travels between ranks.
-    fn model_place(&self) -> &BufferPlaceOf<Self>;
+    fn info(&self) -> RankInfo<'_>;
     /// A model is only evaluated.
     fn is_evaluating(&self) -> bool;
     /// This rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
     /// Sub-group and slot of a parameter.
     fn place(&self, param: ParamId) -> (usize, usize);
-    fn files(&self) -> Option<&Self::Files>;
     /// How a pass goes through files.
     fn windows(&self) -> WindowSettings;
     /// Begins a collective on what belongs to `params`.
@@ -87,9 +68,9 @@ pub(crate) trait RankBackend: Sized {
         buffer: Self::Buffer,
         to: &BufferPlaceOf<Self>,
         capacity: usize,
-    ) -> Result<Self::Moving>;
+    ) -> Result<Self::PendingCopy>;
     /// Waits until it is there.
-    fn arrived(&self, moving: Self::Moving) -> Result<Self::Buffer>;
+    fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
     /// Appends elements `range` of a whole parameter to a buffer.
@@ -98,11 +79,11 @@ pub(crate) trait RankBackend: Sized {
     fn put(&self, param: &Param, whole: Self::Buffer) -> Result<()>;
 
     fn rank(&self) -> usize {
-        self.facts().rank
+        self.info().rank
     }
 
     fn mesh(&self) -> ShardMesh {
-        self.facts().mesh
+        self.info().mesh
     }
 
     /// All ranks, over which means and sums are.
@@ -129,15 +110,15 @@ pub(crate) trait RankBackend: Sized {
     }
 
     fn second_group(&self) -> usize {
-        self.facts().second_group
+        self.info().second_group
     }
 
     fn params(&self) -> &[Param] {
-        self.facts().params
+        self.info().params
     }
 
     fn zero(&self) -> &ZeroConfig {
-        self.facts().zero
+        self.info().zero
     }
 
     fn placement(&self) -> Placement {
@@ -145,15 +126,11 @@ pub(crate) trait RankBackend: Sized {
     }
 
     fn dtype(&self) -> DType {
-        self.facts().dtype
+        self.info().dtype
     }
 
     fn tier(&self) -> MemoryTier {
-        self.facts().tier
-    }
-
-    fn ledger(&self) -> &Ledger {
-        self.facts().ledger
+        self.info().tier
     }
 
     /// Enters a buffer in the ledger until the result is dropped.
@@ -172,7 +149,7 @@ pub(crate) trait RankBackend: Sized {
 
     /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
-        let RankInfo { mesh, params, zero, dtype, ledger, .. } = self.facts();
+        let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
         for group in self.groups().iter() {
             let numel: usize = group.slots.iter().map(|s| params[s.param].numel).sum();
@@ -202,117 +179,6 @@ pub(crate) trait RankBackend: Sized {
             }
         }
         let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();
-        MemoryReport::new(ledger, zero.stage, mesh, (elements(false), elements(true)), bytes)
-    }
-}
-
-/// A place in a file.
-pub(crate) type FileExtentOf<R> = <<R as RankBackend>::Files as StateFiles>::Extent;
-
-/// Memory of a window of the optimizer step.
-pub(crate) type StagingBufferOf<R> = <<R as RankBackend>::Files as StateFiles>::Staging;
-
-impl RankBackend for RankCore {
-    type Buffer = FlatBuffer;
-    type Pending = PendingCollective;
-    type Moving = DeviceCopy;
-    type Files = FileIo;
-
-    fn facts(&self) -> RankInfo<'_> {
-        RankInfo {
-            rank: self.comm.rank(),
-            mesh: self.share_plan.mesh,
-            second_group: self.second_group,
-            params: &self.params,
-            zero: &self.zero,
-            dtype: self.dtype,
-            tier: self.tensor_tier,
-            ledger: &self.ledger,
-        }
-    }
-
-    fn share_place(&self) -> &BufferPlace {
-        &self.share_place
-    }
-
-    fn model_place(&self) -> &BufferPlace {
-        &self.model_place
-    }
-
-    fn is_evaluating(&self) -> bool {
-        Self::is_evaluating(self)
-    }
-
-    fn groups(&self) -> MutexGuard<'_, Vec<SubGroup>> {
-        lock(&self.groups)
-    }
-
-    fn place(&self, param: ParamId) -> (usize, usize) {
-        self.place_of(param)
-    }
-
-    fn files(&self) -> Option<&FileIo> {
-        self.offload.as_ref().map(|offload| &*offload.io)
-    }
-
-    fn windows(&self) -> WindowSettings {
-        self.offload.as_ref().map_or_else(WindowSettings::default, |offload| offload.windows())
-    }
-
-    fn launch(
-        &self,
-        collective: CollectiveOp,
-        wire: Wire,
-        buffer: FlatBuffer,
-        params: &[ParamId],
-    ) -> Result<PendingCollective> {
-        let transport = CollectiveTransport {
-            comm: self.comm(),
-            #[cfg(feature = "cuda")]
-            gpus: self.gpus.get(),
-            #[cfg(feature = "cuda")]
-            ledger: &self.ledger,
-        };
-        PendingCollective::launch(&transport, collective, wire, buffer, self.tag(params))
-    }
-
-    fn wait(&self, pending: PendingCollective) -> Result<FlatBuffer> {
-        pending.wait()
-    }
-
-    fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<DeviceCopy> {
-        #[cfg(feature = "cuda")]
-        if let Some(copies) = &self.copies {
-            return copies.send(kind, buffer, to, capacity);
-        }
-        _ = (kind, to, capacity);
-        Ok(DeviceCopy::There(buffer))
-    }
-
-    fn arrived(&self, moving: DeviceCopy) -> Result<FlatBuffer> {
-        moving.wait()
-    }
-
-    fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        self.comm.gather_f64(values).wait()
-    }
-
-    fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
-        match to {
-            FlatBuffer::Host(to) => Ok(with_part(&param.tensor, range, |values| to.extend_cast(values))?),
-            #[cfg(feature = "cuda")]
-            FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
-        }
-    }
-
-    fn put(&self, param: &Param, whole: FlatBuffer) -> Result<()> {
-        match whole {
-            FlatBuffer::Host(whole) => Ok(residency::put(&param.tensor, whole)?),
-            #[cfg(feature = "cuda")]
-            FlatBuffer::Device(whole) => {
-                assert_eq!((whole.len(), whole.dtype()), (param.numel, param.tensor.dtype()));
-                Ok(residency::fill(&param.tensor, Storage::Cuda(whole.into_storage()))?)
-            }
-        }
+        MemoryReport::new(self.ledger(), zero.stage, mesh, (elements(false), elements(true)), bytes)
     }
 }

@@ -4,9 +4,9 @@
 //! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
 //! are known inside of `zero/` alone.
 
+use super::check::check_state::GradientCheck;
 use super::check::forward_outputs::ForwardOutputs;
-use super::check::gradient_check::GradientCheck;
-use super::check::inplace_writes::WeightSamples;
+use super::check::weight_samples::WeightSamples;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;
 use super::model_buffers::ModelBuffers;
@@ -16,7 +16,7 @@ use super::reduce::unreduced_gradients::UnreducedGradients;
 use super::share::share_plan::SharePlan;
 use super::share::sub_group::{SubGroup, places};
 #[cfg(feature = "cuda")]
-use super::{share::sub_group::DelayedUpdate, transfer::device_copy::DeviceCopyQueues};
+use super::transfer::device_copy::DeviceCopyQueues;
 use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
 use crate::comm::gpus::Gpus;
@@ -41,6 +41,8 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
+#[cfg(feature = "cuda")]
+use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
 
 /// The partitioned state of one rank.
 pub(crate) struct RankCore {
@@ -82,9 +84,9 @@ pub(crate) struct RankCore {
     pub(super) share_plan: SharePlan,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
-    pub(super) groups: Mutex<Vec<SubGroup>>,
-    pub(super) gather: Mutex<ParamGatherer>,
-    pub(super) gradients: Mutex<GradientReducer>,
+    pub(super) groups: Mutex<Vec<SubGroup<RankCore>>>,
+    pub(super) gather: Mutex<ParamGatherer<RankCore>>,
+    pub(super) gradients: Mutex<GradientReducer<RankCore>>,
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<UnreducedGradients>,
     pub(super) recomputation: RecomputeSettings,
@@ -105,7 +107,21 @@ pub(crate) struct RankCore {
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
     /// Weights as the engine has left them.
-    pub(super) remembered: Mutex<WeightSamples>,
+    pub(super) weight_samples: Mutex<WeightSamples>,
+}
+
+/// An update that goes on beside the next step.
+#[cfg(feature = "cuda")]
+#[derive(Default)]
+pub(crate) enum DelayedUpdate {
+    #[default]
+    None,
+    /// A thread has the states of all trained sub-groups, and their gradients.
+    Running(JoinHandle<Result<Vec<SubGroup<RankCore>>>>),
+    /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
+    Ready(Vec<Option<TrackedBuffer<FlatBuffer>>>),
+    /// It could not be made, which ends training: states are gone. Why.
+    Failed(String),
 }
 
 /// The parts that a core is made of.
@@ -134,7 +150,7 @@ pub(crate) struct RegisteredModel {
     pub leaves: LeafUnits,
     /// The parameters that each unit uses, its own and others'.
     pub used_by: Vec<BTreeSet<ParamId>>,
-    pub groups: Vec<SubGroup>,
+    pub groups: Vec<SubGroup<RankCore>>,
     pub buffers: Vec<ModelBuffer>,
     /// What each parameter was asked to begin with; of a file, the file says it.
     pub inits: Vec<Init>,
@@ -256,7 +272,7 @@ impl RankCore {
             outputs: ForwardOutputs::default(),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
-            remembered: Mutex::default(),
+            weight_samples: Mutex::default(),
         }
     }
 

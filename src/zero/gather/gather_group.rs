@@ -11,8 +11,9 @@ use crate::precision::Elements;
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
-use crate::zero::rank_backend::{BufferPlaceOf, RankBackend};
-use crate::zero::share::sub_group::StateStorage;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::share_memory::{BufferPlaceOf, ShareMemory};
+use crate::zero::share::state_storage::StateStorage;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
@@ -33,14 +34,14 @@ pub(super) enum GatherProgress<R: RankBackend> {
     /// issue it at the same point.
     Reading(<R::Files as StateFiles>::Reading),
     /// They are on their way from the host to the GPU. Likewise.
-    Moving(R::Moving),
+    Moving(R::PendingCopy),
     /// The all-gather is under way.
     Travelling(R::Pending),
 }
 
 /// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep, one buffer
 /// for each layout of a group; none until a forward has gathered it.
-pub(super) type SecondaryShards<R> = Option<Vec<(<R as RankBackend>::Buffer, LedgerEntry)>>;
+pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareMemory>::Buffer, LedgerEntry)>>;
 
 /// What to do with a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -31,11 +31,10 @@ use crate::memory::MemoryKind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::Ints;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::rank_core::RankCore;
 use crate::zero::share::share_plan::SharePlan;
 
 /// Gathers and releases the sharded parameters of every unit.
-pub(crate) struct ParamGatherer<R: RankBackend = RankCore> {
+pub(crate) struct ParamGatherer<R: RankBackend> {
     units: Vec<UnitState<R>>,
     /// The unit with which each unit is gathered: itself, or the leaf around it.
     outermost: Vec<UnitId>,
@@ -242,7 +241,11 @@ impl<R: RankBackend> ParamGatherer<R> {
 
     /// A backward that is not the engine's no longer needs a parameter: releases it if it was gathered for that.
     pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
-        if self.units[self.outermost[core.params()[param].unit]].passed { self.release_param(core, param) } else { Ok(()) }
+        if self.units[self.outermost[core.params()[param].unit]].passed {
+            self.release_param(core, param)
+        } else {
+            Ok(())
+        }
     }
 
     /// Releases what backwards that are not the engine's have left.

@@ -7,14 +7,19 @@ use crate::optim::GroupStepSettings;
 use crate::tensor::flat_buffer::BufferPlace;
 use crate::tensor::on_device::change;
 use crate::timeline;
-use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::sub_group::{GradientShare, StateStorage, SubGroup};
+use crate::zero::share::share_memory::ShareMemory;
+use crate::zero::share::state_storage::StateStorage;
+use crate::zero::share::sub_group::{GradientShare, SubGroup};
 use crate::zero::step::hyperparameters::Hyperparameters;
 use std::ops::Range;
 
 /// Updates a sub-group, if it lies on a GPU.
-pub(in crate::zero) fn update(core: &RankCore, group: &mut SubGroup, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
+pub(in crate::zero) fn update(
+    core: &RankCore,
+    group: &mut SubGroup<RankCore>,
+    hyperparameters: &Hyperparameters<'_>,
+) -> Result<bool> {
     let BufferPlace::Device(device) = core.share_place() else { return Ok(false) };
     let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", group.len as u64);
     let SubGroup { slots, weights, master, grads, moments, .. } = group;
@@ -57,7 +62,7 @@ pub(in crate::zero) fn update(core: &RankCore, group: &mut SubGroup, hyperparame
     Ok(true)
 }
 
-impl StateStorage {
+impl StateStorage<RankCore> {
     /// Elements `range` of the sub-group, which lies on a GPU.
     fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceMut<'_>> {
         match self {

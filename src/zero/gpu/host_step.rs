@@ -14,7 +14,8 @@ use crate::tensor::on_device::change;
 use crate::tensor::part::with_part;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::sub_group::{StateStorage, SweepMode, lie_on_gpu};
+use crate::zero::share::state_storage::{StateStorage, lie_on_gpu};
+use crate::zero::share::sub_group::SweepMode;
 use crate::zero::transfer::device_copy::{CopyKind, DeviceCopy, UPDATED_TOGETHER};
 use candle_core::CudaDevice;
 use std::collections::VecDeque;
@@ -27,7 +28,7 @@ const IN_FLIGHT: usize = 1;
 pub(in crate::zero) struct HostStep<'a> {
     core: &'a RankCore,
     /// Where shards of weights are; nothing where weights are whole, in the parameters' tensors.
-    storage: Option<&'a mut StateStorage>,
+    storage: Option<&'a mut StateStorage<RankCore>>,
     device: &'a CudaDevice,
     mode: SweepMode,
     /// The step makes them anew, from master weights.
@@ -50,10 +51,10 @@ impl<'a> HostStep<'a> {
     /// does without them, gives their storage back.
     pub fn of(
         core: &'a RankCore,
-        storage: &'a mut Option<StateStorage>,
+        storage: &'a mut Option<StateStorage<RankCore>>,
         mode: SweepMode,
         made_anew: bool,
-    ) -> (Option<Self>, Option<&'a mut StateStorage>) {
+    ) -> (Option<Self>, Option<&'a mut StateStorage<RankCore>>) {
         let is_away = mode.has_weights() && lie_on_gpu(core, storage.as_ref());
         let (storage, under_way) = (storage.as_mut(), VecDeque::new());
         match core.model_place.gpu() {
@@ -110,7 +111,9 @@ impl<'a> HostStep<'a> {
 
     fn read(&self, place: &WeightRange) -> Result<Flat> {
         match &self.storage {
-            Some(StateStorage::Memory(storage)) => storage.buffer().read(place.in_group.clone(), |values| values.to_flat()),
+            Some(StateStorage::Memory(storage)) => {
+                storage.buffer().read(place.in_group.clone(), |values| values.to_flat())
+            }
             Some(StateStorage::File(_)) => unreachable!("what lies in files is not away"),
             None => {
                 let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());

@@ -25,24 +25,18 @@ use super::bucket_queue::{BucketQueue, IN_FLIGHT};
 use crate::comm::{Code, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
-use crate::graph::{Grad, GradSlot as Sum};
-use crate::layout::{PACKED_BELOW, Placement};
+use crate::layout::Placement;
 use crate::memory::{LedgerEntry, MemoryKind, MemoryTier, TrackedBuffer};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Flat, Ints};
-use crate::tensor::flat_buffer::FlatBuffer;
+use crate::precision::{Elements, Ints};
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
-#[cfg(feature = "cuda")]
-use crate::zero::gpu::gradient_pack::{self, GradientPackFormat};
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::rank_core::RankCore;
 use crate::zero::share::sub_group::{GradientShare, SubGroupSlot};
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 
 /// How gradients are reduced.
 #[derive(Debug, Clone, Copy)]
@@ -54,7 +48,7 @@ pub(crate) struct ReducePlan {
     /// Buckets travel while backward runs.
     pub overlap: bool,
     /// Factor before the reduction.
-    before: f32,
+    pub(super) before: f32,
     /// Factor after it.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before they travel.
@@ -130,11 +124,11 @@ pub(crate) trait GradientBackend: RankBackend {
 }
 
 /// Gradients of the micro step under way.
-pub(crate) struct GradientReducer<C: GradientBackend = RankCore> {
+pub(crate) struct GradientReducer<C: GradientBackend> {
     plan: ReducePlan,
     buckets: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
     /// Sums on their way to the share, the oldest first.
-    leaving: VecDeque<(CoalescedLayout, C::Moving)>,
+    leaving: VecDeque<(CoalescedLayout, C::PendingCopy)>,
     held: Vec<ArrivedGradient<C::Grad>>,
     /// Parameters that ranks may miss; what has not come counts as zeros.
     optional: Vec<bool>,
@@ -151,7 +145,7 @@ pub(super) fn is_expected(param: &Param) -> bool {
 
 /// A gradient that has arrived, and its entry in the ledger.
 pub(crate) struct ArrivedGradient<G> {
-    param: ParamId,
+    pub(super) param: ParamId,
     pub grad: G,
     pub held: LedgerEntry,
 }
@@ -342,118 +336,5 @@ impl<C: GradientBackend> GradientReducer<C> {
     /// The dtype in which gradients are accumulated.
     pub fn accumulate_dtype(&self) -> DType {
         self.plan.accumulate
-    }
-}
-
-impl GradientBackend for RankCore {
-    type Grad = Grad;
-
-    fn bytes(grad: &Grad) -> usize {
-        grad.len() * grad.dtype().size_in_bytes()
-    }
-
-    fn tier_of(grad: &Grad) -> MemoryTier {
-        match grad {
-            Grad::Own(_) => MemoryTier::Host,
-            Grad::OnDevice(tensor) | Grad::Shared(tensor) => MemoryTier::of(tensor.device()),
-        }
-    }
-
-    fn zeros(&self, param: &Param) -> Grad {
-        Grad::Own(Flat::zeros(param.tensor.dtype(), param.numel))
-    }
-
-    fn sum(a: Grad, b: Grad) -> Result<Grad> {
-        if a.dtype() != b.dtype() {
-            // One of them is a sum already, of micro steps that were not reduced.
-            let mut sum = a.into_own()?;
-            let all = 0..sum.len();
-            b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;
-            return Ok(Grad::Own(sum));
-        }
-        let sum = Sum::default();
-        sum.add(a)?;
-        sum.add(b)?;
-        Ok(sum.take().expect("two gradients have a sum"))
-    }
-
-    fn pack(
-        &self,
-        plan: &ReducePlan,
-        layout: &CoalescedLayout,
-        mut grads: Vec<ArrivedGradient<Grad>>,
-    ) -> Result<FlatBuffer> {
-        #[cfg(feature = "cuda")]
-        if let Some(gpu) = self.model_place.gpu() {
-            let (form, len) =
-                (GradientPackFormat { dtype: plan.dtype, factor: plan.before }, layout.chunk * self.world_size());
-            let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-                Some(large) => gradient_pack::prepare(gpu, form, len, large.grad)?,
-                None => {
-                    let each = grads.into_iter().zip(&layout.offsets);
-                    let each =
-                        each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, layout, *offset)));
-                    gradient_pack::pack(gpu, form, len, each)?
-                }
-            };
-            return Ok(FlatBuffer::Device(packed));
-        }
-        let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-            Some(large) => prepare(plan, layout.chunk * self.world_size(), large)?,
-            None => self.pack_small(plan, layout, grads)?,
-        };
-        Ok(packed.into())
-    }
-}
-
-/// One gradient with its padding, in its own buffer where nobody else sees it.
-fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
-    match grad {
-        Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
-            // Exact: spare room of a large gradient would be waste.
-            flat.reserve_exact(padded - flat.len());
-            flat.extend_zeros(padded - flat.len());
-            if plan.before != 1.0 {
-                flat.as_mut().scale(plan.before);
-            }
-            Ok(flat)
-        }
-        other => Ok(other.view(|values| {
-            let mut flat = Flat::zeros(plan.dtype, padded);
-            flat.slice_mut(0..values.len()).copy_scaled(values, plan.before);
-            flat
-        })?),
-    }
-}
-
-impl RankCore {
-    fn pack_small(
-        &self,
-        plan: &ReducePlan,
-        layout: &CoalescedLayout,
-        grads: Vec<ArrivedGradient<Grad>>,
-    ) -> Result<Flat> {
-        let mut flat = Flat::zeros(plan.dtype, layout.chunk * self.world_size());
-        for (ArrivedGradient { param, grad, held }, offset) in grads.into_iter().zip(&layout.offsets) {
-            grad.view(|values| {
-                for (start, piece) in self.places(param, layout, *offset) {
-                    let part = flat.slice_mut(start..start + piece.len());
-                    part.copy_scaled(values.slice(piece), plan.before);
-                }
-            })?;
-            drop((grad, held));
-        }
-        Ok(flat)
-    }
-
-    /// The pieces of a parameter that has this offset in a layout's chunks, and where each begins in the bucket.
-    fn places(
-        &self,
-        param: ParamId,
-        layout: &CoalescedLayout,
-        offset: usize,
-    ) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (mesh, cut, chunk) = (self.mesh(), self.params[param].cut(), layout.chunk);
-        (0..mesh.world_size()).map(move |number| (number * chunk + offset, mesh.piece(cut, number)))
     }
 }

@@ -10,7 +10,8 @@
 //! updated. Shares of parameters with codes begin with a block, on every rank, so that blocks do not depend on the number
 //! of ranks.
 
-use super::sub_group::StateStorage;
+use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
+use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
 use crate::offload::{FileIo, StagedState};
@@ -18,14 +19,13 @@ use crate::optim::{DecodeMode, StateFormat, decode, encode, scales_of};
 use crate::precision::dynamic::{BLOCK, DynamicMap};
 use crate::precision::stochastic::Dice;
 use crate::precision::{Elements, Flat, FlatMut, FlatRef};
-use crate::zero::rank_backend::{BufferPlaceOf, FileExtentOf, RankBackend};
-use crate::zero::rank_core::RankCore;
+use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
 use std::slice::IterMut;
 
 /// One state of the parameters of a sub-group.
-pub(crate) struct OptimState<R: RankBackend = RankCore> {
+pub(crate) struct OptimState<R: ShareMemory> {
     pub format: StateFormat,
     /// The elements, or their codes: in memory two in each 16-bit number, in a file each a number of eight bits.
     pub storage: StateStorage<R>,
@@ -39,7 +39,7 @@ pub(in crate::zero) enum OptimStateView<'a> {
     Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
 }
 
-impl<R: RankBackend> OptimState<R> {
+impl<R: ShareMemory> OptimState<R> {
     /// Zeros for `len` elements, in memory.
     ///
     /// # Errors
@@ -78,7 +78,7 @@ impl<R: RankBackend> OptimState<R> {
     }
 }
 
-impl OptimState {
+impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
     /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
     pub(in crate::zero) fn part<'a>(
         &'a mut self,

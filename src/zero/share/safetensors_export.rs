@@ -1,8 +1,6 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::state_access::ParamState;
-#[cfg(feature = "cuda")]
-use super::sub_group::DelayedUpdate;
 use crate::comm::Wire;
 use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::Result;
@@ -12,6 +10,8 @@ use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
 use crate::zero::rank_backend::RankBackend;
+#[cfg(feature = "cuda")]
+use crate::zero::rank_core::DelayedUpdate;
 use crate::zero::rank_core::RankCore;
 use candle_core::DType;
 use serde_json::Value;

@@ -1,7 +1,8 @@
 //! This rank's share of the model's state, read and written by parameter, wherever it lies.
 
 use super::packed_weights;
-use super::sub_group::{StateStorage, SubGroup, SubGroupSlot};
+use super::state_storage::StateStorage;
+use super::sub_group::{SubGroup, SubGroupSlot};
 use crate::error::Result;
 use crate::offload::{FileIo, OffloadStore, STEP};
 use crate::optim::GroupedOptimizer;
@@ -38,7 +39,10 @@ impl ParamState {
         }
     }
 
-    pub(in crate::zero) fn storage<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut StateStorage> {
+    pub(in crate::zero) fn storage<'a>(
+        &self,
+        group: &'a mut SubGroup<RankCore>,
+    ) -> Option<&'a mut StateStorage<RankCore>> {
         match self {
             Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
             Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.storage),
@@ -191,7 +195,7 @@ impl RankCore {
     }
 
     /// The words of a packed share.
-    fn words(&self, storage: &StateStorage, slot: &SubGroupSlot) -> Result<Flat> {
+    fn words(&self, storage: &StateStorage<RankCore>, slot: &SubGroupSlot) -> Result<Flat> {
         match storage {
             StateStorage::Memory(share) => share.buffer().read(slot.padded(), |words| words.to_flat()),
             StateStorage::File(extent) => {
@@ -201,7 +205,12 @@ impl RankCore {
     }
 
     /// Sets elements of a state's storage.
-    pub(in crate::zero) fn set(&self, storage: &mut StateStorage, place: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+    pub(in crate::zero) fn set(
+        &self,
+        storage: &mut StateStorage<RankCore>,
+        place: Range<usize>,
+        values: FlatRef<'_>,
+    ) -> Result<()> {
         match storage {
             StateStorage::Memory(share) => share.buffer_mut().write(place, values),
             StateStorage::File(extent) => {

@@ -16,18 +16,16 @@
 //! the others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::optim_state::OptimState;
+use super::share_memory::{FileExtentOf, ShareMemory};
+use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{MemoryKind, TrackedBuffer};
-use crate::offload::{StagedState, StateFiles, StateStream};
+use crate::offload::{StateFiles, StateStream};
 use crate::optim::ParamClass;
 use crate::param::ParamId;
-use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
-use crate::zero::rank_backend::{FileExtentOf, RankBackend};
-use crate::zero::rank_core::RankCore;
+use crate::precision::{Elements, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
-#[cfg(feature = "cuda")]
-use {crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
 
 /// Where the owned part of one parameter lies in its sub-group.
 #[derive(Debug, Clone)]
@@ -61,49 +59,8 @@ impl SubGroupSlot {
     }
 }
 
-/// Where one kind of state of a sub-group lies.
-pub(crate) enum StateStorage<R: RankBackend = RankCore> {
-    /// All of it is in memory.
-    Memory(TrackedBuffer<R::Buffer>),
-    /// It is in a file; only the part that the step works on is in memory.
-    File(FileExtentOf<R>),
-}
-
-impl<R: RankBackend> StateStorage<R> {
-    /// The place in a file.
-    pub fn file(&self) -> Option<&FileExtentOf<R>> {
-        match self {
-            Self::Memory(_) => None,
-            Self::File(extent) => Some(extent),
-        }
-    }
-}
-
-impl StateStorage {
-    /// Elements `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
-    pub fn part<'a>(
-        &'a mut self,
-        staged: &mut std::slice::IterMut<'a, StagedState>,
-        range: Range<usize>,
-    ) -> FlatMut<'a> {
-        match self {
-            Self::Memory(buffer) => buffer.buffer_mut().slice_mut(range),
-            Self::File(_) => staged.next().expect("a window has all states that lie in files").part(range),
-        }
-    }
-}
-
-/// Whether weights lie on a GPU: in their `storage`, or, where they are whole, in the parameters' tensors.
-pub(crate) fn lie_on_gpu<R: RankBackend>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
-    match storage {
-        Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),
-        Some(StateStorage::File(_)) => false,
-        None => R::Buffer::is_device(rank.model_place()),
-    }
-}
-
 /// This rank's gradient of one parameter.
-pub(crate) enum GradientShare<R: RankBackend = RankCore> {
+pub(crate) enum GradientShare<R: ShareMemory> {
     /// None has arrived since the last step.
     Absent,
     /// The gradient is in memory.
@@ -118,7 +75,7 @@ pub(crate) enum GradientShare<R: RankBackend = RankCore> {
 }
 
 /// One sub-group of this rank's share.
-pub(crate) struct SubGroup<R: RankBackend = RankCore> {
+pub(crate) struct SubGroup<R: ShareMemory> {
     pub class: ParamClass,
     pub slots: Vec<SubGroupSlot>,
     /// Elements of each kind of state, padding included.
@@ -130,20 +87,6 @@ pub(crate) struct SubGroup<R: RankBackend = RankCore> {
     /// Where gradients lie, if not in memory.
     pub grad_file: Option<FileExtentOf<R>>,
     pub moments: Vec<OptimState<R>>,
-}
-
-/// An update that goes on beside the next step.
-#[cfg(feature = "cuda")]
-#[derive(Default)]
-pub(crate) enum DelayedUpdate {
-    #[default]
-    None,
-    /// A thread has the states of all trained sub-groups, and their gradients.
-    Running(JoinHandle<Result<Vec<SubGroup>>>),
-    /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
-    Ready(Vec<Option<TrackedBuffer<FlatBuffer>>>),
-    /// It could not be made, which ends training: states are gone. Why.
-    Failed(String),
 }
 
 /// The states that a sweep through a share has in memory, and whether it changes them.
@@ -174,7 +117,7 @@ impl SweepMode {
     }
 }
 
-impl<R: RankBackend> SubGroup<R> {
+impl<R: ShareMemory> SubGroup<R> {
     /// The packing of its weights and where they lie, if they are packed.
     pub fn packed(&self) -> Option<(Packing, &StateStorage<R>)> {
         self.class.weights.packing().zip(self.weights.as_ref())
@@ -252,7 +195,7 @@ impl<R: RankBackend> SubGroup<R> {
 }
 
 /// Sub-group and slot of each of `count` parameters.
-pub(crate) fn places<R: RankBackend>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
+pub(crate) fn places<R: ShareMemory>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
     let mut places = vec![(0, 0); count];
     for (g, group) in groups.iter().enumerate() {
         for (s, slot) in group.slots.iter().enumerate() {

@@ -6,8 +6,10 @@
 
 use super::optim_state::OptimState;
 use super::packed_weights;
+use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
 use super::share_plan::{ShareDevices, SharePlan};
-use super::sub_group::{GradientShare, StateStorage, SubGroup, SubGroupSlot};
+use super::state_storage::StateStorage;
+use super::sub_group::{GradientShare, SubGroup, SubGroupSlot};
 use crate::error::{Error, OffloadError, Result};
 use crate::layout::{ShardCut, ShareLayout, SharePosition, groups_in_memory};
 use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
@@ -16,7 +18,6 @@ use crate::optim::ParamClass;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef, Packing};
 use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
-use crate::zero::rank_backend::{BufferPlaceOf, FileExtentOf, RankBackend};
 use crate::zero::rank_core::RankCore;
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -45,7 +46,7 @@ impl SubGroupState {
 }
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
-pub(crate) trait StateFileBuilder<R: RankBackend> {
+pub(crate) trait StateFileBuilder<R: ShareMemory> {
     /// A place at the end of a state's file, without elements yet.
     fn begin(&self, state: SubGroupState, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
@@ -85,7 +86,7 @@ struct OpenShare {
 }
 
 /// Lays out sub-groups while parameters are registered.
-pub(crate) struct SubGroupBuilder<R: RankBackend = RankCore, C = ArenaBuilder> {
+pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
     plan: SharePlan,
     sharing: ShareLayout,
     files: C,
@@ -97,7 +98,7 @@ pub(crate) struct SubGroupBuilder<R: RankBackend = RankCore, C = ArenaBuilder> {
     open: [Option<SubGroup<R>>; ParamClass::COUNT],
 }
 
-impl<R: RankBackend, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
+impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: Ledger, devices: ShareDevices<BufferPlaceOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.

@@ -22,8 +22,9 @@ use crate::tensor::part::with_part;
 use crate::timeline::{self, Lane};
 use crate::util::{lock, pieces};
 use crate::zero::gpu::host_step::{HostStep, WeightRange};
-use crate::zero::rank_core::RankCore;
-use crate::zero::share::sub_group::{DelayedUpdate, GradientShare, StateStorage, SubGroup, SubGroupSlot, SweepMode};
+use crate::zero::rank_core::{DelayedUpdate, RankCore};
+use crate::zero::share::state_storage::StateStorage;
+use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
@@ -106,7 +107,7 @@ impl RankCore {
     }
 
     /// The states of an update go back to their sub-groups; its weights are given.
-    fn take_back(&self, shadows: Vec<SubGroup>) -> Vec<Option<TrackedBuffer<FlatBuffer>>> {
+    fn take_back(&self, shadows: Vec<SubGroup<RankCore>>) -> Vec<Option<TrackedBuffer<FlatBuffer>>> {
         let (mut shadows, mut groups) = (shadows.into_iter(), lock(&self.groups));
         let ready = groups.iter_mut().map(|group| {
             let shadow = group.class.is_trained().then(|| shadows.next()).flatten()?;
@@ -151,7 +152,7 @@ impl RankCore {
     }
 
     /// The weights of a sub-group as they are.
-    fn copy_weights(&self, group: &SubGroup, to: &mut FlatBuffer) -> Result<()> {
+    fn copy_weights(&self, group: &SubGroup<RankCore>, to: &mut FlatBuffer) -> Result<()> {
         for slot in &group.slots {
             let own = |values: FlatRef<'_>| to.slice_mut(slot.range()).copy_cast(values);
             match &group.weights {
@@ -164,7 +165,7 @@ impl RankCore {
     }
 
     /// Puts new weights of a sub-group in their place, piece by piece.
-    fn put_weights(&self, group: &mut SubGroup, new: &FlatBuffer) -> Result<()> {
+    fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
         let SubGroup { slots, weights, .. } = group;
         let (mut away, mut here) = HostStep::of(self, weights, SweepMode::Update, true);
         for slot in slots.iter() {

@@ -19,9 +19,9 @@ use crate::tensor::flat_buffer::BufferPlace;
 use crate::timeline;
 use crate::util::lock;
 use crate::zero::rank_backend::RankBackend;
-use crate::zero::rank_core::RankCore;
 #[cfg(feature = "cuda")]
-use crate::zero::share::sub_group::DelayedUpdate;
+use crate::zero::rank_core::DelayedUpdate;
+use crate::zero::rank_core::RankCore;
 use crate::zero::share::sub_group::{GradientShare, SubGroupSlot, SweepMode};
 use candle_core::DType;
 use std::ops::Range;

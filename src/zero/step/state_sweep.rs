@@ -15,9 +15,10 @@ use crate::timeline;
 use crate::util::pieces;
 #[cfg(feature = "cuda")]
 use crate::zero::gpu::host_step::{HostStep, WeightRange};
-use crate::zero::rank_backend::{RankBackend, StagingBufferOf};
+use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::optim_state::OptimStateView;
+use crate::zero::share::share_memory::StagingBufferOf;
 use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
 use std::ops::Range;
 
@@ -152,13 +153,13 @@ pub(in crate::zero) fn sweep<C: StepBackend>(
 
 impl StepBackend for RankCore {
     #[cfg(feature = "cuda")]
-    fn update_on_device(&self, group: &mut SubGroup, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
+    fn update_on_device(&self, group: &mut SubGroup<RankCore>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
         crate::zero::gpu::device_step::update(self, group, hyperparameters)
     }
 
     fn parts(
         &self,
-        group: &mut SubGroup,
+        group: &mut SubGroup<RankCore>,
         range: &Range<usize>,
         mode: SweepMode,
         mut window: Option<&mut StateWindow>,

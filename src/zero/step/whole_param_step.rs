@@ -49,8 +49,9 @@ pub(super) fn trust_ratios<C: StepBackend>(
     groups: &mut [SubGroup<C>],
     hyperparameters: &Hyperparameters<'_>,
 ) -> Result<Vec<f64>> {
-    let which: Vec<usize> =
-        (0..groups.len()).filter(|g| matches!(needs(&groups[*g], hyperparameters), Some(OptimizerNeeds::Norms(_)))).collect();
+    let which: Vec<usize> = (0..groups.len())
+        .filter(|g| matches!(needs(&groups[*g], hyperparameters), Some(OptimizerNeeds::Norms(_))))
+        .collect();
     if which.is_empty() {
         return Ok(Vec::new());
     }
