@@ -20,6 +20,7 @@ pub(crate) mod error;
 mod for_eval;
 mod given;
 mod gradient_check;
+mod gradient_check_state;
 mod gradient_report;
 mod output;
 mod reporter;
@@ -29,7 +30,7 @@ mod watch;
 
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
-pub(crate) use gradient_check::CHECK_GRADIENTS;
+pub(crate) use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::Upload;
@@ -48,7 +49,7 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
 use clock::{Call, Clock};
-use gradient_check::Check;
+use gradient_check_state::Check;
 use reporter::Reporter;
 use std::sync::Arc;
 

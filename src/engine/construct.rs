@@ -7,7 +7,7 @@
 use super::clock::Clock;
 use super::common::check_same_on_all_ranks;
 use super::given::Own;
-use super::gradient_check::Check;
+use super::gradient_check_state::Check;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::{self, HeldFolders};

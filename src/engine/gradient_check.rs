@@ -13,7 +13,8 @@
 //! each along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look, Looks};
+use super::gradient_check_state::{AROUND, Around, Check, Compared, FORWARDS, Group, Phase};
+use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
@@ -23,12 +24,7 @@ use crate::zero::check::check_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};
-use std::cell::Cell;
-use std::path::PathBuf;
 
-/// The environment variable that has the first step look at every parameter, write what it finds into the file that it names,
-/// and end the run.
-pub(crate) const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 /// Bytes that the changes of one output may take while every parameter is looked at.
 const ROOM: usize = 1 << 30;
 /// How much further a parameter is moved that has hardly changed the output.
@@ -39,21 +35,6 @@ const LARGEST: f64 = 0.3;
 const ENOUGH: f64 = 8000.0;
 /// Steps after which a check is given up whose gradients were never finite.
 const TRIES: u32 = 64;
-
-thread_local! {
-    /// The forward of an engine that this thread runs, and which of its repetitions.
-    static AROUND: Cell<Around> = const { Cell::new(Around { forward: 0, repetition: 0 }) };
-    static FORWARDS: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Where in the forward of an engine this thread is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Around {
-    /// Its number; 0: in none.
-    forward: u64,
-    /// 0: the one that counts; else for a check.
-    repetition: u64,
-}
 
 /// A forward that a check repeats.
 struct Repeat<'a, M> {
@@ -87,93 +68,6 @@ struct Tried {
     moved: Vec<(Tensor, Tensor)>,
     /// That without a move, where each parameter is looked at by itself.
     unmoved: Option<Tensor>,
-}
-
-impl Around {
-    fn enter<T>(self, run: impl FnOnce() -> T) -> T {
-        struct Reset(Around);
-        impl Drop for Reset {
-            fn drop(&mut self) {
-                AROUND.set(self.0);
-            }
-        }
-        let _reset = Reset(AROUND.replace(self));
-        run()
-    }
-}
-
-/// The check of an engine.
-#[derive(Debug, Default)]
-pub(super) struct Check {
-    phase: Phase,
-    /// Every parameter is looked at by itself.
-    of_each: bool,
-    /// Writes the report into this file when it is there, and ends the run.
-    ends_run: Option<PathBuf>,
-    tries: u32,
-    /// Directions that have been looked along.
-    looks: u64,
-    /// Why there is no verdict.
-    why_not: Option<String>,
-    groups: Vec<Group>,
-    /// Forwards of this engine inside of another one's: that forward, and the place of the draws where it began.
-    inside: Option<(Around, u64, u64)>,
-    report: Option<GradientReport>,
-}
-
-#[derive(Debug, Default)]
-enum Phase {
-    /// Nothing to be done.
-    #[default]
-    Idle,
-    /// Forwards are repeated until a backward comes.
-    Armed,
-    /// The backward has come; all ranks compare at the coming step. With the factor that gradients have.
-    Measured(Vec<DirectionalChange>, Vec<Compared>, f64),
-}
-
-/// What is moved together.
-#[derive(Debug)]
-struct Group {
-    name: String,
-    params: Vec<ParamId>,
-    /// How far, as a part of the size of each parameter; chosen in the first forward.
-    step: Option<f64>,
-    looks: Looks,
-}
-
-/// This rank's part of the gradient along a direction.
-#[derive(Debug, Clone, Copy, Default)]
-struct Compared {
-    product: f64,
-    squares: f64,
-}
-
-impl Group {
-    fn new(name: String, params: Vec<ParamId>) -> Self {
-        Self { name, params, step: None, looks: Looks::default() }
-    }
-}
-
-impl Check {
-    /// The groups that need another look, by number.
-    fn open(&self, limits: &Limits) -> Vec<usize> {
-        let is_open = |group: &Group| group.looks.verdict(limits).is_none();
-        (0..self.groups.len()).filter(|number| is_open(&self.groups[*number])).collect()
-    }
-
-    fn report_of(&self, step: u64, not_judged: Option<String>, limits: &Limits) -> GradientReport {
-        let rows = self.groups.iter().map(|group| group.looks.row(group.name.clone(), limits));
-        GradientReport { step, rows: rows.collect(), not_judged }
-    }
-
-    /// The check of a first step.
-    pub(super) fn of_first_step(is_wanted: bool) -> Self {
-        let ends_run = std::env::var_os(CHECK_GRADIENTS).map(PathBuf::from);
-        let of_each = ends_run.is_some();
-        let phase = if is_wanted || of_each { Phase::Armed } else { Phase::Idle };
-        Self { phase, of_each, ends_run, ..Self::default() }
-    }
 }
 
 impl<M> Engine<M> {
