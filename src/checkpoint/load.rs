@@ -18,7 +18,7 @@ use crate::optim::GroupedOptimizer;
 use crate::precision::Flat;
 use crate::util::{list, lock};
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::state_access::{ParamState, WEIGHTS};
+use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use candle_core::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -210,7 +210,7 @@ struct NeededElements {
     state: usize,
     saved: usize,
     /// The engine's.
-    kind: ParamState,
+    kind: ParamStateKind,
     param: usize,
     range: Range<usize>,
 }
@@ -327,7 +327,7 @@ fn wanted(
     let mut wanted = Vec::new();
     for name in states {
         for (param, own) in core.params().iter().enumerate() {
-            let Some(kind) = ParamState::of(name, core.moments(own, trainer)) else { continue };
+            let Some(kind) = ParamStateKind::named(name, core.moments(own, trainer)) else { continue };
             let Some(&saved) = saved.get(own.name.as_str()) else { continue };
             let found = &manifest.parameters[saved];
             if found.shape != own.shape.dims() {
@@ -337,7 +337,7 @@ fn wanted(
                 )));
             }
             let saved_states = found.states.as_deref();
-            let was_frozen = kind != ParamState::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
+            let was_frozen = kind != ParamStateKind::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
             match saved_states {
                 Some([]) if !own.is_trained() => continue,
                 Some([]) => return Err(wrong(trained_since(&own.name, "was left out of it"))),
@@ -354,7 +354,7 @@ fn wanted(
                 ))
             })?;
             // Whole parameters get all their elements from the files, not from other ranks.
-            let is_whole = kind == ParamState::Weights && !core.shards(param);
+            let is_whole = kind == ParamStateKind::Weights && !core.shards(param);
             let range = if is_whole { 0..own.numel } else { core.owned(param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
         }
@@ -367,9 +367,9 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) 
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
-        let dtype = if *kind == ParamState::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
-        if *kind == ParamState::Weights && !core.shards(*param) {
+        if *kind == ParamStateKind::Weights && !core.shards(*param) {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;
         } else {

@@ -30,7 +30,7 @@ use crate::timeline;
 use crate::util::host_name;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_access;
-use crate::zero::share::state_access::{ParamState, WEIGHTS};
+use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -289,7 +289,7 @@ impl Share {
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
-                let Some(kind) = ParamState::of(name, self.moments[param]) else { continue };
+                let Some(kind) = ParamStateKind::named(name, self.moments[param]) else { continue };
                 let own = self.layout.shard(state, param, piece);
                 let owned = self.core.owned(param);
                 // States are read as pieces of all that this rank owns, which begin where a file allows it.

@@ -20,7 +20,7 @@ use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::check::check_state::{
+use crate::zero::check::gradient_check_state::{
     DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
 };
 use candle_core::{DType, Tensor};

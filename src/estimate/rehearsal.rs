@@ -32,7 +32,7 @@ use crate::zero::share::share_plan::SharePlan;
 use crate::zero::share::state_storage::lie_on_gpu;
 use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode, places};
 use crate::zero::share::sub_group_builder;
-use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupState};
+use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
 use crate::zero::step::sharded_step::{update, vote};
 use crate::zero::step::state_sweep;
 use crate::zero::step::state_sweep::ParamSlice;
@@ -303,7 +303,7 @@ impl<'a> Rehearsal<'a> {
 }
 
 impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: SubGroupState, _: ParamClass, dtype: DType) -> Result<Space> {
+    fn begin(&self, state: SubGroupStateKind, _: ParamClass, dtype: DType) -> Result<Space> {
         Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
     }
 

@@ -173,7 +173,7 @@ impl GradSlot {
     }
 
     /// Lets `look` see what has come in this backward, if anything has.
-    pub fn look<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
+    pub fn with_grad<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
         lock(&self.grad).as_ref().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| look(grad))
     }
 

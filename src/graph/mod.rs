@@ -35,4 +35,4 @@ pub(crate) use node_table::{SavedTensor, can_remake, hold_still, node_of, only_w
 pub(crate) use recorded_op::{
     InputGradSink, OpInputs, ResultStorage, SavedResult, is_once, is_without_gradients, once, without_gradients,
 };
-pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, draws, place_of_draws, stream_of};
+pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, rng_position, stream_of, stream_position};

@@ -225,7 +225,7 @@ impl SavedResult {
     }
 
     /// Remembers the result.
-    pub fn is(&self, result: Tensor) -> Tensor {
+    pub fn save(&self, result: Tensor) -> Tensor {
         let _ = self.0.set(result.detach());
         result
     }

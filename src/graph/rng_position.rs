@@ -37,8 +37,8 @@ pub(crate) struct RngStreamKey {
 
 /// The stream of a forward: another one for each of a run, and for runs of other seeds. It follows from where the forward is in its
 /// optimizer step, so a run that goes on from a checkpoint has it too.
-pub(crate) fn stream_of(place: RngStreamKey) -> u64 {
-    let RngStreamKey { seed, rank, step, micro_step, forward } = place;
+pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
+    let RngStreamKey { seed, rank, step, micro_step, forward } = key;
     // Odd factors, so that streams that differ in one of them only differ.
     (rank << 40 | step)
         ^ mix(seed)
@@ -60,12 +60,12 @@ pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) 
 }
 
 /// Where this thread's draws are.
-pub(crate) fn draws() -> RngPosition {
+pub(crate) fn rng_position() -> RngPosition {
     DRAWS.get()
 }
 
 /// The same as [`draw_from`] takes it, to repeat the draws that follow.
-pub(crate) fn place_of_draws() -> (u64, u64) {
+pub(crate) fn stream_position() -> (u64, u64) {
     let RngPosition { stream, next, .. } = DRAWS.get();
     (stream, next)
 }

@@ -67,7 +67,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
                 })
             })
         })?;
-        Ok(own.is(y))
+        Ok(own.save(y))
     })
 }
 
@@ -138,7 +138,7 @@ pub fn attention(
             to_k.give(Grad::own(dk))?;
             to_v.give(Grad::own(dv))
         })?;
-        Ok(own.is(y))
+        Ok(own.save(y))
     })
 }
 

@@ -99,7 +99,7 @@ impl Mask {
 impl Dropout {
     /// The mask of the next use; nothing where everything passes through.
     pub(super) fn draw(&self) -> Result<Option<Mask>> {
-        let draws = draws();
+        let draws = rng_position();
         let core = self.link.core();
         if core.as_ref().is_some_and(|core| core.is_evaluating() && !core.is_checking())
             || (is_without_gradients() && !draws.in_training)

@@ -76,7 +76,7 @@ pub struct DiskBench {
     /// Bytes of all files together.
     pub bytes: u64,
     /// Requests of all passes except the sweep's.
-    pub aio: RequestShape,
+    pub aio: IoRequestSettings,
     /// Whether the file system allows access around the page cache.
     pub direct_is_possible: bool,
     /// Largest part of the files that was in the page cache at the beginning of a pass, by samples. None where the
@@ -92,7 +92,7 @@ pub struct DiskBench {
 
 /// How requests are cut and how many are under way: the section `aio` of a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct RequestShape {
+pub struct IoRequestSettings {
     /// Bytes of a request.
     pub block_size: usize,
     /// Requests under way for each of `intra_op_parallelism`.
@@ -188,13 +188,13 @@ pub struct PipelineBench {
 #[derive(Debug, Clone, Serialize)]
 pub struct RequestSweepRow {
     /// The requests.
-    pub aio: RequestShape,
+    pub aio: IoRequestSettings,
     /// Its times.
     #[serde(flatten)]
     pub timing: PassTiming,
 }
 
-impl From<&Aio> for RequestShape {
+impl From<&Aio> for IoRequestSettings {
     fn from(aio: &Aio) -> Self {
         let Aio { block_size, queue_depth, intra_op_parallelism } = *aio;
         Self { block_size, queue_depth, intra_op_parallelism }

@@ -46,7 +46,7 @@ pub(crate) use fp32_modules::Fp32Modules;
 pub use from_config::{base_lr, from_config, momentum};
 pub(crate) use grouped_optimizer::{GroupStepSettings, GroupedOptimizer};
 pub use optimizer::{
-    Layerwise, Momentum, Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext, WholeParameter,
+    Layerwise, Momentum, Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext, WholeParameterOptimizer,
 };
 pub(crate) use param_class::{OptimizerRole, ParamClass, WeightFormat};
 pub use parameter_groups::ParameterGroup;

@@ -3,7 +3,7 @@
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::newton_schulz::{orthogonalize, workspace};
-use super::{Momentum, Optimizer, OptimizerNeeds, StepContext, WholeParameter};
+use super::{Momentum, Optimizer, OptimizerNeeds, StepContext, WholeParameterOptimizer};
 use crate::config::MuonConfig;
 use crate::precision::{FlatMut, FlatRef};
 
@@ -102,7 +102,7 @@ impl Optimizer for Muon {
     }
 }
 
-impl WholeParameter for Muon {
+impl WholeParameterOptimizer for Muon {
     fn momentum(&self, ctx: &StepContext, grad: FlatRef<'_>, state: &mut [&mut [f32]], direction: &mut [f32]) {
         let (keep, take) = (self.config.momentum as f32, (1.0 - self.config.momentum) as f32);
         let kernel = MuonMomentumKernel { grad_scale: ctx.grad_scale, keep, take };

@@ -175,15 +175,15 @@ pub enum OptimizerNeeds<'a> {
     /// Norms of the whole parameter too.
     Norms(&'a dyn Layerwise),
     /// A direction that is made of all elements of a parameter together.
-    Whole(&'a dyn WholeParameter),
+    Whole(&'a dyn WholeParameterOptimizer),
 }
 
 /// An optimizer whose direction in a parameter depends on all its elements at once.
 ///
-/// Its step has three parts: [`WholeParameter::momentum`] on slices, which makes a rough direction of the gradient and the
-/// states; [`WholeParameter::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`]
+/// Its step has three parts: [`WholeParameterOptimizer::momentum`] on slices, which makes a rough direction of the gradient and the
+/// states; [`WholeParameterOptimizer::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`]
 /// on slices, with the finished direction in the place of the gradient, in f32, and without states.
-pub trait WholeParameter {
+pub trait WholeParameterOptimizer {
     /// Updates the states of a slice with its gradient and writes its rough direction. Slices may come in any order;
     /// each has to give the bits that the whole would give.
     ///

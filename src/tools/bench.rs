@@ -4,7 +4,7 @@ use crate::comm::{self, RankEnv, network};
 use crate::config::Aio;
 use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
-use crate::offload::disk_bench::{DiskBench, DiskBenchSettings, OverlapBench, PassTiming, RequestShape, measure};
+use crate::offload::disk_bench::{DiskBench, DiskBenchSettings, IoRequestSettings, OverlapBench, PassTiming, measure};
 use crate::util::counted;
 use clap::{Args, Parser, Subcommand};
 use serde_json::json;
@@ -218,7 +218,7 @@ fn speed(timing: &PassTiming) -> String {
     format!("{:.2} GB/s", timing.bytes_per_s / 1e9)
 }
 
-fn requests(RequestShape { block_size, queue_depth, intra_op_parallelism }: &RequestShape) -> String {
+fn requests(IoRequestSettings { block_size, queue_depth, intra_op_parallelism }: &IoRequestSettings) -> String {
     let threads = (queue_depth * intra_op_parallelism).min(64);
     format!("blocks of {} KiB, {threads} at a time", block_size >> 10)
 }
@@ -385,7 +385,7 @@ mod tests {
     #[test]
     fn the_table_shows_every_pass() {
         let timing = |seconds: f64| PassTiming { seconds, bytes_per_s: 28e9 / seconds, rounds: vec![seconds] };
-        let aio = RequestShape { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 };
+        let aio = IoRequestSettings { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 };
         let piped = |pipeline_read, pipeline_write, of_plain: f64| PipelineBench {
             pipeline_read,
             pipeline_write,

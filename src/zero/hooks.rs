@@ -9,7 +9,7 @@
 //! It may come at any time, and nobody says when it is over. Gradients of parameters do not count there; what it needs
 //! is gathered for it, and released when it has passed or at the engine's next call.
 
-use super::check::check_state::count_collective_step;
+use super::check::gradient_check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
 use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;
@@ -42,7 +42,7 @@ impl RankCore {
         }
         let run = || {
             self.enter(UnitEvent::Forward(ROOT))?;
-            let running = RaisedFlag::raise(&self.in_forward);
+            let running = FlagGuard::raise(&self.in_forward);
             let output = run()?;
             drop(running);
             self.look_for_writes().map_err(|e| self.stash(e))?;
@@ -94,7 +94,7 @@ impl RankCore {
         self.begin_counting();
         let run = || {
             let _sections = timeline::sections();
-            let _own = ReplacedThreadId::with(&self.backward_on, Some(thread::current().id()));
+            let _own = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
             self.begin_backward(ROOT)?;
             once(|| on_big_stack(|| loss.backward())).map(drop)
         };
@@ -240,7 +240,7 @@ impl RankCore {
         let _sections = timeline::sections();
         let again = || {
             // What the model itself may differentiate in its forward is not the engine's backward.
-            let _not_own = ReplacedThreadId::with(&self.backward_on, None);
+            let _not_own = ThreadIdGuard::with(&self.backward_on, None);
             forward()
         };
         let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
@@ -260,31 +260,31 @@ impl RankCore {
 }
 
 /// A flag that is raised for a while.
-struct RaisedFlag<'a>(&'a AtomicBool);
+struct FlagGuard<'a>(&'a AtomicBool);
 
-impl<'a> RaisedFlag<'a> {
+impl<'a> FlagGuard<'a> {
     fn raise(flag: &'a AtomicBool) -> Self {
         flag.store(true, Ordering::Relaxed);
         Self(flag)
     }
 }
 
-impl Drop for RaisedFlag<'_> {
+impl Drop for FlagGuard<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Relaxed);
     }
 }
 
 /// Another value for a while.
-struct ReplacedThreadId<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
+struct ThreadIdGuard<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
 
-impl<'a> ReplacedThreadId<'a> {
+impl<'a> ThreadIdGuard<'a> {
     fn with(place: &'a Mutex<Option<ThreadId>>, value: Option<ThreadId>) -> Self {
         Self(place, std::mem::replace(&mut *lock(place), value))
     }
 }
 
-impl Drop for ReplacedThreadId<'_> {
+impl Drop for ThreadIdGuard<'_> {
     fn drop(&mut self) {
         *lock(self.0) = self.1;
     }

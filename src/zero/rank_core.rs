@@ -4,8 +4,8 @@
 //! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
 //! are known inside of `zero/` alone.
 
-use super::check::check_state::GradientCheck;
 use super::check::forward_outputs::ForwardOutputs;
+use super::check::gradient_check_state::GradientCheck;
 use super::check::weight_samples::WeightSamples;
 use super::gather::leaf_units::{LeafPosition, LeafUnits};
 use super::gather::param_gatherer::ParamGatherer;

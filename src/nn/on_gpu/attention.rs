@@ -38,5 +38,5 @@ pub(in crate::nn) fn attention<const N: usize>(
         }
         Ok(())
     })?;
-    Ok(Some(own.is(y)))
+    Ok(Some(own.save(y)))
 }

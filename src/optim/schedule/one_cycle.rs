@@ -17,7 +17,7 @@ enum OneCyclePhase {
 pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
     let decay_lr_rate = config.decay_lr_rate;
     let (min, max) = (config.cycle_min_lr.of(group), config.cycle_max_lr.of(group));
-    match place(config, it) {
+    match phase(config, it) {
         OneCyclePhase::Cycle(height) => min + (max - min) * height,
         OneCyclePhase::Decay(k) => min / (1.0 + decay_lr_rate * k),
     }
@@ -26,7 +26,7 @@ pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
 /// The betas at counter `it`, unless `cycle_momentum` is false.
 pub(super) fn betas(config: &OneCycleConfig, it: f64) -> Option<(f64, f64)> {
     let OneCycleConfig { cycle_min_mom: min, cycle_max_mom: max, decay_mom_rate, cycle_momentum, .. } = *config;
-    let beta1 = match place(config, it) {
+    let beta1 = match phase(config, it) {
         // The constructor sets the least momentum, although the rate is at its least too.
         _ if it < 0.0 => min,
         OneCyclePhase::Cycle(height) => max - (max - min) * height,
@@ -35,7 +35,7 @@ pub(super) fn betas(config: &OneCycleConfig, it: f64) -> Option<(f64, f64)> {
     cycle_momentum.then_some((beta1, BETA2))
 }
 
-fn place(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
+fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
     let (first, second) = (config.cycle_first_step_size, config.cycle_second_step_size);
     let total = first + second;
     let done = it + 1.0;

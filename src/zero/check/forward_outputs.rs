@@ -1,6 +1,6 @@
 //! The outputs of forwards: which of them a backward has met.
 
-use super::check_state::OutputProbe;
+use super::gradient_check_state::OutputProbe;
 use crate::util::lock;
 use candle_core::TensorId;
 use std::sync::atomic::AtomicBool;

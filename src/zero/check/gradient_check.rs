@@ -10,7 +10,7 @@
 //! Summed up, both are the change of the loss along one direction, if every operation's backward is true. No collective is
 //! needed for them, beyond those of two more forwards.
 
-use super::check_state::{GradientCheckState, MeasuredGradients, Perturbation};
+use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::error::Result;
 use crate::graph::{Grad, node_of};

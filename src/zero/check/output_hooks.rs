@@ -50,7 +50,7 @@ impl RankCore {
         if let Some(node) = node {
             let slot = Arc::downgrade(&node.slot);
             node.slot.before_backward(Box::new(move || match slot.upgrade() {
-                Some(slot) => slot.look(&tell).unwrap_or(Ok(())),
+                Some(slot) => slot.with_grad(&tell).unwrap_or(Ok(())),
                 None => Ok(()),
             }));
             outputs.last = Some(about);

@@ -199,7 +199,7 @@ impl<R: RankBackend> ParamGatherer<R> {
             }
         }
         let in_training = matches!(event, UnitEvent::Forward(_)) && !core.is_evaluating();
-        self.need(
+        self.ensure_gathered(
             core,
             unit,
             if in_training && core.second_group() > 1 { AfterGather::Kept } else { AfterGather::Used },
@@ -229,7 +229,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         *is_behind = false;
         let passed = *passed;
         // What is left of it in memory is released on the way.
-        self.need(core, unit, AfterGather::Used)?;
+        self.ensure_gathered(core, unit, AfterGather::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
         state.passed = passed;
@@ -373,7 +373,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         std::mem::replace(&mut self.traces, traces)
     }
 
-    fn need(&mut self, core: &R, unit: UnitId, after: AfterGather) -> Result<()> {
+    fn ensure_gathered(&mut self, core: &R, unit: UnitId, after: AfterGather) -> Result<()> {
         if self.persistent_is_released {
             self.refresh_persistent(core)?;
         }

@@ -18,7 +18,7 @@ use super::unit_trace::UnitEvent;
 use crate::error::EngineError;
 use crate::graph::prepared_op::{copy_of, prepared};
 use crate::graph::{
-    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, place_of_draws,
+    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, stream_position,
     without_gradients,
 };
 use crate::param::UnitId;
@@ -289,7 +289,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         run: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         hook.core.will_recompute();
-        let (draws, format) = (place_of_draws(), autocast_format());
+        let (draws, format) = (stream_position(), autocast_format());
         // As it will lie in memory the second time: the order of a sum may follow from that.
         let input = x.detach().contiguous()?;
         let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));

@@ -49,7 +49,7 @@ pub(in crate::zero) struct WeightRange {
 impl<'a> HostStep<'a> {
     /// For the weights of a sub-group, which lie in its `storage` or in the parameters' tensors. Where they are not on a GPU, or a sweep
     /// does without them, gives their storage back.
-    pub fn of(
+    pub fn for_weights(
         core: &'a RankCore,
         storage: &'a mut Option<StateStorage<RankCore>>,
         mode: SweepMode,
@@ -100,7 +100,7 @@ impl<'a> HostStep<'a> {
                     let to = storage.buffer_mut().on_device_mut().part_mut(place.in_group)?;
                     cuda::copy(self.device, to, &from)?;
                 }
-                Some(StateStorage::File(_)) => unreachable!("what lies in files is not away"),
+                Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
                 None => change(&self.core.params[place.param].tensor, |mut whole| {
                     cuda::copy(self.device, whole.part(place.in_tensor)?, &from)
                 })?,
@@ -114,7 +114,7 @@ impl<'a> HostStep<'a> {
             Some(StateStorage::Memory(storage)) => {
                 storage.buffer().read(place.in_group.clone(), |values| values.to_flat())
             }
-            Some(StateStorage::File(_)) => unreachable!("what lies in files is not away"),
+            Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
             None => {
                 let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());
                 Ok(with_part(tensor, range, |values| values.to_flat())?)

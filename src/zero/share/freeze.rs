@@ -7,7 +7,7 @@
 //! The new layout is that of an engine that was built so. Until it is complete the old one stays: where a file gets no
 //! space, nothing has changed. A share on a GPU is there twice for a moment.
 
-use super::state_access::{ParamState, pieces};
+use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;
 use super::sub_group_builder::SubGroupBuilder;
 use crate::comm::agree::{Failure, gather_u64};
@@ -43,7 +43,7 @@ impl RankCore {
             let weights = match self.own_words(id)? {
                 // As they are: packing what came out of a packing need not give the same codes.
                 Some(words) => words,
-                None => self.own_values(ParamState::Weights, id, self.owned(id))?,
+                None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
             };
             builder.push_share(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
         }
@@ -58,7 +58,7 @@ impl RankCore {
             let group = &mut groups[group];
             for (number, moment) in group.moments.iter_mut().enumerate() {
                 for piece in pieces(&self.owned(id)) {
-                    let values = self.own_values(ParamState::Moment(number), id, piece.clone())?;
+                    let values = self.own_values(ParamStateKind::Moment(number), id, piece.clone())?;
                     moment.write(group.slots[slot].place(&piece), values.as_ref(), self.io())?;
                 }
             }
@@ -75,7 +75,7 @@ impl RankCore {
     }
 
     /// Elements `range`, of those that this rank owns, of a state in f32.
-    pub(super) fn own_values(&self, state: ParamState, param: usize, range: Range<usize>) -> Result<Flat> {
+    pub(super) fn own_values(&self, state: ParamStateKind, param: usize, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::with_capacity(DType::F32, range.len());
         let take = |found: FlatRef<'_>| values.extend_cast(found);
         self.read_state(state, param, range, take)?;

@@ -1,6 +1,6 @@
 //! One parameter's values, gradient and optimizer states, whole or this rank's part, read and set by the user.
 
-use super::state_access::{ParamState, pieces};
+use super::state_access::{ParamStateKind, pieces};
 #[cfg(feature = "cuda")]
 use crate::cuda::pool;
 use crate::error::Result;
@@ -13,7 +13,7 @@ use std::ops::Range;
 
 impl RankCore {
     /// This rank's part of a state, in f32.
-    pub fn own_state(&self, state: ParamState, param: ParamId) -> Result<Flat> {
+    pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         let owned = self.owned(param);
         if self.params[param].packing().is_some() {
             // Unpacked at once: pieces would read all words again.
@@ -38,7 +38,7 @@ impl RankCore {
     }
 
     /// Collective: a whole optimizer state, in f32.
-    pub fn whole_state(&self, state: ParamState, param: ParamId) -> Result<Flat> {
+    pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         self.gather_whole(param, self.own_state(state, param)?)
     }
 
@@ -48,17 +48,17 @@ impl RankCore {
     }
 
     /// Sets a state on every rank that has a part of it; weights also where they are whole or in 16 bits.
-    pub fn set_state(&self, state: ParamState, param: ParamId, whole: &[f32]) -> Result<()> {
+    pub fn set_state(&self, state: ParamStateKind, param: ParamId, whole: &[f32]) -> Result<()> {
         let part = |range: Range<usize>| Ok(Flat::F32(whole[range].to_vec()));
         self.write_state(state, param, self.owned(param), part)?;
-        if state == ParamState::Weights {
+        if state == ParamStateKind::Weights {
             self.write_whole(param, part)?;
         }
         Ok(())
     }
 
     /// Sets this rank's part of an optimizer state.
-    pub fn set_own_moment(&self, moment: ParamState, param: ParamId, own: &[f32]) -> Result<()> {
+    pub fn set_own_moment(&self, moment: ParamStateKind, param: ParamId, own: &[f32]) -> Result<()> {
         let owned = self.owned(param);
         let start = owned.start;
         let part = |range: Range<usize>| Ok(Flat::F32(own[range.start - start..range.end - start].to_vec()));

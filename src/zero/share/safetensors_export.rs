@@ -1,6 +1,6 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
-use super::state_access::ParamState;
+use super::state_access::ParamStateKind;
 use crate::comm::Wire;
 use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::Result;
@@ -68,7 +68,7 @@ impl RankCore {
             residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
             return Ok(whole);
         }
-        self.whole_state(ParamState::Weights, param)
+        self.whole_state(ParamStateKind::Weights, param)
     }
 
     /// Whether every rank has a whole parameter, of which there are no other digits elsewhere.
@@ -78,7 +78,7 @@ impl RankCore {
             return Ok(false);
         }
         let (group, _) = self.place_of(param);
-        Ok(ParamState::Weights.storage(&mut lock(&self.groups)[group]).is_none())
+        Ok(ParamStateKind::Weights.storage(&mut lock(&self.groups)[group]).is_none())
     }
 
     /// Collective: a whole parameter of the elements that each rank owns.

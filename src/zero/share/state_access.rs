@@ -23,16 +23,16 @@ pub(crate) const PIECE: usize = 512 * STEP;
 
 /// A kind of state: the parameters with all their digits, or an optimizer state by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ParamState {
+pub(crate) enum ParamStateKind {
     /// Master weights; with f32 parameters, these.
     Weights,
     /// A state that the optimizer has of the parameter.
     Moment(usize),
 }
 
-impl ParamState {
+impl ParamStateKind {
     /// The state that checkpoints call `name`, of a parameter of which the optimizer has the states `moments`.
-    pub fn of(name: &str, moments: &[&str]) -> Option<Self> {
+    pub fn named(name: &str, moments: &[&str]) -> Option<Self> {
         match moments.iter().position(|moment| *moment == name) {
             None if name == WEIGHTS => Some(Self::Weights),
             place => place.map(Self::Moment),
@@ -66,7 +66,7 @@ impl RankCore {
     /// copies them: state in memory is locked meanwhile.
     pub fn read_state(
         &self,
-        state: ParamState,
+        state: ParamStateKind,
         param: usize,
         range: Range<usize>,
         take: impl FnOnce(FlatRef<'_>),
@@ -87,13 +87,13 @@ impl RankCore {
             return Ok(());
         }
         let place = group.slots[slot].place(&range);
-        if let ParamState::Moment(i) = state
+        if let ParamStateKind::Moment(i) = state
             && let Some(moment) = group.moments.get_mut(i).filter(|moment| moment.format.map().is_some())
         {
             return moment.read(place, self.io(), take);
         }
         #[cfg(feature = "cuda")]
-        if state == ParamState::Weights
+        if state == ParamStateKind::Weights
             && group.master.is_none()
             && let Some(new) = delayed.weights(number)
         {
@@ -116,7 +116,7 @@ impl RankCore {
     /// belongs at elements of the parameter.
     pub fn write_state(
         &self,
-        state: ParamState,
+        state: ParamStateKind,
         param: usize,
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
@@ -138,12 +138,12 @@ impl RankCore {
             let place = group.slots[slot].place(&part);
             let SubGroup { weights, master, moments, .. } = group;
             match state {
-                ParamState::Weights => {
+                ParamStateKind::Weights => {
                     for storage in weights.iter_mut().chain(master) {
                         self.set(storage, place.clone(), values.as_ref())?;
                     }
                 }
-                ParamState::Moment(i) => {
+                ParamStateKind::Moment(i) => {
                     if let Some(moment) = moments.get_mut(i) {
                         moment.write(place, values.as_ref(), self.io())?;
                     }

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 /// A state that may lie in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SubGroupState {
+pub(crate) enum SubGroupStateKind {
     Weights,
     Master,
     Gradients,
@@ -34,7 +34,7 @@ pub(crate) enum SubGroupState {
     Moment(&'static str),
 }
 
-impl SubGroupState {
+impl SubGroupStateKind {
     pub fn kind(self) -> MemoryKind {
         match self {
             Self::Weights => MemoryKind::Parameters,
@@ -48,7 +48,7 @@ impl SubGroupState {
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait StateFileBuilder<R: ShareMemory> {
     /// A place at the end of a state's file, without elements yet.
-    fn begin(&self, state: SubGroupState, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
+    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
     /// Begins to write `values` from element `at` on, if there are any.
@@ -73,7 +73,7 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
 pub(super) const LOADED: usize = 1 << 24;
 
 /// A share that is being filled.
-struct OpenShare {
+struct UnfinishedShare {
     class: ParamClass,
     /// Where it begins in its sub-group.
     at: usize,
@@ -146,7 +146,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// A place for the share of a parameter.
-    fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<OpenShare> {
+    fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
         let shard_len = self.packing(class).map_or(shard_len, |packing| packed_weights::words(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
@@ -176,11 +176,11 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         group.grads.push(GradientShare::Absent);
         group.len += room;
         self.open[class.index()] = Some(group);
-        Ok(OpenShare { class, at, room, filled: 0, closes })
+        Ok(UnfinishedShare { class, at, room, filled: 0, closes })
     }
 
     /// Adds values to a share.
-    fn fill(&mut self, share: &mut OpenShare, values: FlatRef<'_>) -> Result<()> {
+    fn fill(&mut self, share: &mut UnfinishedShare, values: FlatRef<'_>) -> Result<()> {
         let Self { open, files, .. } = self;
         let Some(group) = &mut open[share.class.index()] else { return Ok(()) };
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
@@ -194,7 +194,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// The share has its values.
-    fn end(&mut self, share: OpenShare) -> Result<()> {
+    fn end(&mut self, share: UnfinishedShare) -> Result<()> {
         let open = &mut self.open[share.class.index()];
         if let Some(group) = open {
             for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
@@ -212,7 +212,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// A sub-group whose weights lie in a file if they `spill`.
     fn empty_group(&self, class: ParamClass, spills: bool) -> Result<SubGroup<R>> {
         let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
-        let storage = |state: SubGroupState, dtype, in_file| match in_file {
+        let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
             true => self.files.begin(state, class, dtype).map(StateStorage::File),
             false => {
                 let empty = R::Buffer::with_capacity(&R::Buffer::host(), dtype, 0)?;
@@ -221,8 +221,8 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         };
         // Packed weights are 32-bit words.
         let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
-        let weights = || storage(SubGroupState::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
-        let master = || storage(SubGroupState::Master, DType::F32, states_in_files.is_some());
+        let weights = || storage(SubGroupStateKind::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
+        let master = || storage(SubGroupStateKind::Master, DType::F32, states_in_files.is_some());
         let has_master = class.has_master(*dtype) && self.plan.has_master();
         Ok(SubGroup {
             class,
@@ -279,9 +279,9 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
                 group.moments = moments.collect::<Result<_>>()?;
                 continue;
             }
-            let grads = files.begin(SubGroupState::Gradients, class, plan.grad_dtype)?;
+            let grads = files.begin(SubGroupStateKind::Gradients, class, plan.grad_dtype)?;
             let moments = states.map(|(name, format)| {
-                let extent = files.begin(SubGroupState::Moment(name), class, OptimState::<R>::dtype(format))?;
+                let extent = files.begin(SubGroupStateKind::Moment(name), class, OptimState::<R>::dtype(format))?;
                 files.grow(&extent, len)?;
                 OptimState::in_file(ledger, format, extent, len)
             });
@@ -321,13 +321,13 @@ const PIECE: usize = 1 << 20;
 const IN_FLIGHT: usize = 8;
 
 impl StateFileBuilder<RankCore> for ArenaBuilder {
-    fn begin(&self, state: SubGroupState, class: ParamClass, dtype: DType) -> Result<FileExtent> {
+    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
         // Weights of all classes grow side by side; what is reserved when all parameters are there does not.
         let (name, class) = match state {
-            SubGroupState::Weights => ("parameters", Some(class)),
-            SubGroupState::Master => ("master weights", Some(class)),
-            SubGroupState::Gradients => ("gradients", None),
-            SubGroupState::Moment(name) => (name, None),
+            SubGroupStateKind::Weights => ("parameters", Some(class)),
+            SubGroupStateKind::Master => ("master weights", Some(class)),
+            SubGroupStateKind::Gradients => ("gradients", None),
+            SubGroupStateKind::Moment(name) => (name, None),
         };
         let offload = self.offload.as_ref().expect("a state that lies in a file has one");
         Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))

@@ -11,8 +11,8 @@
 //! the old ones. States are back as soon as something reads them, and the weights that are read as state are the new ones; the model
 //! has them at the next step, or before all ranks save, load or change state.
 
-use super::publisher::Publisher;
 use super::state_sweep::{ParamSlice, sweep};
+use super::weight_publisher::WeightPublisher;
 use crate::error::{Result, without_backtrace};
 use crate::memory::{MemoryKind, TrackedBuffer};
 use crate::optim::{GroupStepSettings, ParameterGrouping, StepContext};
@@ -136,7 +136,7 @@ impl RankCore {
     pub fn end_update(&self) -> Result<()> {
         let mut delayed = self.landed()?;
         let DelayedUpdate::Ready(ready) = &*delayed else { return Ok(()) };
-        let mut publisher = Publisher::new(self.zero.allgather_bucket_size);
+        let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);
         for (group, new) in groups.iter_mut().zip(ready) {
             if let Some(new) = new {
@@ -167,23 +167,23 @@ impl RankCore {
     /// Puts new weights of a sub-group in their place, piece by piece.
     fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
         let SubGroup { slots, weights, .. } = group;
-        let (mut away, mut here) = HostStep::of(self, weights, SweepMode::Update, true);
+        let (mut host_step, mut here) = HostStep::for_weights(self, weights, SweepMode::Update, true);
         for slot in slots.iter() {
-            let piece = away.as_ref().map_or(usize::MAX, HostStep::piece);
+            let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
             for part in pieces(slot.owned.len(), piece) {
                 let in_group = slot.at + part.start..slot.at + part.end;
                 let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
                 let values = new.slice(in_group.clone());
-                match (&mut away, &mut here) {
-                    (Some(away), _) => {
+                match (&mut host_step, &mut here) {
+                    (Some(host_step), _) => {
                         let place = WeightRange { param: slot.param, in_tensor, in_group };
-                        away.visit(place, |to| to.copy_cast(values))?;
+                        host_step.visit(place, |to| to.copy_cast(values))?;
                     }
                     (None, Some(StateStorage::Memory(storage))) => storage.buffer_mut().write(in_group, values)?,
                     (None, _) => unreachable!("a model on a GPU has its weights there, or shards in memory"),
                 }
             }
         }
-        away.map_or(Ok(()), HostStep::finish)
+        host_step.map_or(Ok(()), HostStep::finish)
     }
 }

@@ -7,14 +7,14 @@
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
 //! | `stored_states.rs` | states in formats other than f32, and their way to f32 and back |
 //! | `whole_param_step.rs` | norms of whole parameters, and directions made of whole ones |
-//! | `publisher.rs` | updated shards, brought to all ranks |
+//! | `weight_publisher.rs` | updated shards, brought to all ranks |
 //! | `delayed_update.rs` | an update beside the next step |
 
 #[cfg(feature = "cuda")]
 mod delayed_update;
 pub(in crate::zero) mod hyperparameters;
-mod publisher;
 pub(crate) mod sharded_step;
 pub(crate) mod state_sweep;
 mod stored_states;
+mod weight_publisher;
 mod whole_param_step;

@@ -9,8 +9,8 @@
 //! ```
 
 use super::hyperparameters::{Hyperparameters, needs};
-use super::publisher::Publisher;
 use super::state_sweep::{ParamSlice, StepBackend, sweep};
+use super::weight_publisher::WeightPublisher;
 use super::whole_param_step::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::StateFiles;
@@ -74,7 +74,7 @@ pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, ac
 
 /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
 pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters<'_>) -> Result<()> {
-    let mut publisher = Publisher::new(core.zero().allgather_bucket_size);
+    let mut publisher = WeightPublisher::new(core.zero().allgather_bucket_size);
     let mut publish = |slot: &SubGroupSlot| publisher.push(core, slot.param);
     let mut groups = core.groups();
     let ratios = trust_ratios(core, &mut groups, hyperparameters)?;

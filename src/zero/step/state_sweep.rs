@@ -167,9 +167,9 @@ impl StepBackend for RankCore {
     ) -> Result<()> {
         let SubGroup { slots, weights, master, grads, moments, .. } = group;
         #[cfg(feature = "cuda")]
-        let (mut away, mut weights) = HostStep::of(self, weights, mode, master.is_some());
+        let (mut host_step, mut weights) = HostStep::for_weights(self, weights, mode, master.is_some());
         #[cfg(feature = "cuda")]
-        let piece = away.as_ref().map_or(usize::MAX, HostStep::piece);
+        let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
         #[cfg(not(feature = "cuda"))]
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
         for (slot, grads) in slots.iter().zip(grads) {
@@ -209,8 +209,8 @@ impl StepBackend for RankCore {
                 };
                 let in_tensor = first..first + in_slot.len();
                 #[cfg(feature = "cuda")]
-                if let Some(away) = &mut away {
-                    away.visit(WeightRange { param: slot.param, in_tensor, in_group: part }, visit)?;
+                if let Some(host_step) = &mut host_step {
+                    host_step.visit(WeightRange { param: slot.param, in_tensor, in_group: part }, visit)?;
                     continue;
                 }
                 match own {
@@ -222,7 +222,7 @@ impl StepBackend for RankCore {
             }
         }
         #[cfg(feature = "cuda")]
-        away.map_or(Ok(()), HostStep::finish)?;
+        host_step.map_or(Ok(()), HostStep::finish)?;
         Ok(())
     }
 }

@@ -17,7 +17,7 @@ use super::state_sweep::{ParamSlice, StateSweep, StepBackend, SweepSpan, as_f32,
 use crate::comm::Wire;
 use crate::error::Result;
 use crate::memory::{LedgerEntry, MemoryKind};
-use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameter};
+use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameterOptimizer};
 use crate::precision::Elements;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode};
@@ -93,7 +93,7 @@ pub(super) fn update_whole<C: StepBackend>(
     mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
 ) -> Result<()> {
     let shape = |param: usize| core.params()[param].shape.dims();
-    let mut items: Vec<(SlotIndex, &dyn WholeParameter, u128)> = Vec::new();
+    let mut items: Vec<(SlotIndex, &dyn WholeParameterOptimizer, u128)> = Vec::new();
     for (group, sub_group) in groups.iter().enumerate() {
         let Some(OptimizerNeeds::Whole(wholewise)) = needs(sub_group, hyperparameters) else { continue };
         let slots = sub_group.slots.iter().enumerate();
@@ -104,7 +104,7 @@ pub(super) fn update_whole<C: StepBackend>(
     // Ranks wait for the one that works longest.
     items.sort_by_key(|(.., cost)| Reverse(*cost));
     let (world, rank) = (core.world_size(), core.rank());
-    let span = |(item, ..): &(SlotIndex, &dyn WholeParameter, u128), mode| {
+    let span = |(item, ..): &(SlotIndex, &dyn WholeParameterOptimizer, u128), mode| {
         SweepSpan::of_slot(groups, item.group, item.slot, mode)
     };
     let spans: Vec<[Vec<SweepSpan>; 2]> = items

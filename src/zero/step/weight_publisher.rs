@@ -11,7 +11,7 @@ use crate::zero::rank_backend::RankBackend;
 use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
 
 /// Brings every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
-pub(super) struct Publisher<R: RankBackend> {
+pub(super) struct WeightPublisher<R: RankBackend> {
     buckets: BucketQueue<ParamId, PendingPublication<R>>,
 }
 
@@ -22,7 +22,7 @@ struct PendingPublication<R: RankBackend> {
     held: LedgerEntry,
 }
 
-impl<R: RankBackend> Publisher<R> {
+impl<R: RankBackend> WeightPublisher<R> {
     pub fn new(bucket_size: usize) -> Self {
         Self { buckets: BucketQueue::new(bucket_size) }
     }
