@@ -10,7 +10,7 @@ use candle_core::DType;
 use candle_zero::config::{
     AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, SgdConfig,
 };
-use candle_zero::optim::{Needs, Squares, StepContext, from_config};
+use candle_zero::optim::{OptimizerNeeds, SquareSums, StepContext, from_config};
 use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -151,8 +151,8 @@ fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [weights, m, v] = buffers.each_mut().map(f32s);
-        let mut squares = Squares::default();
-        let Needs::Norms(layerwise) = optimizer.needs() else { panic!("LAMB needs norms") };
+        let mut squares = SquareSums::default();
+        let OptimizerNeeds::Norms(layerwise) = optimizer.needs() else { panic!("LAMB needs norms") };
         layerwise.add_squares(&ctx, weights, grad.as_ref(), &[&*m, &*v], &mut squares);
         divan::black_box(squares);
     });
@@ -172,7 +172,7 @@ fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [momentum, direction] = buffers.each_mut().map(f32s);
-        let Needs::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+        let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
         wholewise.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
     });
 }
@@ -200,7 +200,7 @@ fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [us
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();
     bencher.counter(ItemsCount::new(2 * products * short)).with_inputs(|| matrix.clone()).bench_local_values(
         |mut matrix| {
-            let Needs::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
             wholewise.finish(&mut matrix, &shape);
             matrix
         },

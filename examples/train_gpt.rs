@@ -16,7 +16,7 @@ use candle_zero::config::{Config, RunValues};
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
 use candle_zero::error::FinetuneError;
 use candle_zero::estimate::{Estimate, Shapes};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::models::{
     Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, Session, TokenRng, next_token,
 };
@@ -245,7 +245,7 @@ fn run<A: Architecture>(
     }
     let seed = args.seed.unwrap_or(engine.config().seed);
     // Each token of the sample would read all parameters once.
-    let in_files = engine.memory_report().row(Kind::Parameters).file.held > 0;
+    let in_files = engine.memory_report().row(MemoryKind::Parameters).file.held > 0;
     let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
     let text = data.is_byte_level();
     if text && vocab != BYTES && engine.rank() == 0 {

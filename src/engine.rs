@@ -20,6 +20,7 @@ pub(crate) mod error;
 mod for_eval;
 mod given;
 mod gradient_check;
+mod gradient_check_state;
 mod gradient_report;
 mod output;
 mod reporter;
@@ -29,7 +30,7 @@ mod watch;
 
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
-pub(crate) use gradient_check::CHECK_GRADIENTS;
+pub(crate) use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::Upload;
@@ -38,17 +39,17 @@ use crate::comm::agree::Failure;
 use crate::comm::calls::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
-use crate::graph::{ForwardPlace, autocast, stream_of};
+use crate::graph::{RngStreamKey, autocast, stream_of};
 use crate::notice::warn;
-use crate::optim::Trainer;
+use crate::optim::GroupedOptimizer;
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::stop::asked_to_stop;
 use crate::timeline::{self, Recorder};
-use crate::zero::core::Core;
-use crate::zero::step::Vote;
+use crate::zero::rank_core::RankCore;
+use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
 use clock::{Call, Clock};
-use gradient_check::Check;
+use gradient_check_state::Check;
 use reporter::Reporter;
 use std::sync::Arc;
 
@@ -81,8 +82,8 @@ pub struct Engine<M> {
     /// What evaluations run instead, if it was built.
     for_eval: Option<M>,
     config: Config,
-    core: Arc<Core>,
-    trainer: Trainer,
+    core: Arc<RankCore>,
+    trainer: GroupedOptimizer,
     scaler: LossScaler,
     device: Device,
     phase: Phase,
@@ -164,7 +165,7 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let inside = self.stream_inside();
-        let stream = stream_of(ForwardPlace {
+        let stream = stream_of(RngStreamKey {
             seed: self.seed,
             rank: self.rank() as u64,
             step: self.global_steps,

@@ -3,7 +3,7 @@
 //! The ledger counts what is allocated (capacities of buffers), not what arithmetic says should be. The report puts
 //! both side by side.
 
-use crate::layout::{Division, ZeroStage};
+use crate::layout::{ShardMesh, ZeroStage};
 use crate::precision::{Elements, Flat, FlatMut};
 use crate::util::counted;
 use candle_core::Device;
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The purpose of a piece of model-state memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum MemoryKind {
     /// Parameters in the model's dtype: whole at stages 0 to 2, this rank's shares at stage 3.
     Parameters,
     /// Gradients between their backward and the optimizer step.
@@ -47,7 +47,7 @@ pub enum Kind {
 /// Where a piece of model-state memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Tier {
+pub enum MemoryTier {
     /// Memory of the GPU that the model computes on.
     Device,
     /// Memory of the host.
@@ -60,7 +60,7 @@ pub enum Tier {
     Mapped,
 }
 
-impl Kind {
+impl MemoryKind {
     /// Name as in reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -82,7 +82,7 @@ impl Kind {
 
 /// Bytes of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Bytes {
+pub struct HeldBytes {
     /// Held now.
     pub held: usize,
     /// Most held at any time.
@@ -91,76 +91,76 @@ pub struct Bytes {
 
 /// Counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ledger(Arc<Mutex<Entries>>);
+pub(crate) struct Ledger(Arc<Mutex<LedgerEntries>>);
 
 #[derive(Debug, Default)]
-struct Entries {
-    tiers: BTreeMap<(Kind, Tier), Bytes>,
+struct LedgerEntries {
+    tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
     /// Device and host together, page-locked or not: their peaks need not be at the same time.
-    memory: BTreeMap<Kind, Bytes>,
+    memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 
 /// One allocation in the ledger; dropped together with the memory that it stands for.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct LedgerEntry {
     ledger: Ledger,
-    tier: Tier,
-    kind: Kind,
+    tier: MemoryTier,
+    kind: MemoryKind,
     bytes: usize,
 }
 
 impl Ledger {
     /// Enters `bytes` of `kind` in the host's memory until the result is dropped.
     #[must_use]
-    pub fn hold(&self, kind: Kind, bytes: usize) -> Held {
-        self.hold_in(Tier::Host, kind, bytes)
+    pub fn hold(&self, kind: MemoryKind, bytes: usize) -> LedgerEntry {
+        self.hold_in(MemoryTier::Host, kind, bytes)
     }
 
     /// Enters `bytes` of `kind` in `tier` until the result is dropped.
     #[must_use]
-    pub fn hold_in(&self, tier: Tier, kind: Kind, bytes: usize) -> Held {
+    pub fn hold_in(&self, tier: MemoryTier, kind: MemoryKind, bytes: usize) -> LedgerEntry {
         self.change(tier, kind, 0, bytes);
-        Held { ledger: self.clone(), tier, kind, bytes }
+        LedgerEntry { ledger: self.clone(), tier, kind, bytes }
     }
 
     /// Held and peak bytes of `kind` in memory, device and host together, page-locked or not.
-    pub fn bytes(&self, kind: Kind) -> Bytes {
+    pub fn bytes(&self, kind: MemoryKind) -> HeldBytes {
         self.lock().memory.get(&kind).copied().unwrap_or_default()
     }
 
     /// Held and peak bytes of `kind` in `tier`.
-    pub fn bytes_in(&self, tier: Tier, kind: Kind) -> Bytes {
+    pub fn bytes_in(&self, tier: MemoryTier, kind: MemoryKind) -> HeldBytes {
         self.lock().tiers.get(&(kind, tier)).copied().unwrap_or_default()
     }
 
     /// The kinds of which `tier` holds something, with their bytes.
-    pub fn held_in(&self, tier: Tier) -> Vec<(Kind, usize)> {
+    pub fn held_in(&self, tier: MemoryTier) -> Vec<(MemoryKind, usize)> {
         let entries = self.lock();
         let here = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
         here.map(|((kind, _), bytes)| (*kind, bytes.held)).collect()
     }
 
-    fn change(&self, tier: Tier, kind: Kind, from: usize, to: usize) {
+    fn change(&self, tier: MemoryTier, kind: MemoryKind, from: usize, to: usize) {
         let mut entries = self.lock();
         entries.tiers.entry((kind, tier)).or_default().change(from, to);
-        if matches!(tier, Tier::Device | Tier::Host | Tier::Pinned) {
+        if matches!(tier, MemoryTier::Device | MemoryTier::Host | MemoryTier::Pinned) {
             entries.memory.entry(kind).or_default().change(from, to);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Entries> {
+    fn lock(&self) -> MutexGuard<'_, LedgerEntries> {
         crate::util::lock(&self.0)
     }
 }
 
-impl Bytes {
+impl HeldBytes {
     fn change(&mut self, from: usize, to: usize) {
         self.held = self.held - from + to;
         self.peak = self.peak.max(self.held);
     }
 }
 
-impl Tier {
+impl MemoryTier {
     /// Where tensors of `device` are.
     pub fn of(device: &Device) -> Self {
         if device.is_cpu() { Self::Host } else { Self::Device }
@@ -172,7 +172,7 @@ impl Tier {
     }
 }
 
-impl Held {
+impl LedgerEntry {
     /// Its bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
@@ -185,7 +185,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for LedgerEntry {
     fn drop(&mut self) {
         self.ledger.change(self.tier, self.kind, self.bytes, 0);
     }
@@ -195,20 +195,20 @@ impl Drop for Held {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryRow {
     /// Its purpose.
-    pub kind: Kind,
+    pub kind: MemoryKind,
     /// Bytes in memory now, and at most: device and host together, page-locked or not.
     #[serde(flatten)]
-    pub bytes: Bytes,
+    pub bytes: HeldBytes,
     /// Bytes in the memory of the GPU.
-    pub device: Bytes,
+    pub device: HeldBytes,
     /// Bytes in the host's memory, without `pinned`.
-    pub host: Bytes,
+    pub host: HeldBytes,
     /// Bytes in page-locked memory of the host.
-    pub pinned: Bytes,
+    pub pinned: HeldBytes,
     /// Bytes reserved in files.
-    pub file: Bytes,
+    pub file: HeldBytes,
     /// Bytes of files that are mapped into memory, besides `bytes`.
-    pub mapped: Bytes,
+    pub mapped: HeldBytes,
     /// Bytes by the formula (ZeRO, arXiv 1910.02054, section 5), where it says something: memory and files together.
     pub formula: Option<f64>,
     /// Bytes of padding in the shards, the difference between the formula and what is allocated.
@@ -253,7 +253,7 @@ impl MemoryReport {
     pub(crate) fn new(
         ledger: &Ledger,
         stage: ZeroStage,
-        division: Division,
+        mesh: ShardMesh,
         (parameters, frozen): (usize, usize),
         bytes: ModelBytes,
     ) -> Self {
@@ -261,39 +261,39 @@ impl MemoryReport {
         let free = |kind| MemoryRow {
             kind,
             bytes: ledger.bytes(kind),
-            device: ledger.bytes_in(Tier::Device, kind),
-            host: ledger.bytes_in(Tier::Host, kind),
-            pinned: ledger.bytes_in(Tier::Pinned, kind),
-            file: ledger.bytes_in(Tier::File, kind),
-            mapped: ledger.bytes_in(Tier::Mapped, kind),
+            device: ledger.bytes_in(MemoryTier::Device, kind),
+            host: ledger.bytes_in(MemoryTier::Host, kind),
+            pinned: ledger.bytes_in(MemoryTier::Pinned, kind),
+            file: ledger.bytes_in(MemoryTier::File, kind),
+            mapped: ledger.bytes_in(MemoryTier::Mapped, kind),
             formula: None,
             padding: 0.0,
         };
         let row = |kind, StateBytes { whole, own }: StateBytes, sharded: bool| {
-            let exact = whole as f64 / if sharded { division.shards() as f64 } else { 1.0 };
+            let exact = whole as f64 / if sharded { mesh.shards() as f64 } else { 1.0 };
             let padding = if sharded { own as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };
         let rows = vec![
-            row(Kind::Parameters, bytes.params, placement.params.is_sharded()),
-            row(Kind::Gradients, bytes.grads, placement.grads.is_sharded()),
-            row(Kind::MasterWeights, bytes.master, placement.optim.is_sharded()),
-            row(Kind::Moments, bytes.moments, placement.optim.is_sharded()),
-            free(Kind::Persistent),
-            free(Kind::Gathered),
-            free(Kind::SecondCopy),
-            free(Kind::Buckets),
-            free(Kind::Staging),
-            free(Kind::Activations),
-            free(Kind::GradientCheck),
-            free(Kind::Buffers),
+            row(MemoryKind::Parameters, bytes.params, placement.params.is_sharded()),
+            row(MemoryKind::Gradients, bytes.grads, placement.grads.is_sharded()),
+            row(MemoryKind::MasterWeights, bytes.master, placement.optim.is_sharded()),
+            row(MemoryKind::Moments, bytes.moments, placement.optim.is_sharded()),
+            free(MemoryKind::Persistent),
+            free(MemoryKind::Gathered),
+            free(MemoryKind::SecondCopy),
+            free(MemoryKind::Buckets),
+            free(MemoryKind::Staging),
+            free(MemoryKind::Activations),
+            free(MemoryKind::GradientCheck),
+            free(MemoryKind::Buffers),
         ];
-        let (world_size, copies) = (division.world_size(), division.copies());
+        let (world_size, copies) = (mesh.world_size(), mesh.copies());
         Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
     }
 
     /// The row of `kind`.
-    pub fn row(&self, kind: Kind) -> &MemoryRow {
+    pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
         self.rows.iter().find(|r| r.kind == kind).expect("a report has a row of every kind")
     }
 
@@ -329,14 +329,14 @@ impl fmt::Display for MemoryReport {
 
 /// A buffer with its entry in the ledger.
 #[derive(Debug)]
-pub(crate) struct Tracked<B = Flat> {
+pub(crate) struct TrackedBuffer<B = Flat> {
     flat: B,
-    held: Held,
+    held: LedgerEntry,
 }
 
-impl<B: Elements> Tracked<B> {
-    pub fn new(ledger: &Ledger, kind: Kind, flat: B) -> Self {
-        let held = ledger.hold_in(Tier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
+impl<B: Elements> TrackedBuffer<B> {
+    pub fn new(ledger: &Ledger, kind: MemoryKind, flat: B) -> Self {
+        let held = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
         Self { flat, held }
     }
 
@@ -366,13 +366,13 @@ impl<B: Elements> Tracked<B> {
     }
 
     /// Lets `change` work on the buffer, whose size stays.
-    pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<Tracked<C>, E> {
-        Ok(Tracked { flat: change(self.flat)?, held: self.held })
+    pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<TrackedBuffer<C>, E> {
+        Ok(TrackedBuffer { flat: change(self.flat)?, held: self.held })
     }
 
     /// The same memory as another type of buffer.
-    pub fn map<C>(self, change: impl FnOnce(B) -> C) -> Tracked<C> {
-        Tracked { flat: change(self.flat), held: self.held }
+    pub fn map<C>(self, change: impl FnOnce(B) -> C) -> TrackedBuffer<C> {
+        TrackedBuffer { flat: change(self.flat), held: self.held }
     }
 
     /// The buffer, out of the ledger.
@@ -389,7 +389,7 @@ impl<B: Elements> Tracked<B> {
     }
 }
 
-impl Tracked {
+impl TrackedBuffer {
     /// The raw bytes, writable.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.flat.as_bytes_mut()

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
-use candle_zero::memory::{Kind, MemoryReport};
+use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
@@ -70,14 +70,14 @@ fn precisions() -> [Value; 2] {
 }
 
 fn assert_formula(report: &MemoryReport, what: &str) {
-    for kind in [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments] {
+    for kind in [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::MasterWeights, MemoryKind::Moments] {
         let row = report.row(kind);
         let expected = row.formula.unwrap() + row.padding;
         assert_eq!(row.bytes.peak as f64, expected, "{}: {what}\n{report}", kind.name());
     }
-    assert_eq!(report.row(Kind::Persistent).bytes.peak, 0);
-    assert_eq!(report.row(Kind::Gathered).bytes.held, 0, "nothing is gathered between steps");
-    assert_eq!(report.row(Kind::Buckets).bytes.held, 0, "no bucket is under way between steps");
+    assert_eq!(report.row(MemoryKind::Persistent).bytes.peak, 0);
+    assert_eq!(report.row(MemoryKind::Gathered).bytes.held, 0, "nothing is gathered between steps");
+    assert_eq!(report.row(MemoryKind::Buckets).bytes.held, 0, "no bucket is under way between steps");
 }
 
 #[test]
@@ -150,8 +150,8 @@ fn offloaded(folder: &Path, [optimizer, param]: [bool; 2], more: &Value, max_in_
     zero
 }
 
-fn is_in_files(kind: Kind, [optimizer, param]: [bool; 2]) -> bool {
-    if kind == Kind::Parameters { param } else { optimizer }
+fn is_in_files(kind: MemoryKind, [optimizer, param]: [bool; 2]) -> bool {
+    if kind == MemoryKind::Parameters { param } else { optimizer }
 }
 
 #[test]
@@ -174,10 +174,15 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                     for (outcome, without) in outcomes.iter().zip(&without) {
                         let report = &outcome.memory;
                         let told = format!("{what:?}, stage {stage}, world {world}, {more}, {sets} sets\n{report}");
-                        for kind in [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments] {
+                        for kind in [
+                            MemoryKind::Parameters,
+                            MemoryKind::Gradients,
+                            MemoryKind::MasterWeights,
+                            MemoryKind::Moments,
+                        ] {
                             let row = report.row(kind);
                             let expected = row.formula.unwrap() + row.padding;
-                            if kind == Kind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
+                            if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
                                 // Whole gradients at stage 1; and buffers in memory need no padding for files.
                                 assert_eq!(row.bytes.held, 0, "{told}");
                             } else if is_in_files(kind, what) {
@@ -189,7 +194,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                             // For each of 15 parameters less than 2048 elements, of 8 bytes at most.
                             assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
                         }
-                        let gathered = |report: &MemoryReport| report.row(Kind::Gathered).bytes.peak;
+                        let gathered = |report: &MemoryReport| report.row(MemoryKind::Gathered).bytes.peak;
                         if stage == 3 {
                             assert_eq!(gathered(report), gathered(&without.memory), "{told}");
                         }
@@ -198,7 +203,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                         let optimizer = [(what[0] && is_half, 4), (what[0], 4), (what[0], 4), (what[0], half)];
                         let streams = [(what[1], half)].into_iter().chain(optimizer).filter(|s| s.0);
                         let streams: Vec<usize> = streams.map(|s| s.1).collect();
-                        let moments = report.row(Kind::Moments);
+                        let moments = report.row(MemoryKind::Moments);
                         let share = ((moments.formula.unwrap() + moments.padding) / 8.0) as usize;
                         let buffers = sets * streams.len();
                         let count = if what[0] { 4 } else { buffers };
@@ -206,7 +211,7 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                         let most: usize = streams.iter().map(|size| sets * (window * size + 4095)).sum();
                         // While files are made, each of 8 threads may copy a parameter for direct access.
                         let most = most.max(8 * (12 * 37 * 4usize).next_multiple_of(4096) + 8 * 4095);
-                        let staging = report.row(Kind::Staging).bytes;
+                        let staging = report.row(MemoryKind::Staging).bytes;
                         assert!(staging.held == 0 && (1..=most).contains(&staging.peak), "at most {most}: {told}");
                     }
                 }
@@ -226,20 +231,21 @@ fn ratio_and_max_in_cpu_split_a_kind_between_files_and_memory() {
             zero["sub_group_size"] = json!(1);
             for outcome in train(world, shape, &config(3, 1, zero, more.clone()), 2) {
                 let report = &outcome.memory;
-                let rows = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(|kind| report.row(kind));
+                let rows = [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments]
+                    .map(|kind| report.row(kind));
                 for row in rows.into_iter().filter(|row| row.formula.unwrap() > 0.0) {
                     let expected = row.formula.unwrap() + row.padding;
                     assert_eq!((row.file.held + row.bytes.held) as f64, expected, "{report}");
                     // A sub-group per parameter.
                     let share = row.bytes.held as f64 / expected;
                     match row.kind {
-                        Kind::Parameters => {
+                        MemoryKind::Parameters => {
                             assert_eq!(row.bytes.held, 3 * 2048 * if more == json!({}) { 4 } else { 2 })
                         }
                         _ => assert!((0.4..=0.5).contains(&share), "{share}: {report}"),
                     }
                 }
-                let gradients = report.row(Kind::Gradients);
+                let gradients = report.row(MemoryKind::Gradients);
                 let expected = (gradients.formula.unwrap() + gradients.padding) / 2.0;
                 assert!(gradients.bytes.held == 0 && gradients.file.held as f64 >= expected, "{report}");
             }
@@ -358,8 +364,8 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     };
     for result in threads::run(4, |comm| {
         let engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, config.clone())?;
-        assert_eq!(engine.memory_report().row(Kind::Parameters).bytes.peak, 4 * 250_000 * 4);
-        assert_eq!(engine.memory_report().row(Kind::Gathered).bytes.peak, 0);
+        assert_eq!(engine.memory_report().row(MemoryKind::Parameters).bytes.peak, 4 * 250_000 * 4);
+        assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.peak, 0);
         Ok(())
     })
     .unwrap()

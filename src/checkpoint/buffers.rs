@@ -6,7 +6,7 @@
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};
 use crate::error::{CheckpointError, Error, Result};
-use crate::param::{Buffer, is_needless};
+use crate::param::{ModelBuffer, is_needless};
 use crate::tensor::bytes::{converted, dtype_for_file, dtype_in_file};
 use crate::util::list;
 use candle_core::DType;
@@ -30,11 +30,11 @@ pub(crate) struct SavedBuffer {
 }
 
 /// The file's bytes for buffers as they are now; nothing where there are none.
-pub(super) fn snapshot(buffers: &[Buffer], dir: &Path) -> Result<Option<Vec<u8>>> {
+pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
     if buffers.is_empty() {
         return Ok(None);
     }
-    let now = |buffer: &Buffer| {
+    let now = |buffer: &ModelBuffer| {
         let (name, shape, dtype) = (buffer.name.clone(), buffer.tensor.dims().to_vec(), buffer.tensor.dtype());
         Ok(SavedBuffer { name, shape, dtype, bytes: buffer.bytes()? })
     };
@@ -98,7 +98,7 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
 /// # Errors
 /// [`CheckpointError::Unusable`] for another shape or kind of number; with `strict`, where one side lacks a buffer.
 pub(super) fn wanted(
-    buffers: &[Buffer],
+    buffers: &[ModelBuffer],
     saved: &[SavedBuffer],
     strict: bool,
     folder: &Path,

@@ -16,7 +16,7 @@ use super::manifest::Parameter;
 use super::model_files::{Entry, write_json, write_model_files};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{NewFolder, ask_for_room, free_folder};
-use crate::zero::share::WEIGHTS;
+use crate::zero::share::state_access::WEIGHTS;
 use std::path::{Path, PathBuf};
 
 /// Elements that are in memory at a time.

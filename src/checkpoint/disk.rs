@@ -7,7 +7,7 @@
 
 use super::layout::{BLOCK, PAGE};
 use crate::files::open_direct;
-use crate::offload::Aligned;
+use crate::offload::AlignedBuffer;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Result as IoResult};
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ use twox_hash::XxHash3_64;
 
 /// Bytes for a place of the file.
 struct Request {
-    buffer: Aligned,
+    buffer: AlignedBuffer,
     len: usize,
     at: u64,
 }
@@ -27,7 +27,7 @@ struct Request {
 pub(super) struct Disk {
     requests: Sender<Request>,
     /// The buffer that is not being written, or what went wrong.
-    spares: Receiver<IoResult<Aligned>>,
+    spares: Receiver<IoResult<AlignedBuffer>>,
     /// It gives the checksums of all blocks.
     thread: JoinHandle<Vec<u64>>,
 }
@@ -40,7 +40,7 @@ impl Disk {
         let mut target = Target::open(path)?;
         let thread = Builder::new().name("checkpoint disk".into()).spawn(move || {
             let mut checksums = Vec::new();
-            let mut spare = Ok(Aligned::new(bytes));
+            let mut spare = Ok(AlignedBuffer::new(bytes));
             loop {
                 let failed = spare.is_err();
                 // Nobody waits for it any more where the save was given up.
@@ -57,12 +57,12 @@ impl Disk {
     }
 
     /// The buffer that is not being written, once it is not.
-    pub fn spare(&self) -> IoResult<Aligned> {
+    pub fn spare(&self) -> IoResult<AlignedBuffer> {
         self.spares.recv().unwrap_or_else(|_| unreachable!("the thread ends after an error only"))
     }
 
     /// Begins to write the first `len` bytes of `buffer`: whole blocks, or the last ones of the file.
-    pub fn write(&self, buffer: Aligned, len: usize, at: u64) {
+    pub fn write(&self, buffer: AlignedBuffer, len: usize, at: u64) {
         // A thread that failed takes nothing, and says why.
         _ = self.requests.send(Request { buffer, len, at });
     }

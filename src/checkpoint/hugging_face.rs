@@ -2,7 +2,7 @@
 
 use super::manifest::{Manifest, Parameter};
 use crate::models::{GptConfig, LlamaConfig};
-use crate::zero::share::WEIGHTS;
+use crate::zero::share::state_access::WEIGHTS;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 

@@ -8,7 +8,7 @@ use super::rank_file::RankWriter;
 use crate::error::{CheckpointError, Result};
 use crate::notice::warn;
 use crate::precision::{FlatRef, ScalerState};
-use crate::zero::share::{WEIGHTS, pieces};
+use crate::zero::share::state_access::{WEIGHTS, pieces};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -13,7 +13,7 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 
-use crate::layout::Cut;
+use crate::layout::ShardCut;
 use std::ops::Range;
 
 /// Bytes that have one checksum.
@@ -27,7 +27,7 @@ pub(super) const PAGE: usize = 4096;
 pub(super) struct Layout {
     pub world_size: usize,
     /// How each parameter is cut.
-    pub cuts: Vec<Cut>,
+    pub cuts: Vec<ShardCut>,
     /// Per state, per parameter: whether there is such a state of it.
     pub states: Vec<Vec<bool>>,
 }
@@ -105,7 +105,7 @@ mod tests {
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let cuts = numels.iter().map(|(numel, block)| Cut { numel: *numel, block: *block }).collect();
+            let cuts = numels.iter().map(|(numel, block)| ShardCut { numel: *numel, block: *block }).collect();
             let layout = Layout { world_size, cuts, states: states.clone() };
             let places = Places::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();

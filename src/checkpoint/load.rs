@@ -14,11 +14,11 @@ use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
-use crate::optim::Trainer;
+use crate::optim::GroupedOptimizer;
 use crate::precision::Flat;
 use crate::util::{list, lock};
-use crate::zero::core::Core;
-use crate::zero::share::{State, WEIGHTS};
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use candle_core::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -210,7 +210,7 @@ struct NeededElements {
     state: usize,
     saved: usize,
     /// The engine's.
-    kind: State,
+    kind: ParamStateKind,
     param: usize,
     range: Range<usize>,
 }
@@ -222,8 +222,8 @@ struct NeededElements {
 /// # Errors
 /// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
 pub(crate) fn load(
-    core: &Core,
-    trainer: &Trainer,
+    core: &RankCore,
+    trainer: &GroupedOptimizer,
     dir: &Path,
     tag: Option<&str>,
     options: &LoadOptions,
@@ -291,8 +291,8 @@ fn open_on_hosts(
 
 /// The parts of a checkpoint that this rank needs, if it is one of this model.
 fn wanted(
-    core: &Core,
-    trainer: &Trainer,
+    core: &RankCore,
+    trainer: &GroupedOptimizer,
     path: &Path,
     manifest: &Manifest,
     options: &LoadOptions,
@@ -327,7 +327,7 @@ fn wanted(
     let mut wanted = Vec::new();
     for name in states {
         for (param, own) in core.params().iter().enumerate() {
-            let Some(kind) = State::of(name, core.moments(own, trainer)) else { continue };
+            let Some(kind) = ParamStateKind::named(name, core.moments(own, trainer)) else { continue };
             let Some(&saved) = saved.get(own.name.as_str()) else { continue };
             let found = &manifest.parameters[saved];
             if found.shape != own.shape.dims() {
@@ -337,7 +337,7 @@ fn wanted(
                 )));
             }
             let saved_states = found.states.as_deref();
-            let was_frozen = kind != State::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
+            let was_frozen = kind != ParamStateKind::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
             match saved_states {
                 Some([]) if !own.is_trained() => continue,
                 Some([]) => return Err(wrong(trained_since(&own.name, "was left out of it"))),
@@ -354,7 +354,7 @@ fn wanted(
                 ))
             })?;
             // Whole parameters get all their elements from the files, not from other ranks.
-            let is_whole = kind == State::Weights && !core.shards(param);
+            let is_whole = kind == ParamStateKind::Weights && !core.shards(param);
             let range = if is_whole { 0..own.numel } else { core.owned(param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
         }
@@ -362,14 +362,14 @@ fn wanted(
     Ok(wanted)
 }
 
-fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
+fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
-        let dtype = if *kind == State::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
-        if *kind == State::Weights && !core.shards(*param) {
+        if *kind == ParamStateKind::Weights && !core.shards(*param) {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;
         } else {
@@ -388,7 +388,7 @@ fn trained_since(name: &str, what: &str) -> String {
 }
 
 /// States go on being rounded by the chances of the run that was saved.
-fn go_on_rounding(core: &Core, checkpoint: &Checkpoint) {
+fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
     core.go_on_rounding(seed);
     if core.rounding_seed().is_none() && core.comm().rank() == 0 {
@@ -401,7 +401,7 @@ fn go_on_rounding(core: &Core, checkpoint: &Checkpoint) {
 }
 
 /// Each trained parameter goes on with its own count of updates.
-fn set_counts(core: &Core, manifest: &Manifest) {
+fn set_counts(core: &RankCore, manifest: &Manifest) {
     let saved: BTreeMap<&str, u64> = manifest.parameters.iter().map(|p| (p.name.as_str(), p.updates_before)).collect();
     for param in core.params().iter().filter(|param| param.is_trained()) {
         let updates_before = saved.get(param.name.as_str()).copied().unwrap_or_default();

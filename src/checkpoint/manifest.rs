@@ -3,9 +3,9 @@
 use super::layout::{BLOCK, Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
-use crate::layout::Cut;
+use crate::layout::ShardCut;
 use crate::util::counted;
-use crate::zero::share::WEIGHTS;
+use crate::zero::share::state_access::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -158,8 +158,8 @@ impl Parameter {
     }
 
     /// How the ranks' files share it.
-    pub(super) fn cut(&self) -> Cut {
-        Cut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
+    pub(super) fn cut(&self) -> ShardCut {
+        ShardCut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
     }
 
     fn checked_numel(&self) -> Option<usize> {

@@ -5,9 +5,9 @@ use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files;
-use crate::offload::Aligned;
+use crate::offload::AlignedBuffer;
 use crate::precision::FlatRef;
-use crate::zero::share::PIECE;
+use crate::zero::share::state_access::PIECE;
 use candle_core::DType;
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
@@ -28,7 +28,7 @@ pub(super) struct RankWriter {
     file: File,
     header: Header,
     /// The bytes that have not been written yet.
-    buffer: Aligned,
+    buffer: AlignedBuffer,
     filled: usize,
     /// Where it goes.
     at: u64,
@@ -84,7 +84,7 @@ impl RankWriter {
         }
         let disk = Disk::start(&path, BUFFER)?;
         let at = header.bytes as u64;
-        Ok(Self { file, header, buffer: Aligned::new(BUFFER), filled: 0, at, disk })
+        Ok(Self { file, header, buffer: AlignedBuffer::new(BUFFER), filled: 0, at, disk })
     }
 
     /// Has whole blocks written where there is no room for `elements` more, at most [`PIECE`].
@@ -245,15 +245,15 @@ fn checksums_in(header: &[u8], blocks: u64) -> Option<Vec<u64>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::layout::Cut;
-    use crate::zero::share::pieces;
+    use crate::layout::ShardCut;
+    use crate::zero::share::state_access::pieces;
 
     #[test]
     fn a_file_of_several_buffers_holds_every_value_and_the_checksum_of_every_block() {
         let folder = tempfile::tempdir().unwrap();
         // Neither pieces, blocks nor pages end where parameters do.
         let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
-        let cuts = numels.map(Cut::anywhere).to_vec();
+        let cuts = numels.map(ShardCut::anywhere).to_vec();
         let layout = Layout { world_size: 1, cuts, states: vec![vec![true; 3]] };
         let mut file = RankWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;

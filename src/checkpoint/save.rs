@@ -25,11 +25,12 @@ use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
 use crate::notice::{say, warn};
-use crate::optim::Trainer;
+use crate::optim::GroupedOptimizer;
 use crate::timeline;
 use crate::util::host_name;
-use crate::zero::core::Core;
-use crate::zero::share::{self, State, WEIGHTS};
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::state_access;
+use crate::zero::share::state_access::{ParamStateKind, WEIGHTS};
 use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -77,7 +78,7 @@ pub(crate) struct SaveRequest {
 
 /// A save that is not over.
 pub(crate) struct SaveJob {
-    core: Arc<Core>,
+    core: Arc<RankCore>,
     request: SaveRequest,
     writing: WriteJob,
     /// Who writes into which folder.
@@ -96,8 +97,8 @@ type Written = (FileEntry, Duration);
 
 /// The manifest of the state now, without files. Without a tag it is `global_stepN`.
 pub(crate) fn manifest(
-    core: &Core,
-    trainer: &Trainer,
+    core: &RankCore,
+    trainer: &GroupedOptimizer,
     config: &Config,
     progress: Progress,
     tag: Option<&str>,
@@ -149,8 +150,8 @@ impl SaveJob {
     /// # Errors
     /// A tag or folder that cannot be used, on all ranks; a failed collective.
     pub fn begin(
-        core: Arc<Core>,
-        trainer: &Trainer,
+        core: Arc<RankCore>,
+        trainer: &GroupedOptimizer,
         mut request: SaveRequest,
         held: &mut HeldFolders,
     ) -> Result<Self, Failure> {
@@ -253,7 +254,7 @@ pub(crate) fn check_dir(
 /// The part that a rank writes.
 #[derive(Clone)]
 struct Share {
-    core: Arc<Core>,
+    core: Arc<RankCore>,
     folder: PathBuf,
     layout: Layout,
     states: Vec<String>,
@@ -265,10 +266,10 @@ struct Share {
 
 impl Share {
     fn new(
-        core: Arc<Core>,
+        core: Arc<RankCore>,
         SaveRequest { dir, manifest, .. }: &SaveRequest,
         buffers: Option<Vec<u8>>,
-        trainer: &Trainer,
+        trainer: &GroupedOptimizer,
     ) -> Self {
         let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
         let folder = folder::saving(dir, &manifest.tag);
@@ -288,11 +289,11 @@ impl Share {
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
-                let Some(kind) = State::of(name, self.moments[param]) else { continue };
+                let Some(kind) = ParamStateKind::named(name, self.moments[param]) else { continue };
                 let own = self.layout.shard(state, param, piece);
                 let owned = self.core.owned(param);
                 // States are read as pieces of all that this rank owns, which begin where a file allows it.
-                for part in share::pieces(&owned) {
+                for part in state_access::pieces(&owned) {
                     let (start, end) = (part.start.max(own.start), part.end.min(own.end));
                     if start < end {
                         let saved = start - part.start..end - part.start;
@@ -307,7 +308,7 @@ impl Share {
 }
 
 /// Collective, of a model with buffers: their file, on rank 0.
-fn snapshot_of_buffers(core: &Core, dir: &Path) -> Result<Option<Vec<u8>>, Failure> {
+fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, Failure> {
     let list = core.buffers().list();
     if list.is_empty() {
         return Ok(None);
@@ -363,7 +364,7 @@ pub(crate) fn keep_newest(dir: &Path, keep: usize, tag: &str) {
 }
 
 /// The files of all ranks, and the seconds that the slowest wrote.
-fn gather_entries(core: &Core, (own, time): Written, hosts: &Hosts) -> Result<(Vec<FileEntry>, f64)> {
+fn gather_entries(core: &RankCore, (own, time): Written, hosts: &Hosts) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
     let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);

@@ -14,7 +14,7 @@ use super::{Communicator, Kind, Pending, Wire};
 use crate::cuda::DeviceFlat;
 use crate::cuda::nccl::{self, Launched, Library, NcclComm, NcclError, Sums, Watch};
 use crate::error::{CommError, Error, Result};
-use crate::memory::{Held, Kind as Purpose, Ledger, Tier};
+use crate::memory::{Ledger, LedgerEntry, MemoryKind as Purpose, MemoryTier};
 use crate::notice::say;
 use crate::timeline::{self, CarriedContext, Lane};
 use crate::util::{fnv1a, lock};
@@ -39,7 +39,7 @@ pub(crate) struct Gpus {
     /// Collectives so far.
     sequence: AtomicU64,
     /// The memory in which others' elements wait for their sum.
-    room: Mutex<Held>,
+    room: Mutex<LedgerEntry>,
 }
 
 /// What a rank tells of itself before NCCL is used.
@@ -145,7 +145,7 @@ impl Gpus {
             comm: comm.clone(),
             sums: if choice == Choice::Fast { Sums::Fast } else { Sums::Exact },
             sequence: AtomicU64::new(0),
-            room: Mutex::new(ledger.hold_in(Tier::Device, Purpose::Buckets, 0)),
+            room: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
         };
         gpus.meet(device)?;
         Ok(Some(gpus))

@@ -1,7 +1,7 @@
 //! The configuration as the engine uses it: every default filled in, every rule checked.
 
 use super::{Monitoring, Note};
-use crate::layout::{Division, ZeroStage};
+use crate::layout::{ShardMesh, ZeroStage};
 use candle_core::DType;
 use std::path::{Path, PathBuf};
 
@@ -254,9 +254,9 @@ impl ZeroConfig {
 
     /// How `world_size` ranks divide what is sharded: among all where groups do not fit that number, as an estimate for other
     /// numbers of ranks may have it.
-    pub(crate) fn division(&self, world_size: usize) -> Division {
+    pub(crate) fn mesh(&self, world_size: usize) -> ShardMesh {
         let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
-        ranks.map_or(Division::among_all(world_size), |ranks| Division::in_groups(world_size, ranks))
+        ranks.map_or(ShardMesh::among_all(world_size), |ranks| ShardMesh::in_groups(world_size, ranks))
     }
 
     /// `offload_optimizer`, where optimizer state goes to files.

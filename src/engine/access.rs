@@ -7,7 +7,7 @@ use crate::error::{EngineError, ParamError, Result};
 use crate::param::ParamId;
 use crate::precision::Flat;
 use crate::util::{fnv1a, nearest};
-use crate::zero::share::State;
+use crate::zero::share::state_access::ParamStateKind;
 use candle_core::{DType, Device, Tensor};
 
 impl<M> Engine<M> {
@@ -64,7 +64,7 @@ impl<M> Engine<M> {
         self.check_shape(param, value)?;
         self.wait_for_checkpoint()?;
         self.settled(|engine| {
-            engine.core.set_state(State::Weights, param, &values)?;
+            engine.core.set_state(ParamStateKind::Weights, param, &values)?;
             engine.core.refresh()
         })
     }
@@ -105,7 +105,7 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; a file that cannot be read.
     pub fn safe_get_local_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.param(name)?;
-        let own = self.attempt(|engine| engine.core.own_state(State::Weights, param))?;
+        let own = self.attempt(|engine| engine.core.own_state(ParamStateKind::Weights, param))?;
         self.flat(own)
     }
 
@@ -148,7 +148,7 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.settled(|engine| {
             let whole = engine.core.whole_of_parts(param, own)?;
-            engine.core.set_state(State::Weights, param, &whole)?;
+            engine.core.set_state(ParamStateKind::Weights, param, &whole)?;
             engine.core.refresh()
         })
     }
@@ -257,7 +257,7 @@ impl<M> Engine<M> {
         for param in params {
             self.settled(|engine| {
                 let whole = engine.core.whole_of_one(param, modified.next())?;
-                engine.core.set_state(State::Weights, param, &whole)
+                engine.core.set_state(ParamStateKind::Weights, param, &whole)
             })?;
         }
         self.attempt(|engine| engine.core.refresh())
@@ -344,10 +344,10 @@ impl<M> Engine<M> {
         Err(ParamError::LocalShape { name, rank, found: value.dims().to_vec(), len }.into())
     }
 
-    fn state_of(&self, param: ParamId, key: &str) -> Result<State> {
+    fn state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {
         let param = &self.core.params()[param];
         let keys = self.core.moments(param, &self.trainer);
-        let found = keys.iter().position(|own| *own == key).map(State::Moment);
+        let found = keys.iter().position(|own| *own == key).map(ParamStateKind::Moment);
         found.ok_or_else(|| {
             let has = if keys.is_empty() { "none".into() } else { keys.join(", ") };
             ParamError::UnknownState { name: param.name.clone(), key: key.into(), has }.into()

@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::kernels;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
-use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
-use crate::param::{BufferRule, BufferSync, InitialValues, Source};
+use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
+use crate::param::{BufferFilter, BufferSync, InitialValues, WeightSource};
 use crate::precision::Packing;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
@@ -32,11 +32,11 @@ pub struct EngineBuilder {
     pub(super) monitors: Vec<MonitorOpener>,
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
-    pub(super) trainable: Option<TrainableRule>,
+    pub(super) trainable: Option<TrainableFilter>,
     pub(super) stochastic_rounding: bool,
-    pub(super) quantized: Option<(Packing, TrainableRule)>,
+    pub(super) quantized: Option<(Packing, TrainableFilter)>,
     timeline: Option<PathBuf>,
-    pub(super) buffer_rule: Option<BufferRule>,
+    pub(super) buffer_rule: Option<BufferFilter>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
     gradient_check: Option<bool>,
@@ -289,9 +289,9 @@ impl EngineBuilder {
             config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check);
             let seed = self.seed.unwrap_or(config.seed);
             let source = match (&self.initial_values, &self.init_from) {
-                (Some(values), _) => Source::Given { values: values.clone(), seed },
-                (None, Some(path)) => Source::files(path)?,
-                (None, None) => Source::Random { seed },
+                (Some(values), _) => WeightSource::Given { values: values.clone(), seed },
+                (None, Some(path)) => WeightSource::files(path)?,
+                (None, None) => WeightSource::Random { seed },
             };
             Engine::new(build, config, source, comm.clone(), device, self)
         });

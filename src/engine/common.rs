@@ -5,9 +5,9 @@ use crate::comm::agree::gather_u64;
 use crate::config::Config;
 use crate::error::{EngineError, KernelError, Result};
 use crate::kernels::checked_level;
-use crate::optim::Trainer;
+use crate::optim::GroupedOptimizer;
 use crate::util::fnv1a;
-use crate::zero::core::Core;
+use crate::zero::rank_core::RankCore;
 use candle_nn::Init;
 
 /// The parts of an engine that all ranks must have in common, as numbers.
@@ -57,10 +57,10 @@ impl Fingerprint {
 /// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
 /// groups, round states otherwise, or compute at another level of SIMD.
 pub(super) fn check_same_on_all_ranks(
-    core: &Core,
+    core: &RankCore,
     config: &Config,
     own: Own,
-    trainer: &Trainer,
+    trainer: &GroupedOptimizer,
     weights: u64,
     inits: &[Init],
     data: &[Same],
@@ -127,7 +127,7 @@ fn of_all(hashes: &[u64]) -> u64 {
 }
 
 /// Collective: the error with the first parameter or buffer whose `hashes` differ between ranks.
-fn initial_values_differ(core: &Core, inits: &[Init], hashes: &[u64]) -> Result<crate::Error> {
+fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Result<crate::Error> {
     let all = gather_u64(core.comm(), hashes)?;
     let rank = core.comm().rank();
     let differs = |at: &usize| all.iter().any(|theirs| theirs[*at] != all[0][*at]);

@@ -7,7 +7,7 @@
 use super::clock::Clock;
 use super::common::check_same_on_all_ranks;
 use super::given::Own;
-use super::gradient_check::Check;
+use super::gradient_check_state::Check;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::{self, HeldFolders};
@@ -17,16 +17,18 @@ use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::{say, say_from};
-use crate::offload::{DiskAccess, Offload};
-use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
-use crate::param::Source;
+use crate::offload::{DiskAccess, OffloadStore};
+use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
+use crate::param::WeightSource;
 use crate::precision::{LossScaler, Packing};
 use crate::util::list;
-use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered, naming_what_is_held};
-use crate::zero::gradients::ReducePlan;
-use crate::zero::registry::Registry;
-use crate::zero::share_plan::SharePlan;
-use crate::zero::unit::building;
+use crate::zero::gather::unit::building;
+use crate::zero::rank_core::{
+    EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
+};
+use crate::zero::reduce::gradient_reducer::ReducePlan;
+use crate::zero::share::param_registry::ParamRegistry;
+use crate::zero::share::share_plan::SharePlan;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::ops::Range;
@@ -37,7 +39,7 @@ impl<M> Engine<M> {
     pub(super) fn new(
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
         config: Config,
-        source: Source,
+        source: WeightSource,
         comm: Arc<dyn Communicator>,
         device: Device,
         options: EngineBuilder,
@@ -68,7 +70,7 @@ impl<M> Engine<M> {
             checkpoint::store::check(url)?;
         }
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
-        let (ledger, link) = (Ledger::default(), Link::default());
+        let (ledger, link) = (Ledger::default(), EngineLink::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
@@ -76,8 +78,14 @@ impl<M> Engine<M> {
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
-        let registry =
-            Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
+        let registry = ParamRegistry::new(
+            share_plan.clone(),
+            device.clone(),
+            offload.clone(),
+            source,
+            link.clone(),
+            ledger.clone(),
+        );
         registry.also_buffers(buffer_rule);
         let (model, mut registered) = build_model(build, registry, &config, &device)
             .map_err(|error| naming_what_is_held(error, &ledger, comm.rank()))?;
@@ -90,14 +98,14 @@ impl<M> Engine<M> {
         let inits = std::mem::take(&mut registered.inits);
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
-        let core = Arc::new(Core::new(CoreParts {
+        let core = Arc::new(RankCore::new(RankCoreParts {
             comm,
             second_group,
             zero: config.zero.clone(),
             reduce_plan,
             share_plan,
             dtype: config.precision.dtype(),
-            recomputation: Recomputation {
+            recomputation: RecomputeSettings {
                 every_unit: config.activation_checkpointing,
                 cpu_checkpointing: config.cpu_checkpointing,
             },
@@ -151,7 +159,7 @@ impl<M> Engine<M> {
 }
 
 /// Where updates are to be delayed and cannot be, rank 0 says why.
-fn tell_of_delay(core: &Core, config: &Config) {
+fn tell_of_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
     if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
         say(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
@@ -175,14 +183,14 @@ fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
-    trainable: Option<TrainableRule>,
-    quantized: Option<(Packing, TrainableRule)>,
-) -> Result<Arc<Grouping>> {
+    trainable: Option<TrainableFilter>,
+    quantized: Option<(Packing, TrainableFilter)>,
+) -> Result<Arc<ParameterGrouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    let grouping = Grouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let grouping = ParameterGrouping::new(optimizer, parameter_groups)?.trainable(trainable);
     let grouping = grouping.keep_f32(&config.keep_in_fp32_modules);
     let quantized = match quantized {
         None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
@@ -192,7 +200,7 @@ fn grouping(
 }
 
 /// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
-fn frozen_matrices(grouping: &Grouping) -> (Packing, TrainableRule) {
+fn frozen_matrices(grouping: &ParameterGrouping) -> (Packing, TrainableFilter) {
     let trains = grouping.trains_rule();
     (Packing::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
@@ -212,8 +220,8 @@ fn open_offload(
     comm: &dyn Communicator,
     access: Option<DiskAccess>,
     ledger: &Ledger,
-) -> Result<Option<Arc<Offload>>> {
-    let offload = Offload::open(config, comm.rank() == 0, access, ledger)?;
+) -> Result<Option<Arc<OffloadStore>>> {
+    let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
         // Nothing is written before the first rank has locked the folders, and all know what is free in them.
         comm.barrier().wait()?;
@@ -224,10 +232,10 @@ fn open_offload(
 /// Builds the model; its parameters are shared among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
-    registry: Registry,
+    registry: ParamRegistry,
     config: &Config,
     device: &Device,
-) -> Result<(M, Registered)> {
+) -> Result<(M, RegisteredModel)> {
     let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
     let model = building(&registry, || build(vb));
     let model = model.map_err(|e| registry.explain(e))?;
@@ -235,8 +243,8 @@ fn build_model<M>(
 }
 
 /// Marks the units that the configuration and the builder name.
-fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
-    let Registered { units, leaves, .. } = registered;
+fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
+    let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
         say(&format!("config: zero_optimization.leaf_module: no unit's name is or ends with {name}: it has no effect"));
     }
@@ -255,10 +263,10 @@ fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String
 
 /// Groups of `mics_shard_size` lie on one host each, or there is one of all ranks.
 fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
-    let (division, here) = (config.zero.division(config.world_size), comm.ranks_here());
-    match division.copies() == 1 || lie_on_one_host(division.shards(), &here) {
+    let (mesh, here) = (config.zero.mesh(config.world_size), comm.ranks_here());
+    match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
         true => Ok(()),
-        false => Err(not_on_one_host("mics_shard_size", division.shards(), here)),
+        false => Err(not_on_one_host("mics_shard_size", mesh.shards(), here)),
     }
 }
 
@@ -304,7 +312,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
 }
 
 /// Everything has its place in the files, on all ranks: chooses how they are accessed.
-fn choose_access(offload: &Offload, comm: &dyn Communicator) -> Result<()> {
+fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> {
     offload.check_space(comm)?;
     let access = offload.choose_access(comm.size());
     if comm.rank() == 0 {
@@ -315,15 +323,15 @@ fn choose_access(offload: &Offload, comm: &dyn Communicator) -> Result<()> {
 
 /// Settles the parameter groups.
 fn trainer(
-    grouping: Arc<Grouping>,
-    registered: &mut Registered,
+    grouping: Arc<ParameterGrouping>,
+    registered: &mut RegisteredModel,
     schedule: Option<Arc<dyn LrSchedule>>,
     config: &Config,
     rank: usize,
-) -> Result<Trainer> {
+) -> Result<GroupedOptimizer> {
     let freezing: Vec<usize> = grouping.freezing().collect();
     let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
-    let (trainer, empty) = Trainer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
+    let (trainer, empty) = GroupedOptimizer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
     if let Some(index) = empty.iter().copied().find(|index| freezing.contains(index)) {
         return Err(ParamError::NothingFrozen { index }.into());
     }

@@ -4,7 +4,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::texts;
 use crate::config::Config;
 use crate::error::{EngineError, Error, Result};
-use crate::optim::Trainer;
+use crate::optim::GroupedOptimizer;
 use crate::param::BufferSync;
 use crate::util::fnv1a;
 use serde::{Deserialize, Serialize};
@@ -40,7 +40,7 @@ pub(super) struct Given {
 }
 
 impl Given {
-    pub(super) fn new(config: &Config, own: Own, trainer: &Trainer, groups: &[usize], data: &[Same]) -> Self {
+    pub(super) fn new(config: &Config, own: Own, trainer: &GroupedOptimizer, groups: &[usize], data: &[Same]) -> Self {
         let mut keys = BTreeMap::new();
         flatten("", &config.to_deepspeed_json(), &mut keys);
         keys.insert("the parts of the user's own".into(), format!("{own:?}"));

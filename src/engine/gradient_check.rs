@@ -8,25 +8,23 @@
 //! ```
 //!
 //! Both are numbers of one direction in which each element of each trained parameter goes up or down by chance
-//! (`zero/direction.rs`). A part of the graph that is cut off, a wrong backward or a term that is dropped makes them differ by
+//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a term that is dropped makes them differ by
 //! about as much as the missing part is long. What kinks of the loss and rounding explain too is looked at again in the next steps,
 //! each along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look, Looks};
+use super::gradient_check_state::{AROUND, Around, Check, Compared, FORWARDS, Group, Phase};
+use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::param::{Param, ParamId};
-use crate::zero::gradient_check::{Change, Measured, Moved, Moves, Probe, done_together};
+use crate::zero::check::gradient_check_state::{
+    DirectionalChange, MeasuredGradients, OutputDifference, OutputProbe, Perturbation, collective_steps,
+};
 use candle_core::{DType, Tensor};
-use std::cell::Cell;
-use std::path::PathBuf;
 
-/// The environment variable that has the first step look at every parameter, write what it finds into the file that it names,
-/// and end the run.
-pub(crate) const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 /// Bytes that the changes of one output may take while every parameter is looked at.
 const ROOM: usize = 1 << 30;
 /// How much further a parameter is moved that has hardly changed the output.
@@ -37,21 +35,6 @@ const LARGEST: f64 = 0.3;
 const ENOUGH: f64 = 8000.0;
 /// Steps after which a check is given up whose gradients were never finite.
 const TRIES: u32 = 64;
-
-thread_local! {
-    /// The forward of an engine that this thread runs, and which of its repetitions.
-    static AROUND: Cell<Around> = const { Cell::new(Around { forward: 0, repetition: 0 }) };
-    static FORWARDS: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Where in the forward of an engine this thread is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Around {
-    /// Its number; 0: in none.
-    forward: u64,
-    /// 0: the one that counts; else for a check.
-    repetition: u64,
-}
 
 /// A forward that a check repeats.
 struct Repeat<'a, M> {
@@ -68,13 +51,13 @@ struct Repeat<'a, M> {
 
 impl<M> Repeat<'_, M> {
     /// The output with parameters moved.
-    fn again(&mut self, engine: &Engine<M>, moves: &Moves<'_>) -> Result<Tensor> {
+    fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = Around { forward: self.forward, repetition: self.repetition };
-        let before = done_together();
+        let before = collective_steps();
         let run_once = || engine.core.forward_again(moves, || (self.run)(&engine.model));
         let output = around.enter(|| draw_from((self.stream, 0), || engine.cast(run_once)));
-        self.is_together |= done_together() > before && engine.world_size() > 1;
+        self.is_together |= collective_steps() > before && engine.world_size() > 1;
         output
     }
 }
@@ -85,93 +68,6 @@ struct Tried {
     moved: Vec<(Tensor, Tensor)>,
     /// That without a move, where each parameter is looked at by itself.
     unmoved: Option<Tensor>,
-}
-
-impl Around {
-    fn enter<T>(self, run: impl FnOnce() -> T) -> T {
-        struct Reset(Around);
-        impl Drop for Reset {
-            fn drop(&mut self) {
-                AROUND.set(self.0);
-            }
-        }
-        let _reset = Reset(AROUND.replace(self));
-        run()
-    }
-}
-
-/// The check of an engine.
-#[derive(Debug, Default)]
-pub(super) struct Check {
-    phase: Phase,
-    /// Every parameter is looked at by itself.
-    of_each: bool,
-    /// Writes the report into this file when it is there, and ends the run.
-    ends_run: Option<PathBuf>,
-    tries: u32,
-    /// Directions that have been looked along.
-    looks: u64,
-    /// Why there is no verdict.
-    why_not: Option<String>,
-    groups: Vec<Group>,
-    /// Forwards of this engine inside of another one's: that forward, and the place of the draws where it began.
-    inside: Option<(Around, u64, u64)>,
-    report: Option<GradientReport>,
-}
-
-#[derive(Debug, Default)]
-enum Phase {
-    /// Nothing to be done.
-    #[default]
-    Idle,
-    /// Forwards are repeated until a backward comes.
-    Armed,
-    /// The backward has come; all ranks compare at the coming step. With the factor that gradients have.
-    Measured(Vec<Change>, Vec<Compared>, f64),
-}
-
-/// What is moved together.
-#[derive(Debug)]
-struct Group {
-    name: String,
-    params: Vec<ParamId>,
-    /// How far, as a part of the size of each parameter; chosen in the first forward.
-    step: Option<f64>,
-    looks: Looks,
-}
-
-/// This rank's part of the gradient along a direction.
-#[derive(Debug, Clone, Copy, Default)]
-struct Compared {
-    product: f64,
-    squares: f64,
-}
-
-impl Group {
-    fn new(name: String, params: Vec<ParamId>) -> Self {
-        Self { name, params, step: None, looks: Looks::default() }
-    }
-}
-
-impl Check {
-    /// The groups that need another look, by number.
-    fn open(&self, limits: &Limits) -> Vec<usize> {
-        let is_open = |group: &Group| group.looks.verdict(limits).is_none();
-        (0..self.groups.len()).filter(|number| is_open(&self.groups[*number])).collect()
-    }
-
-    fn report_of(&self, step: u64, not_judged: Option<String>, limits: &Limits) -> GradientReport {
-        let rows = self.groups.iter().map(|group| group.looks.row(group.name.clone(), limits));
-        GradientReport { step, rows: rows.collect(), not_judged }
-    }
-
-    /// The check of a first step.
-    pub(super) fn of_first_step(is_wanted: bool) -> Self {
-        let ends_run = std::env::var_os(CHECK_GRADIENTS).map(PathBuf::from);
-        let of_each = ends_run.is_some();
-        let phase = if is_wanted || of_each { Phase::Armed } else { Phase::Idle };
-        Self { phase, of_each, ends_run, ..Self::default() }
-    }
 }
 
 impl<M> Engine<M> {
@@ -272,14 +168,14 @@ impl<M> Engine<M> {
         stream: u64,
         mut run: impl FnMut(&M) -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Moves::NONE, || run(&self.model))))
+        draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Perturbation::NONE, || run(&self.model))))
     }
 
     /// The outputs of the coming forward with parameters moved, group by group.
     fn try_moves(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Option<Tried>> {
         let mut tried = Tried::default();
         if self.check.of_each {
-            tried.unmoved = Some(repeat.again(self, &Moves::NONE)?);
+            tried.unmoved = Some(repeat.again(self, &Perturbation::NONE)?);
         }
         let elements = tried.unmoved.as_ref().map_or(1, Tensor::elem_count);
         if self.check.groups.is_empty() {
@@ -310,11 +206,12 @@ impl<M> Engine<M> {
         let mut size = step.unwrap_or(limits.step);
         let mut smaller: Option<(f64, Tensor, Tensor, Vec<f32>)> = None;
         loop {
-            let moves = Moves { sign: 1.0, size, only: self.check.of_each.then_some(params) };
+            let moves = Perturbation { sign: 1.0, size, only: self.check.of_each.then_some(params) };
             let (up, down) = (repeat.again(self, &moves)?, repeat.again(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
-            let Moved { difference, bend } = Moved::between(&value, &values(&up)?, &values(&down)?);
+            let OutputDifference { difference, bend } =
+                OutputDifference::between(&value, &values(&up)?, &values(&down)?);
             let (change, rounding) = (norm(&difference), self.rounding_of(unmoved, &value));
             let is_straight = smaller.as_ref().is_none_or(|(.., before)| {
                 let factor = LARGER as f32;
@@ -350,13 +247,13 @@ impl<M> Engine<M> {
             self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
         }
         let value = values(output)?;
-        let mut probe = Probe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
+        let mut probe = OutputProbe { groups: Vec::new(), rounding: self.rounding_of(output, &value) };
         for (up, down) in &moved {
             if up.dims() != output.dims() || down.dims() != output.dims() {
                 self.check.why_not = Some("the output has another shape when forward runs again".into());
                 continue;
             }
-            probe.groups.push(Moved::between(&value, &values(up)?, &values(down)?));
+            probe.groups.push(OutputDifference::between(&value, &values(up)?, &values(down)?));
         }
         if let Some(unmoved) = unmoved.filter(|unmoved| unmoved.dims() == output.dims()) {
             let differs = norm(&values(&unmoved)?.iter().zip(&value).map(|(a, b)| a - b).collect::<Vec<_>>());
@@ -412,12 +309,12 @@ impl<M> Engine<M> {
 
     /// It is over.
     pub(super) fn end_measuring(&mut self) {
-        let Measured { mut outputs, along, unprobed } = self.core.end_measuring();
+        let MeasuredGradients { mut outputs, along, unprobed } = self.core.end_measuring();
         if self.check.groups.is_empty() {
             self.check.groups = self.groups(1);
         }
         let open = self.check.open(&self.limits());
-        outputs.resize(open.len(), Change::default());
+        outputs.resize(open.len(), DirectionalChange::default());
         let compared = open.iter().map(|number| {
             self.check.groups[*number].params.iter().fold(Compared::default(), |sum, param| Compared {
                 product: sum.product + along[*param].product,

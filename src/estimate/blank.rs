@@ -1,14 +1,14 @@
 //! Buffers without memory.
 
 use crate::error::Result;
-use crate::memory::Tier;
+use crate::memory::MemoryTier;
 use crate::precision::Elements;
 use candle_core::DType;
 
 /// A number of elements of a dtype, and room for a number of them, without memory for any.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Blank {
-    place: Tier,
+    place: MemoryTier,
     dtype: DType,
     len: usize,
     capacity: usize,
@@ -16,27 +16,27 @@ pub(super) struct Blank {
 
 impl Blank {
     /// `len` elements.
-    pub fn whole(place: Tier, dtype: DType, len: usize) -> Self {
+    pub fn whole(place: MemoryTier, dtype: DType, len: usize) -> Self {
         Self { place, dtype, len, capacity: len }
     }
 }
 
 impl Elements for Blank {
-    type Place = Tier;
+    type Place = MemoryTier;
 
-    fn host() -> Tier {
-        Tier::Host
+    fn host() -> MemoryTier {
+        MemoryTier::Host
     }
 
-    fn is_device(place: &Tier) -> bool {
-        *place == Tier::Device
+    fn is_device(place: &MemoryTier) -> bool {
+        *place == MemoryTier::Device
     }
 
-    fn with_capacity(place: &Tier, dtype: DType, capacity: usize) -> Result<Self> {
+    fn with_capacity(place: &MemoryTier, dtype: DType, capacity: usize) -> Result<Self> {
         Ok(Self { place: *place, dtype, len: 0, capacity })
     }
 
-    fn place(&self) -> Tier {
+    fn place(&self) -> MemoryTier {
         self.place
     }
 
@@ -72,7 +72,7 @@ impl Elements for Blank {
         Ok(())
     }
 
-    fn moved_to(self, place: &Tier) -> Result<Self> {
+    fn moved_to(self, place: &MemoryTier) -> Result<Self> {
         Ok(Self { place: *place, capacity: self.len, ..self })
     }
 }

@@ -4,8 +4,8 @@ use super::blank::Blank;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
-use crate::memory::{Held, Kind, Ledger, Tracked};
-use crate::offload::{ALIGN, DiskAccess, Files, UNWRITTEN, block_size, threads};
+use crate::memory::{Ledger, LedgerEntry, MemoryKind, TrackedBuffer};
+use crate::offload::{ALIGN, DiskAccess, StateFiles, UNWRITTEN, block_size, threads};
 use crate::precision::Elements;
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
@@ -17,7 +17,7 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub(super) struct Space {
     pub dtype: DType,
-    pub held: Rc<RefCell<Held>>,
+    pub held: Rc<RefCell<LedgerEntry>>,
 }
 
 /// Files while sub-groups are laid out.
@@ -31,7 +31,7 @@ pub(super) struct Requests {
     /// Bytes of the copies that direct access may need: each thread keeps a block that does not lie as it has to.
     copies: usize,
     /// Gradients on their way, by number, as if no disk were fast enough to write one before it has to be waited for.
-    unwritten: RefCell<VecDeque<(u64, Tracked<Blank>)>>,
+    unwritten: RefCell<VecDeque<(u64, TrackedBuffer<Blank>)>>,
     /// Gradients so far.
     stored: Cell<u64>,
 }
@@ -47,7 +47,7 @@ impl Requests {
     /// Copies may be there now.
     pub fn hold_copies(&self) {
         if self.access == DiskAccess::Direct {
-            drop(self.ledger.hold(Kind::Staging, self.copies));
+            drop(self.ledger.hold(MemoryKind::Staging, self.copies));
         }
     }
 
@@ -60,7 +60,7 @@ impl Requests {
     }
 }
 
-impl Files for Requests {
+impl StateFiles for Requests {
     type Extent = Space;
     /// Its bytes.
     type Staging = usize;
@@ -108,10 +108,10 @@ impl Files for Requests {
         Ok(reading)
     }
 
-    fn store(&self, memory: Tracked<Blank>, space: &Space, range: Range<usize>) -> u64 {
+    fn store(&self, memory: TrackedBuffer<Blank>, space: &Space, range: Range<usize>) -> u64 {
         self.count_write(space, range.len());
         let mut unwritten = self.unwritten.borrow_mut();
-        let bytes = |memory: &Tracked<Blank>| memory.buffer().capacity_in_bytes();
+        let bytes = |memory: &TrackedBuffer<Blank>| memory.buffer().capacity_in_bytes();
         while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
         {
             unwritten.pop_front();

@@ -13,25 +13,31 @@ use super::traffic::Traffic;
 use crate::comm::{Kind as CommKind, Wire};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
-use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
-use crate::offload::{DiskAccess, Window, Windows};
-use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
+use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryReport, MemoryTier, TrackedBuffer};
+use crate::offload::{DiskAccess, StateWindow, WindowSettings};
+use crate::optim;
+use crate::optim::{GroupStepSettings, ParamClass, ParameterGrouping, StepContext};
 use crate::param::{Param, ParamId, ROOT};
 use crate::precision::{Elements, Packing};
 use crate::util::lock;
-use crate::zero::gather::Gatherer;
-use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
-use crate::zero::lay_out::{self, State, SubGroupBuilder};
-use crate::zero::leaf::Leaves;
-use crate::zero::moving::{Cargo, UPDATED_TOGETHER, WINDOWS_BYTES, windows_tier};
-use crate::zero::parcel::Parcel;
-use crate::zero::rank::{Facts, Rank};
-use crate::zero::share_plan::SharePlan;
-use crate::zero::step::{update, vote};
-use crate::zero::sub_group::{Pass, Slot, SubGroup, lie_on_gpu, places};
-use crate::zero::trace::Event;
-use crate::zero::travel::Collective;
-use crate::zero::walk::{self, Part};
+use crate::zero::gather::coalesced_layout::CoalescedLayout;
+use crate::zero::gather::leaf_units::LeafUnits;
+use crate::zero::gather::param_gatherer::ParamGatherer;
+use crate::zero::gather::unit_trace::UnitEvent;
+use crate::zero::rank_backend::{RankBackend, RankInfo};
+use crate::zero::reduce::gradient_reducer;
+use crate::zero::reduce::gradient_reducer::{ArrivedGradient, GradientReducer, ReducePlan};
+use crate::zero::share::share_memory::ShareMemory;
+use crate::zero::share::share_plan::SharePlan;
+use crate::zero::share::state_storage::lie_on_gpu;
+use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode, places};
+use crate::zero::share::sub_group_builder;
+use crate::zero::share::sub_group_builder::{SubGroupBuilder, SubGroupStateKind};
+use crate::zero::step::sharded_step::{update, vote};
+use crate::zero::step::state_sweep;
+use crate::zero::step::state_sweep::ParamSlice;
+use crate::zero::transfer::device_copy::{CopyKind, UPDATED_TOGETHER, WINDOWS_BYTES, windows_tier};
+use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -43,7 +49,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(super) struct OnItsWay {
     result: Blank,
     launched: Option<Launched>,
-    _copy: Option<Held>,
+    _copy: Option<LedgerEntry>,
 }
 
 /// Rank 0, on paper.
@@ -55,28 +61,28 @@ pub(super) struct Rehearsal<'a> {
     /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
     second_group: usize,
     /// Where whole parameters are.
-    tier: Tier,
+    tier: MemoryTier,
     /// Where the share lies, if not in files.
-    home: Tier,
+    share_place: MemoryTier,
     /// Units recompute their forward.
     recompute: bool,
     /// The optimizer, and which of its halves trains what.
-    grouping: Arc<Grouping>,
+    grouping: Arc<ParameterGrouping>,
     ledger: Ledger,
     groups: Mutex<Vec<SubGroup<Self>>>,
     /// Sub-group and slot of each parameter.
     places: Vec<(usize, usize)>,
     requests: Requests,
-    /// The windows between the host and the GPU, by cargo.
-    windows: RefCell<[Option<Held>; 3]>,
+    /// The windows between the host and the GPU, by kind.
+    windows: RefCell<[Option<LedgerEntry>; 3]>,
     traffic: Rc<RefCell<Traffic>>,
     /// The step under way.
     script: RefCell<Script>,
-    leaves: Leaves,
+    leaves: LeafUnits,
     /// Bytes of the model's buffers, which every training forward brings from rank 0.
     buffers: usize,
     /// Parameters that are whole from the start to the end, and buffers.
-    _whole: Vec<Held>,
+    _whole: Vec<LedgerEntry>,
 }
 
 /// The states of a parameter without an optimizer: none, as with this one.
@@ -92,12 +98,12 @@ fn second_group(config: &Config, hosts: usize) -> usize {
 
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
-    pub fn new(params: &'a [Param], leaves: Leaves, config: &'a Config, setting: Setting) -> Result<Self> {
+    pub fn new(params: &'a [Param], leaves: LeafUnits, config: &'a Config, setting: Setting) -> Result<Self> {
         let (zero, world_size, dtype) = (&config.zero, config.world_size, config.precision.dtype());
         let placement = zero.stage.placement();
         let plan = ReducePlan::new(config, placement, world_size, dtype);
         let optimizer = optim::from_config(config.optimizer.as_ref().unwrap_or(&PLAIN));
-        let grouping = Arc::new(Grouping::new(Some(Arc::from(optimizer)), Vec::new())?);
+        let grouping = Arc::new(ParameterGrouping::new(Some(Arc::from(optimizer)), Vec::new())?);
         let (ledger, traffic) = (Ledger::default(), Rc::<RefCell<Traffic>>::default());
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
@@ -108,21 +114,21 @@ impl<'a> Rehearsal<'a> {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
         }
-        let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let homes = share_plan.homes_of(tier, Tier::Host);
-        let home = homes.states;
-        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), homes);
+        let tier = if setting.gpu { MemoryTier::Device } else { MemoryTier::Host };
+        let devices = share_plan.devices_of(tier, MemoryTier::Host);
+        let share_place = devices.states;
+        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), devices);
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
-            let role = Grouping::role(grouping.group(name, shape.dims()));
+            let role = ParameterGrouping::role(grouping.group(name, shape.dims()));
             let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
             param.block.store(block, Ordering::Relaxed);
-            let class = Class::new(role, param.is_trained(), param.weights);
+            let class = ParamClass::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
             if !share_plan.shards(param.weights) {
                 let size = param.weights.dtype(dtype).size_in_bytes();
-                whole.push(ledger.hold_in(tier, Kind::Parameters, numel * size));
+                whole.push(ledger.hold_in(tier, MemoryKind::Parameters, numel * size));
             }
         }
         let groups = builder.finish()?;
@@ -134,13 +140,13 @@ impl<'a> Rehearsal<'a> {
             // New weights, until the next step; and gradients, to which those of the next step come before they are done with.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
-                whole.push(ledger.hold(Kind::Staging, group.len * weights.size_in_bytes()));
-                whole.push(ledger.hold(Kind::Gradients, group.len * plan.accumulate.size_in_bytes()));
+                whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
+                whole.push(ledger.hold(MemoryKind::Gradients, group.len * plan.accumulate.size_in_bytes()));
             }
         }
         if setting.disk_access.is_none() {
-            let kinds = [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments];
-            let bytes = kinds.map(|kind| ledger.bytes_in(Tier::File, kind).held as u64).iter().sum::<u64>();
+            let kinds = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::MasterWeights, MemoryKind::Moments];
+            let bytes = kinds.map(|kind| ledger.bytes_in(MemoryTier::File, kind).held as u64).iter().sum::<u64>();
             requests.access = DiskAccess::fastest(bytes.saturating_mul(world_size as u64), true);
         }
         Ok(Self {
@@ -150,7 +156,7 @@ impl<'a> Rehearsal<'a> {
             share_plan,
             second_group: second_group(config, setting.hosts),
             tier,
-            home,
+            share_place,
             recompute: setting.recompute || config.activation_checkpointing,
             grouping,
             ledger,
@@ -169,16 +175,16 @@ impl<'a> Rehearsal<'a> {
     /// The same with buffers of so many bytes.
     pub fn with_buffers(mut self, bytes: usize) -> Self {
         self.buffers = bytes;
-        self._whole.push(self.ledger.hold_in(self.tier, Kind::Buffers, bytes));
+        self._whole.push(self.ledger.hold_in(self.tier, MemoryKind::Buffers, bytes));
         self
     }
 
     /// Trains for some steps and gives what one of them moves, and how it goes.
     pub fn train(&self) -> Result<(Traffic, Script)> {
         let zero = &self.config.zero;
-        let mut gather = Gatherer::new(self.params, &self.leaves, zero, &self.share_plan);
+        let mut gather = ParamGatherer::new(self.params, &self.leaves, zero, &self.share_plan);
         let optional = self.leaves.optional(self.params, zero);
-        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
+        let mut gradients = GradientReducer::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
@@ -200,9 +206,10 @@ impl<'a> Rehearsal<'a> {
             vote(self, 0.0, true, self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
-                let optimizer = self.grouping.optimizer(Grouping::role(self.grouping.group(name, shape.dims())));
+                let optimizer =
+                    self.grouping.optimizer(ParameterGrouping::role(self.grouping.group(name, shape.dims())));
                 let optimizer = optimizer.expect("a role that is given is there");
-                GroupStep { optimizer, ctx: StepContext::new(0.0, 1) }
+                GroupStepSettings { optimizer, ctx: StepContext::new(0.0, 1) }
             })?;
             gradients.clear(self);
             gather.refresh_persistent(self)?;
@@ -224,22 +231,22 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Forward and backward.
-    fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
+    fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
             let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
             self.script.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
-        let homes = self.leaves.homes();
-        let mut elements = vec![0usize; homes.len()];
-        self.params.iter().for_each(|param| elements[homes[param.unit]] += param.numel);
-        gather.enter(self, Event::Forward(ROOT))?;
-        for unit in (0..homes.len()).filter(|unit| *unit != ROOT) {
+        let outermost = self.leaves.outermost();
+        let mut elements = vec![0usize; outermost.len()];
+        self.params.iter().for_each(|param| elements[outermost[param.unit]] += param.numel);
+        gather.enter(self, UnitEvent::Forward(ROOT))?;
+        for unit in (0..outermost.len()).filter(|unit| *unit != ROOT) {
             if sharded {
                 if self.recompute {
                     gather.will_recompute();
                 }
-                gather.enter(self, Event::Forward(unit))?;
+                gather.enter(self, UnitEvent::Forward(unit))?;
             }
             self.compute(Phase::Forward, elements[unit]);
             if sharded {
@@ -249,12 +256,12 @@ impl<'a> Rehearsal<'a> {
         // What is outside of units is mostly a head, behind them.
         self.compute(Phase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
-        gather.enter(self, Event::Backward(ROOT))?;
+        gather.enter(self, UnitEvent::Backward(ROOT))?;
         let mut end = self.params.len();
         // Frozen units before the first trained parameter keep no graph.
         let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
-        for params in self.params.chunk_by(|a, b| homes[a.unit] == homes[b.unit]).rev() {
-            let unit = homes[params[0].unit];
+        for params in self.params.chunk_by(|a, b| outermost[a.unit] == outermost[b.unit]).rev() {
+            let unit = outermost[params[0].unit];
             if unit != ROOT && end <= first_trained {
                 break;
             }
@@ -264,7 +271,7 @@ impl<'a> Rehearsal<'a> {
                 gather.nest(false);
             }
             if sharded && unit != ROOT {
-                gather.enter(self, Event::Backward(unit))?;
+                gather.enter(self, UnitEvent::Backward(unit))?;
             }
             if unit != ROOT && self.recompute {
                 self.compute(Phase::Backward, elements[unit]);
@@ -275,7 +282,7 @@ impl<'a> Rehearsal<'a> {
                 if !param.is_trained() {
                     continue;
                 }
-                gradients.arrive(self, id, gradients::Carrier::zeros(self, param))?;
+                gradients.arrive(self, id, gradient_reducer::GradientBackend::zeros(self, param))?;
                 if sharded {
                     gather.release_param(self, id)?;
                 }
@@ -295,9 +302,9 @@ impl<'a> Rehearsal<'a> {
     }
 }
 
-impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: State, _: Class, dtype: DType) -> Result<Space> {
-        Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) })
+impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
+    fn begin(&self, state: SubGroupStateKind, _: ParamClass, dtype: DType) -> Result<Space> {
+        Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
     }
 
     fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
@@ -311,40 +318,50 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
         &mut self,
         space: &Space,
         _: usize,
-        room: impl FnOnce() -> Result<Tracked<Blank>>,
-    ) -> Result<Option<Tracked<Blank>>> {
+        room: impl FnOnce() -> Result<TrackedBuffer<Blank>>,
+    ) -> Result<Option<TrackedBuffer<Blank>>> {
         let memory = room()?;
         space.held.borrow_mut().resize(0);
         Ok(Some(memory))
     }
 }
 
-impl Rank for Rehearsal<'_> {
+impl ShareMemory for Rehearsal<'_> {
     type Buffer = Blank;
-    type Pending = OnItsWay;
-    type Moving = (Blank, [Held; 2]);
     type Files = Requests;
 
-    fn facts(&self) -> Facts<'_> {
-        let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
-        Facts {
+    fn share_place(&self) -> &MemoryTier {
+        &self.share_place
+    }
+
+    fn model_place(&self) -> &MemoryTier {
+        &self.tier
+    }
+
+    fn files(&self) -> Option<&Requests> {
+        Some(&self.requests)
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+}
+
+impl RankBackend for Rehearsal<'_> {
+    type Pending = OnItsWay;
+    type PendingCopy = (Blank, [LedgerEntry; 2]);
+
+    fn info(&self) -> RankInfo<'_> {
+        let Self { params, config: Config { world_size, zero, precision, .. }, tier, .. } = self;
+        RankInfo {
             rank: 0,
-            division: zero.division(*world_size),
+            mesh: zero.mesh(*world_size),
             second_group: self.second_group,
             params,
             zero,
             dtype: precision.dtype(),
             tier: *tier,
-            ledger,
         }
-    }
-
-    fn home(&self) -> &Tier {
-        &self.home
-    }
-
-    fn model_place(&self) -> &Tier {
-        &self.tier
     }
 
     fn is_evaluating(&self) -> bool {
@@ -359,15 +376,11 @@ impl Rank for Rehearsal<'_> {
         self.places[param]
     }
 
-    fn files(&self) -> Option<&Requests> {
-        Some(&self.requests)
+    fn windows(&self) -> WindowSettings {
+        WindowSettings::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn windows(&self) -> Windows {
-        Windows::new(self.config.zero.optimizer_files(), self.requests.access)
-    }
-
-    fn launch(&self, collective: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
+    fn launch(&self, collective: CollectiveOp, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // What leaves a GPU travels as a copy on the host.
         let copied = Blank::is_device(&buffer.place()) && world > 1;
@@ -375,14 +388,14 @@ impl Rank for Rehearsal<'_> {
         buffer.truncate(result);
         buffer.extend_zeros(result - buffer.len())?;
         let launched = match collective {
-            Collective::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, wire)),
-            Collective::ReduceScatter => Some(self.count(CommKind::ReduceScatter, len, dtype, wire)),
-            Collective::AllGather => Some(self.count(CommKind::AllGather, len, dtype, wire)),
-            Collective::GatherWithin(ranks) => {
+            CollectiveOp::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, wire)),
+            CollectiveOp::ReduceScatter => Some(self.count(CommKind::ReduceScatter, len, dtype, wire)),
+            CollectiveOp::AllGather => Some(self.count(CommKind::AllGather, len, dtype, wire)),
+            CollectiveOp::GatherWithin(ranks) => {
                 self.traffic.borrow_mut().collective(CommKind::AllGather, len, dtype, wire, ranks);
                 None
             }
-            Collective::ReduceToGroups(ranks) => {
+            CollectiveOp::ReduceToGroups(ranks) => {
                 let mut traffic = self.traffic.borrow_mut();
                 traffic.collective(CommKind::ReduceScatter, len, dtype, wire, world);
                 traffic.sums_across(len / world, dtype, world / ranks);
@@ -392,7 +405,7 @@ impl Rank for Rehearsal<'_> {
             }
         };
         let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
-        let copy = copied.then(|| self.ledger.hold(Kind::Buckets, bytes));
+        let copy = copied.then(|| self.ledger.hold(MemoryKind::Buckets, bytes));
         Ok(OnItsWay { result: buffer, launched, _copy: copy })
     }
 
@@ -403,19 +416,26 @@ impl Rank for Rehearsal<'_> {
         Ok(result)
     }
 
-    fn send(&self, cargo: Cargo, buffer: Blank, to: &Tier, capacity: usize) -> Result<(Blank, [Held; 2])> {
+    fn send(
+        &self,
+        kind: CopyKind,
+        buffer: Blank,
+        to: &MemoryTier,
+        capacity: usize,
+    ) -> Result<(Blank, [LedgerEntry; 2])> {
         let size = buffer.dtype().size_in_bytes();
         let room = if Blank::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
-        self.windows.borrow_mut()[cargo as usize]
-            .get_or_insert_with(|| self.ledger.hold_in(windows_tier(self.zero(), cargo), Kind::Staging, WINDOWS_BYTES));
-        let hold = |tier, bytes| self.ledger.hold_in(tier, cargo.kind(), bytes);
+        self.windows.borrow_mut()[kind as usize].get_or_insert_with(|| {
+            self.ledger.hold_in(windows_tier(self.zero(), kind), MemoryKind::Staging, WINDOWS_BYTES)
+        });
+        let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let held = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, room * size)];
         let mut there = Blank::with_capacity(to, buffer.dtype(), room)?;
         there.extend_zeros(buffer.len())?;
         Ok((there, held))
     }
 
-    fn arrived(&self, (buffer, _held): (Blank, [Held; 2])) -> Result<Blank> {
+    fn arrived(&self, (buffer, _held): (Blank, [LedgerEntry; 2])) -> Result<Blank> {
         Ok(buffer)
     }
 
@@ -434,14 +454,14 @@ impl Rank for Rehearsal<'_> {
     }
 }
 
-impl gradients::Carrier for Rehearsal<'_> {
+impl gradient_reducer::GradientBackend for Rehearsal<'_> {
     type Grad = Blank;
 
     fn bytes(grad: &Blank) -> usize {
         grad.capacity_in_bytes()
     }
 
-    fn tier_of(grad: &Blank) -> Tier {
+    fn tier_of(grad: &Blank) -> MemoryTier {
         grad.place()
     }
 
@@ -453,28 +473,28 @@ impl gradients::Carrier for Rehearsal<'_> {
         Ok(a)
     }
 
-    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {
-        Ok(Blank::whole(self.tier, plan.dtype, parcel.chunk * self.world_size()))
+    fn pack(&self, plan: &ReducePlan, layout: &CoalescedLayout, _: Vec<ArrivedGradient<Blank>>) -> Result<Blank> {
+        Ok(Blank::whole(self.tier, plan.dtype, layout.chunk * self.world_size()))
     }
 }
 
-impl walk::Carrier for Rehearsal<'_> {
+impl state_sweep::StepBackend for Rehearsal<'_> {
     fn parts(
         &self,
         group: &mut SubGroup<Self>,
         range: &Range<usize>,
-        pass: Pass,
-        _: Option<&mut Window<usize>>,
-        _: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
+        mode: SweepMode,
+        _: Option<&mut StateWindow<usize>>,
+        _: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
         self.compute(Phase::Update, range.len());
-        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !Blank::is_device(&self.home);
-        if is_away && pass.has_weights() && pass.changes() {
+        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !Blank::is_device(&self.share_place);
+        if is_away && mode.has_weights() && mode.changes() {
             // The largest piece and the one before it, which is on its way.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
-            let piece = || Blank::whole(Tier::Host, group.class.weights.dtype(self.dtype()), len);
-            let under_way = self.send(Cargo::Updates, piece(), &self.tier, len)?;
-            let _next = self.ledger.hold(Kind::Buckets, piece().capacity_in_bytes());
+            let piece = || Blank::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
+            let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;
+            let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());
             self.arrived(under_way)?;
         }
         Ok(())

@@ -3,14 +3,14 @@
 use crate::config::Config;
 use crate::error::{ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
-use crate::optim::{KeptModules, Weights};
+use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
 use crate::precision::Packing;
 use crate::util::{list, matches};
-use crate::zero::core::Registered;
-use crate::zero::leaf::Leaves;
-use crate::zero::registry::Registry;
-use crate::zero::unit::building;
+use crate::zero::gather::leaf_units::LeafUnits;
+use crate::zero::gather::unit::building;
+use crate::zero::rank_core::RegisteredModel;
+use crate::zero::share::param_registry::ParamRegistry;
 use candle_core::{DType, Device, Shape};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering;
 /// The parameters of a model in order of registration, with their units.
 pub struct Shapes {
     name: String,
-    registered: Registered,
+    registered: RegisteredModel,
     /// How frozen parameters are held, and which of them; without a rule, matrices.
     packing: Option<(Packing, Option<Rule>)>,
     /// Those that are in f32 in a model of 16 bits too.
@@ -53,7 +53,7 @@ impl Shapes {
     /// # Errors
     /// The error of `build`; a model without parameters.
     pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
-        let registry = Registry::of_shapes(DTYPE);
+        let registry = ParamRegistry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
         building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
         Ok(Self {
@@ -91,7 +91,7 @@ impl Shapes {
             files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
         // Numbers by their value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
-        let registry = Registry::of_shapes(DTYPE);
+        let registry = ParamRegistry::of_shapes(DTYPE);
         let mut open: Option<String> = None;
         for (name, shape) in tensors {
             let unit = rule.unit(&name);
@@ -202,8 +202,8 @@ impl Shapes {
     /// Elements of the units (all parameters outside of units together count as one) with most.
     pub fn largest_unit(&self) -> usize {
         let mut elements = vec![0usize; self.registered.units.len()];
-        let homes = self.registered.leaves.homes();
-        self.registered.params.iter().for_each(|p| elements[homes[p.unit]] += p.numel);
+        let outermost = self.registered.leaves.outermost();
+        self.registered.params.iter().for_each(|p| elements[outermost[p.unit]] += p.numel);
         elements.into_iter().max().unwrap_or(0)
     }
 
@@ -221,11 +221,11 @@ impl Shapes {
     ///
     /// # Errors
     /// [`ParamError::NoSuchModule`]: a module of `data_types.keep_in_fp32_modules` that is not there.
-    pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, Leaves)> {
-        let Registered { params, units, leaves, .. } = &self.registered;
+    pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, LeafUnits)> {
+        let RegisteredModel { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
         leaves.mark_named(units, &config.zero.leaf_module);
-        let kept = KeptModules(&config.keep_in_fp32_modules);
+        let kept = Fp32Modules(&config.keep_in_fp32_modules);
         kept.check(self.registered.names())?;
         let of_config = config.zero.quantized_nontrainable_weights.then_some((Packing::Int8, None));
         let packing = self.packing.as_ref().or(of_config.as_ref());
@@ -238,8 +238,8 @@ impl Shapes {
         let is_kept =
             |param: &Param| kept.keep(&param.name) || self.kept_f32.as_ref().is_some_and(|rule| chosen(rule, param));
         let weights = |param: &Param| match packing(param) {
-            Some(packing) => Weights::Packed(packing),
-            None if is_kept(param) => Weights::F32,
+            Some(packing) => WeightFormat::Packed(packing),
+            None if is_kept(param) => WeightFormat::F32,
             None => param.weights,
         };
         let held = |param: &Param| param.held(weights(param));

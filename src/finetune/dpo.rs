@@ -1,6 +1,6 @@
 //! Direct preference optimization (Rafailov et al. 2023): the loss over pairs of a chosen and a rejected answer.
 
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
 use serde::Serialize;
 
@@ -79,7 +79,7 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
 /// whose derivatives of these two parts do not fit each other at 0, where every training begins.
 fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     const NAME: &str = "dpo_loss";
-    let inputs = Inputs::of([Some(margins)])?;
+    let inputs = OpInputs::of([Some(margins)])?;
     let losses = values.iter().map(|x| f64::from(*x)).map(|x| (-x).max(0.0) + (-x.abs()).exp().ln_1p());
     let pairs = values.len() as f64;
     let mean = (losses.sum::<f64>() / pairs) as f32;

@@ -13,13 +13,13 @@ thread_local! {
 /// Runs `run` with the products of linear layers in `format` where their operands are f32; `None`: as they are. What the
 /// thread had before holds again afterwards.
 pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
-    struct Reset(Option<DType>);
-    impl Drop for Reset {
+    struct AutocastReset(Option<DType>);
+    impl Drop for AutocastReset {
         fn drop(&mut self) {
             FORMAT.set(self.0);
         }
     }
-    let _reset = Reset(FORMAT.replace(format));
+    let _reset = AutocastReset(FORMAT.replace(format));
     run()
 }
 

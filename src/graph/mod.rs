@@ -15,22 +15,24 @@
 //! thing with nothing before it: when its token's turn comes, its slot holds the complete gradient.
 //!
 //! Values and gradients of an operation lie where its inputs do. On the host a gradient is a flat buffer; on a GPU it is a
-//! tensor that nobody else holds (`on_device`), and Candle's operations there see tokens and slots as they do on the host.
+//! tensor that nobody else holds (`gpu_gradients`), and Candle's operations there see tokens and slots as they do on the host.
 //!
 //! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
 //! one use, whose backward hands the slot's content to Candle.
 
 mod autocast;
-mod draws;
-mod grad;
-mod node;
 #[cfg(feature = "cuda")]
-mod on_device;
-pub(crate) mod prepared;
-mod record;
+mod gpu_gradients;
+mod grad_slot;
+mod node_table;
+pub(crate) mod prepared_op;
+mod recorded_op;
+mod rng_position;
 
 pub(crate) use autocast::{autocast, autocast_format};
-pub(crate) use draws::{ForwardPlace, advance_draws, draw_from, draws, place_of_draws, stream_of};
-pub(crate) use grad::{Grad, Slot, abandon};
-pub(crate) use node::{Kept, can_remake, hold_still, node_of, only_while, with_token};
-pub(crate) use record::{Inputs, OwnResult, Sink, Value, is_once, is_without_gradients, once, without_gradients};
+pub(crate) use grad_slot::{Grad, GradSlot, abandon};
+pub(crate) use node_table::{SavedTensor, can_remake, hold_still, node_of, only_while, with_token};
+pub(crate) use recorded_op::{
+    InputGradSink, OpInputs, ResultStorage, SavedResult, is_once, is_without_gradients, once, without_gradients,
+};
+pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, rng_position, stream_of, stream_position};

@@ -1,14 +1,14 @@
 //! Who holds what: pure integer arithmetic, no tensors, no communication.
 
-mod bucket;
-mod division;
+mod bucket_fill;
 mod shard;
-mod sharing;
+mod shard_mesh;
+mod share_layout;
 mod stage;
 
-pub use bucket::BucketRule;
-pub(crate) use bucket::{PACKED_BELOW, chunk_offsets};
-pub use division::Division;
-pub use shard::{Cut, SubGroups, shard_len, shard_range};
-pub(crate) use sharing::{Place, Sharing, groups_in_memory};
+pub use bucket_fill::BucketFill;
+pub(crate) use bucket_fill::{PACKED_BELOW, chunk_offsets};
+pub use shard::{ShardCut, SubGroupFill, shard_len, shard_range};
+pub use shard_mesh::ShardMesh;
+pub(crate) use share_layout::{ShareLayout, SharePosition, groups_in_memory};
 pub use stage::{Placement, Sharding, ZeroStage};

@@ -23,14 +23,14 @@ pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize>
 
 /// How a parameter is cut into shards: between any two elements, or between blocks that stay whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct ShardCut {
     /// Elements of the parameter.
     pub numel: usize,
     /// Elements that lie on one rank together: 1, or the length of the blocks in which a state is coded.
     pub block: usize,
 }
 
-impl Cut {
+impl ShardCut {
     /// Between any two of `numel` elements.
     pub fn anywhere(numel: usize) -> Self {
         Self { numel, block: 1 }
@@ -51,12 +51,12 @@ impl Cut {
 /// Collects parameters into groups in order: a group is closed by the parameter with which its sum of sizes reaches
 /// the limit. DeepSpeed's rule for `sub_group_size`.
 #[derive(Debug, Clone)]
-pub struct SubGroups {
+pub struct SubGroupFill {
     limit: usize,
     elements: usize,
 }
 
-impl SubGroups {
+impl SubGroupFill {
     /// Groups of about `limit` elements.
     pub fn new(limit: usize) -> Self {
         Self { limit, elements: 0 }
@@ -93,7 +93,7 @@ mod tests {
 
         #[test]
         fn a_block_lies_on_one_rank(numel in 0usize..10_000, world in 1usize..9, block in 1usize..300) {
-            let cut = Cut { numel, block };
+            let cut = ShardCut { numel, block };
             let mut next = 0;
             for rank in 0..world {
                 let shard = cut.shard(world, rank);
@@ -103,12 +103,12 @@ mod tests {
                 next = shard.end;
             }
             prop_assert_eq!(next, numel);
-            prop_assert_eq!(Cut::anywhere(numel).shard_len(world), shard_len(numel, world));
+            prop_assert_eq!(ShardCut::anywhere(numel).shard_len(world), shard_len(numel, world));
         }
 
         #[test]
         fn a_sub_group_reaches_its_limit_with_its_last_parameter(lens in prop::collection::vec(0usize..50, 0..60), limit in 1usize..200) {
-            let mut groups = SubGroups::new(limit);
+            let mut groups = SubGroupFill::new(limit);
             let mut sum = 0;
             for len in lens {
                 sum += len;

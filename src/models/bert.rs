@@ -6,7 +6,8 @@ use crate::nn::{
     Attend, Dropout, Embedding, LayerNorm, Linear, LossOptions, Sequences, Then, add, attention, cross_entropy_with,
     embedding, normal, refuse,
 };
-use crate::zero::{Unit, unit};
+use crate::zero::Unit;
+use crate::zero::unit;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
 

@@ -3,7 +3,8 @@
 use super::decoder_block::{Around, DecoderBlock, Norm, STD};
 use super::{Architecture, BlockRule, DecoderConfig, LanguageModel, Naming};
 use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
-use crate::zero::{Unit, unit};
+use crate::zero::Unit;
+use crate::zero::unit;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use half::{bf16, f16};

@@ -1,6 +1,6 @@
 //! Activations: GELU, SiLU, the gated SwiGLU and GeGLU, and products with a number.
 
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
 use crate::kernels::{activation, buffer};
 use crate::nn::composed;
@@ -52,7 +52,7 @@ fn elementwise(
 
 fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor> {
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), name, E => {
         let mut y = buffer::<E>(x.elem_count());
@@ -107,7 +107,7 @@ fn gated(
         return composed(gate, up);
     }
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
-    let inputs = Inputs::of([Some(&gate), Some(&up)])?;
+    let inputs = OpInputs::of([Some(&gate), Some(&up)])?;
     let shape = gate.shape().clone();
     with_element!(gate.dtype(), name, E => {
         let mut y = buffer::<E>(gate.elem_count());
@@ -139,7 +139,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
         return x.broadcast_mul(&factor);
     }
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(x.elem_count());

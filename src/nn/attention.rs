@@ -1,6 +1,6 @@
 //! Multi-head attention, with grouped heads.
 
-use crate::graph::{Grad, Inputs, OwnResult};
+use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::{self, Heads, Rows, RowsMut};
 use crate::kernels::buffer;
 #[cfg(feature = "cuda")]
@@ -39,7 +39,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
     }
     let fused = 3 * width;
     let qkv = qkv.contiguous()?;
-    let inputs = Inputs::of([Some(&qkv)])?;
+    let inputs = OpInputs::of([Some(&qkv)])?;
     with_element!(qkv.dtype(), NAME, E => {
         let (mut y, mut lse) = (buffer::<E>(batch * time * width), vec![0f32; batch * n_head * time]);
         with_all([Some(&qkv)], NAME, |[x]| {
@@ -48,7 +48,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
             }
             Ok(())
         })?;
-        let own = OwnResult::default();
+        let own = SavedResult::default();
         let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [sink]| {
             let rule = attend.rule(heads.head, sequences.as_ref())?;
@@ -67,7 +67,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
                 })
             })
         })?;
-        Ok(own.is(y))
+        Ok(own.save(y))
     })
 }
 
@@ -108,7 +108,7 @@ pub fn attention(
         return composed::attention(q, k, v, n_head, n_kv_head, attend, sequences);
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
-    let inputs = Inputs::of([Some(&q), Some(&k), Some(&v)])?;
+    let inputs = OpInputs::of([Some(&q), Some(&k), Some(&v)])?;
     let (width, kv_width) = (n_head * heads.head, n_kv_head * heads.head);
     let shape = q.shape().clone();
     with_element!(q.dtype(), NAME, E => {
@@ -120,7 +120,7 @@ pub fn attention(
             }
             Ok(())
         })?;
-        let own = OwnResult::default();
+        let own = SavedResult::default();
         let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
             let rule = attend.rule(heads.head, sequences.as_ref())?;
@@ -138,7 +138,7 @@ pub fn attention(
             to_k.give(Grad::own(dk))?;
             to_v.give(Grad::own(dv))
         })?;
-        Ok(own.is(y))
+        Ok(own.save(y))
     })
 }
 

@@ -5,7 +5,7 @@
 
 use super::product::Sizes;
 use super::{Then, WeightLayout, composed, wide};
-use crate::graph::{Inputs, autocast_format};
+use crate::graph::{OpInputs, autocast_format};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
 use crate::tensor::element::{Element, with_element, with_elements};
@@ -43,7 +43,7 @@ fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let inputs = Inputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
     let low_x = rounded::<L>(&x)?;
     let mut y = buffer::<L>(shape.elem_count());
     {

@@ -1,12 +1,12 @@
 //! Batch normalization whose statistics are those of the batches of all ranks.
 
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::kernels::batch_norm::{self as kernel, Normal, Sizes};
 use crate::kernels::buffer;
 use crate::nn::norm;
 use crate::tensor::element::{Element, with_element, with_elements};
-use crate::zero::core::Link;
-use crate::zero::unit::link_under_construction;
+use crate::zero::gather::unit::link_under_construction;
+use crate::zero::rank_core::EngineLink;
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::{BatchNormConfig, Init, ModuleT, VarBuilder};
 
@@ -28,7 +28,7 @@ pub struct SyncBatchNorm {
     running_var: Var,
     eps: f64,
     momentum: f64,
-    link: Link,
+    link: EngineLink,
 }
 
 /// A [`SyncBatchNorm`] of so many features, as [`candle_nn::batch_norm()`] makes its layer.
@@ -139,7 +139,7 @@ impl SyncBatchNorm {
         let params = [weight.as_ref(), bias.as_ref()];
         params.into_iter().flatten().try_for_each(|parameter| norm::check_format(NAME, &x, parameter))?;
         let formats = params.map(|parameter| parameter.map_or(DType::F32, Tensor::dtype));
-        let inputs = Inputs::of([Some(&x), params[0], params[1]])?;
+        let inputs = OpInputs::of([Some(&x), params[0], params[1]])?;
         let shape = x.shape().clone();
         with_element!(x.dtype(), NAME, E => {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;

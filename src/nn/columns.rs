@@ -1,6 +1,6 @@
 //! Some of the columns of a tensor: what lies side by side in the result of a fused projection.
 
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::kernels::par::{Chunks, for_each_part};
@@ -28,7 +28,7 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
         return x.narrow(D::Minus1, range.start, range.len())?.contiguous();
     }
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let mut shape = x.dims().to_vec();
     shape[x.rank() - 1] = range.len();
     let (rows, part) = (x.elem_count() / width, range.len());

@@ -2,7 +2,7 @@
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
-use crate::graph::{Inputs, Kept};
+use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::convolution::{Sizes, channel_sums};
 use crate::tensor::element::{Element, with_element};
@@ -218,7 +218,7 @@ fn apply<E: Element>(
 ) -> Result<Tensor> {
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let inputs = Inputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
     let (channels, length) = if transposed { (s.groups * s.c_in, s.l_in) } else { (s.groups * s.c_out, s.l_out) };
     let shape = (s.batch, channels, length);
     let y = with_f32([Some(&x), Some(&weight), bias.as_ref()], op, |[x, w, bias]| {
@@ -232,7 +232,7 @@ fn apply<E: Element>(
         Ok(y)
     })?;
     let formats = [x.dtype(), weight.dtype(), bias.as_ref().map_or(x.dtype(), Tensor::dtype)];
-    let (elements, weights, kept) = (x.elem_count(), weight.elem_count(), Kept::of(&x));
+    let (elements, weights, kept) = (x.elem_count(), weight.elem_count(), SavedTensor::of(&x));
     inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x, to_weight, to_bias]| {
         with_grad::<E, _>(&grad, op, |dy| {
             give(to_bias, formats[2], op, || channel_sums(dy, channels, length))?;

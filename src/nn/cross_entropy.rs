@@ -1,7 +1,7 @@
 //! The cross entropy against target classes: of logits, and of hidden states through an output projection.
 
 use crate::error::ModelError;
-use crate::graph::{Grad, Inputs, is_once};
+use crate::graph::{Grad, OpInputs, is_once};
 use crate::kernels::cross_entropy::IGNORED;
 use crate::kernels::gemm::{Epilogue, Matrix};
 use crate::kernels::{self, buffer};
@@ -66,7 +66,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
         return host.composed(logits, options.soft_cap)?.sum_all()? / -divisor;
     }
     let logits = logits.contiguous()?;
-    let inputs = Inputs::of([Some(&logits)])?;
+    let inputs = OpInputs::of([Some(&logits)])?;
     with_element!(logits.dtype(), NAME, E => {
         let mut losses = vec![0f32; host.of_rows.len()];
         with_elements::<E, _>(&logits, NAME, |x| {
@@ -135,7 +135,7 @@ pub fn linear_cross_entropy_with(
         return host.composed(&logits, options.soft_cap)?.sum_all()? / -divisor;
     }
     let (h, weight) = (h.contiguous()?, weight.contiguous()?);
-    let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+    let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
         let wants = [inputs.wants(0), inputs.wants(1)];
         let head = Head { counting: host.counting(), cap, classes, width, layout };
@@ -192,7 +192,7 @@ pub fn linear_log_probabilities(
         return none.index_add(&rows, &of_rows, 0)?.reshape(shape);
     }
     let (h, weight) = (h.contiguous()?, weight.contiguous()?);
-    let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+    let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
         let head = Head { counting: host.counting(), cap, classes, width, layout };
         let losses = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {

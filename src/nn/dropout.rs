@@ -1,13 +1,13 @@
 //! Dropout (Srivastava et al. 2014) from a counter-based generator.
 
-use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
+use crate::graph::{OpInputs, advance_draws, is_without_gradients, rng_position};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::tensor::element::{Element, with_element, with_elements};
-use crate::zero::core::Link;
-use crate::zero::unit::link_under_construction;
+use crate::zero::gather::unit::link_under_construction;
+use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 
@@ -35,7 +35,7 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
         return x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?;
     }
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(x.elem_count());
@@ -71,7 +71,7 @@ pub struct Dropout {
     p: f32,
     seed: u64,
     /// To the engine of the model that it is a part of.
-    link: Link,
+    link: EngineLink,
 }
 
 impl Dropout {
@@ -99,7 +99,7 @@ impl Mask {
 impl Dropout {
     /// The mask of the next use; nothing where everything passes through.
     pub(super) fn draw(&self) -> Result<Option<Mask>> {
-        let draws = draws();
+        let draws = rng_position();
         let core = self.link.core();
         if core.as_ref().is_some_and(|core| core.is_evaluating() && !core.is_checking())
             || (is_without_gradients() && !draws.in_training)

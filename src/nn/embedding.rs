@@ -1,7 +1,7 @@
 //! Lookup of rows of a table by token id.
 
 use crate::error::ModelError;
-use crate::graph::{Inputs, hold_still};
+use crate::graph::{OpInputs, hold_still};
 use crate::kernels::{self, buffer};
 use crate::nn::composed;
 #[cfg(feature = "cuda")]
@@ -57,7 +57,7 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
         return rows.to_dtype(dtype);
     }
     let table = table.contiguous()?;
-    let inputs = Inputs::of([Some(&table)])?;
+    let inputs = OpInputs::of([Some(&table)])?;
     if dtype != table.dtype() {
         return with_element!(dtype, NAME, E => rounded::<E>(host, &table, inputs, shape, padding));
     }
@@ -102,7 +102,7 @@ fn without_padding<'a, E: Element>(
 fn rounded<E: Element>(
     ids: Vec<u32>,
     table: &Tensor,
-    inputs: Inputs<1>,
+    inputs: OpInputs<1>,
     shape: Vec<usize>,
     padding: Option<u32>,
 ) -> Result<Tensor> {

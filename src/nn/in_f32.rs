@@ -1,7 +1,7 @@
 //! For layers whose kernels compute in f32 only: inputs of 16 bits are widened before, results and gradients rounded once
 //! behind them.
 
-use crate::graph::{Grad, Sink};
+use crate::graph::{Grad, InputGradSink};
 use crate::kernels::buffer;
 use crate::kernels::element::Kind;
 use crate::nn::norm;
@@ -55,7 +55,12 @@ pub(super) fn with_grad<E: Element, R>(
 }
 
 /// Delivers the gradient of an input of `dtype`, if it is wanted.
-pub(super) fn give(to: &Sink, dtype: DType, op: &'static str, gradient: impl FnOnce() -> Vec<f32>) -> Result<()> {
+pub(super) fn give(
+    to: &InputGradSink,
+    dtype: DType,
+    op: &'static str,
+    gradient: impl FnOnce() -> Vec<f32>,
+) -> Result<()> {
     if !to.is_wanted() {
         return Ok(());
     }

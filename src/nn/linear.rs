@@ -1,7 +1,7 @@
 //! Linear layers in both orientations of the weight, with what follows them in the same pass.
 
 use super::{Activation, Then, WeightLayout};
-use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
 use crate::kernels::{activation, buffer};
 #[cfg(feature = "cuda")]
@@ -61,7 +61,7 @@ pub fn linear_then(
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
     let residual = then.residual.map(Tensor::contiguous).transpose()?;
-    let inputs = Inputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
+    let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
         // What the activation was applied to; only backward needs it.
@@ -82,7 +82,7 @@ pub fn linear_then(
         })?;
         let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
         let remake = kept.clone().filter(|_| residual.is_none());
-        let backward = Backward { x: Kept::of(&x), weight, sizes, kept };
+        let backward = Backward { x: SavedTensor::of(&x), weight, sizes, kept };
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
         if let Some((activation, before)) = remake {
             can_remake(&y, move || {
@@ -99,14 +99,14 @@ const NAME: &str = "linear";
 
 /// The values that backward needs.
 struct Backward<E> {
-    x: Kept,
+    x: SavedTensor,
     weight: Tensor,
     sizes: Sizes,
     kept: Option<(Activation, Arc<Vec<E>>)>,
 }
 
 impl<E: Element> Backward<E> {
-    fn run(&self, grad: Grad, [x, residual, weight, bias]: &[Sink; 4]) -> Result<()> {
+    fn run(&self, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
         let Some((activation, before)) = &self.kept else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
             return residual.give(grad);
@@ -121,7 +121,7 @@ impl<E: Element> Backward<E> {
     }
 
     /// The gradients by the product's own, `g`.
-    fn deliver(&self, g: &[E], x: &Sink, weight: &Sink, bias: &Sink) -> Result<()> {
+    fn deliver(&self, g: &[E], x: &InputGradSink, weight: &InputGradSink, bias: &InputGradSink) -> Result<()> {
         let s = self.sizes;
         let g = Matrix::new(g, s.rows, s.outputs);
         if bias.is_wanted() {

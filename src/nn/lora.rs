@@ -15,7 +15,7 @@ use super::low_rank::LowRank;
 use super::product::Sizes;
 use super::wide::{follow, is_wider, with_wide};
 use super::{Then, WeightLayout, add, autocast, linear};
-use crate::graph::{Grad, Inputs, Kept, Sink, without_gradients};
+use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::element::Kind;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
@@ -272,7 +272,7 @@ fn fused<E: Element>(
     let (bias, residual, magnitude) = (bias.transpose()?, residual.transpose()?, magnitude.transpose()?);
     let adapted = Adapted { sizes, rank: a.dim(0)?, scale: adapter.scale as f32, mask: adapter.mask };
     let operands = [Some(&x), residual.as_ref(), Some(&weight), bias.as_ref(), Some(&a), Some(&b), magnitude.as_ref()];
-    let inputs = Inputs::of(operands)?;
+    let inputs = OpInputs::of(operands)?;
     let mut y = buffer::<E>(shape.elem_count());
     let h = with_wide(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.thin(x, a))))?;
     with_wide(&b, |b| {
@@ -297,7 +297,7 @@ fn fused<E: Element>(
     let keeps = inputs.are_wanted();
     let backward = Backward {
         adapted,
-        x: Kept::of(&x),
+        x: SavedTensor::of(&x),
         weight,
         bias: bias.map(|bias| bias.dtype()),
         a,
@@ -404,7 +404,7 @@ impl<E: Element> Dora<E> {
 /// The values that backward needs.
 struct Backward<E> {
     adapted: Adapted,
-    x: Kept,
+    x: SavedTensor,
     weight: Tensor,
     /// The bias's format.
     bias: Option<DType>,
@@ -415,7 +415,7 @@ struct Backward<E> {
 }
 
 impl<E: Element> Backward<E> {
-    fn run(&self, grad: Grad, [x, residual, weight, bias, a, b, magnitude]: &[Sink; 7]) -> Result<()> {
+    fn run(&self, grad: Grad, [x, residual, weight, bias, a, b, magnitude]: &[InputGradSink; 7]) -> Result<()> {
         let sizes = self.adapted.sizes;
         grad.read::<E, _>(NAME, |g| {
             if let (true, Some(dtype)) = (bias.is_wanted(), self.bias) {
@@ -436,7 +436,7 @@ impl<E: Element> Backward<E> {
     }
 
     /// The gradients by that of the product, `g`.
-    fn deliver(&self, g: &[E], [to_x, to_weight, to_a, to_b]: [&Sink; 4]) -> Result<()> {
+    fn deliver(&self, g: &[E], [to_x, to_weight, to_a, to_b]: [&InputGradSink; 4]) -> Result<()> {
         let (s, adapted) = (self.adapted.sizes, &self.adapted);
         let mut dh = Vec::new();
         if [to_x, to_a, to_b].iter().any(|sink| sink.is_wanted()) {

@@ -2,7 +2,7 @@
 
 use super::composed;
 use super::in_f32::has_kernels;
-use crate::graph::{Inputs, Kept};
+use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::par::{Chunks, for_each_part};
 use crate::kernels::{buffer, count};
@@ -27,7 +27,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         return composed::matmul(a, b);
     }
     let (a, b) = (Operand::of(a)?, Operand::of(b)?);
-    let inputs = Inputs::of([Some(&a.tensor), Some(&b.tensor)])?;
+    let inputs = OpInputs::of([Some(&a.tensor), Some(&b.tensor)])?;
     with_element!(a.tensor.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
         with_all::<E, _, 2>([Some(&a.tensor), Some(&b.tensor)], NAME, |[left, right]| {
@@ -41,7 +41,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
             count::on_this_thread([s.left.len(), s.m, s.k, s.n], products);
             Ok(())
         })?;
-        let kept = [Kept::of(&a.tensor), Kept::of(&b.tensor)];
+        let kept = [SavedTensor::of(&a.tensor), SavedTensor::of(&b.tensor)];
         let (a, b) = (a.described(), b.described());
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_a, to_b]| {
             grad.read::<E, _>(NAME, |dy| {

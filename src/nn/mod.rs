@@ -100,7 +100,7 @@ pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d
 /// not in its `eval`, and not without an engine. For layers that differ in training and evaluation inside of modules
 /// that are not told: `norm.forward_t(x, in_training())`.
 pub fn in_training() -> bool {
-    crate::graph::draws().in_training
+    crate::graph::rng_position().in_training
 }
 
 /// An init hint: normal with mean 0.

@@ -1,7 +1,7 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) over the last
 //! dimension.
 
-use crate::graph::{Inputs, can_remake};
+use crate::graph::{OpInputs, can_remake};
 use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
 #[cfg(feature = "cuda")]
@@ -28,7 +28,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         return composed::layer_norm(x, weight, bias, eps);
     }
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
-    let inputs = Inputs::of([Some(&x), Some(&weight), Some(&bias)])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), Some(&bias)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), LAYER_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![[0f32; 2]; x.elem_count() / width]);
@@ -85,7 +85,7 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
         return composed::rms_norm_with(x, weight, options);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let inputs = Inputs::of([Some(&x), Some(&weight)])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), RMS_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![0f32; x.elem_count() / width]);

@@ -2,7 +2,7 @@
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::buffer;
 use crate::kernels::grid::Windows;
 use crate::tensor::element::{Element, with_element};
@@ -156,7 +156,7 @@ fn pooled<K: Send + Sync + 'static>(
     backward: impl Fn(&[f32], &K, &mut [f32]) + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let (elements, dtype) = (x.elem_count(), x.dtype());
     let shape = (images, channels, windows.result[0], windows.result[1]);
     with_element!(dtype, name, E => {

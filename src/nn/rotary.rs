@@ -1,6 +1,6 @@
 //! Rotary position embedding (Su et al. 2021).
 
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::{buffer, rope};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
@@ -99,7 +99,7 @@ impl Rotary {
             return composed::rotary_at(x, &self.frequencies, &positions);
         }
         let x = x.contiguous()?;
-        let inputs = Inputs::of([Some(&x)])?;
+        let inputs = OpInputs::of([Some(&x)])?;
         let shape = x.shape().clone();
         let tables = self.tables.clone();
         with_element!(x.dtype(), NAME, E => {

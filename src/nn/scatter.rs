@@ -2,7 +2,7 @@
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::scatter::{NOWHERE, Targets};
 use crate::tensor::element::{Element, with_element};
 use candle_core::shape::Dim;
@@ -97,7 +97,7 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
 
 fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: Targets, adds: bool) -> Result<Tensor> {
     let (init, source) = (init.contiguous()?, source.contiguous()?);
-    let inputs = Inputs::of([Some(&init), Some(&source)])?;
+    let inputs = OpInputs::of([Some(&init), Some(&source)])?;
     let (shape, dtype) = (init.shape().clone(), init.dtype());
     with_element!(dtype, op, E => {
         let y = with_f32([Some(&init), Some(&source)], op, |[init, source]| {

@@ -1,6 +1,6 @@
 //! The sum of two tensors.
 
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::add::add_into;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
@@ -27,7 +27,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         return a + b;
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);
-    let inputs = Inputs::of([Some(&a), Some(&b)])?;
+    let inputs = OpInputs::of([Some(&a), Some(&b)])?;
     let shape = a.shape().clone();
     with_element!(a.dtype(), NAME, E => {
         let y = with_all([Some(&a), Some(&b)], NAME, |[a, b]| {

@@ -2,7 +2,7 @@
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::kernels::buffer;
 use crate::kernels::grid::{Pair, Resampling};
 use crate::tensor::element::{Element, with_element};
@@ -105,7 +105,7 @@ fn apply(
         return composed::resampled(&x.reshape(planes)?, &resampling)?.reshape(shape);
     }
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let (elements, dtype) = (x.elem_count(), x.dtype());
     with_element!(dtype, op, E => {
         let mut y = buffer::<f32>(shape.elem_count());

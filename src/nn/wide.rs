@@ -12,7 +12,7 @@
 use super::activation::activated;
 use super::product::Sizes;
 use super::{Then, WeightLayout, add, composed};
-use crate::graph::{Inputs, Kept};
+use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::element::Element as _;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
@@ -59,7 +59,7 @@ fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    let inputs = Inputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
     let mut y = buffer::<f32>(shape.elem_count());
     with_wide(&x, |x| {
         with_wide(&weight, |w| {
@@ -77,7 +77,7 @@ fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
     let mut low = buffer::<E>(y.len());
     E::narrow(&y, &mut low);
     drop(y);
-    let (kept_x, dtypes) = (Kept::of(&x), (weight.dtype(), bias.as_ref().map(Tensor::dtype)));
+    let (kept_x, dtypes) = (SavedTensor::of(&x), (weight.dtype(), bias.as_ref().map(Tensor::dtype)));
     inputs.result(NAME, E::storage(low), shape, move |grad, [to_x, to_weight, to_bias]| {
         let mut wide = buffer::<f32>(grad.len());
         grad.read::<E, _>(NAME, |dy| {

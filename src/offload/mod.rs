@@ -10,52 +10,54 @@
 //!   backward                      a reduced gradient share -> its file, while backward goes on
 //! ```
 //!
-//! Every kind of state has one file per rank, an arena (`arena.rs`), in which sub-groups lie one after the other:
+//! Every kind of state has one file per rank, an arena (`file_arena.rs`), in which sub-groups lie one after the other:
 //! a step passes once through each file, from its beginning to its end. In memory are only the windows of that
 //! pipeline, the units in use, and what is on its way.
 //!
 //! | file | what |
 //! | --- | --- |
-//! | `folder.rs` | the folder of `nvme_path`: checked, locked, measured |
-//! | `arena.rs` | one file: space reserved first, then read and written in blocks |
-//! | `access.rs` | around the page cache, through it, or through a mapping |
-//! | `available.rs` | memory that is left, within the limits of control groups |
-//! | `io.rs` | threads that carry out requests; transfers that own their buffers |
-//! | `buffer.rs` | memory that a transfer owns |
-//! | `files.rs` | what the step asks of files; a rehearsal answers by counting |
-//! | `aligned.rs` | memory that files are read into without a copy |
-//! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
-//! | `spill.rs` | what recomputing units keep, in a file until backward |
-//! | `report.rs` | bytes and seconds |
-//! | `bench.rs` | how fast all that is on a given folder |
+//! | `offload_folder.rs` | the folder of `nvme_path`: checked, locked, measured |
+//! | `file_arena.rs` | one file: space reserved first, then read and written in blocks |
+//! | `disk_access.rs` | around the page cache, through it, or through a mapping |
+//! | `available_memory.rs` | memory that is left, within the limits of control groups |
+//! | `file_io.rs` | threads that carry out requests; transfers that own their buffers |
+//! | `transfer_buffer.rs` | memory that a transfer owns |
+//! | `state_files.rs` | what the step asks of files; a rehearsal answers by counting |
+//! | `aligned_buffer.rs` | memory that files are read into without a copy |
+//! | `window_pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
+//! | `spill_file.rs` | what recomputing units keep, in a file until backward |
+//! | `offload_report.rs` | bytes and seconds |
+//! | `disk_bench.rs` | how fast all that is on a given folder |
 
-mod access;
-mod aligned;
-mod arena;
-mod available;
+mod aligned_buffer;
+mod available_memory;
+mod disk_access;
 #[cfg(feature = "cli")]
-pub(crate) mod bench;
-mod buffer;
+pub(crate) mod disk_bench;
 pub(crate) mod error;
-mod files;
-mod folder;
-mod io;
-mod pipeline;
-mod report;
-mod spill;
-mod store;
+mod file_arena;
+mod file_io;
+mod offload_folder;
+mod offload_report;
+mod offload_store;
+mod spill_file;
+mod state_files;
+mod transfer_buffer;
+mod window_pipeline;
 
-pub use access::DiskAccess;
-pub use report::OffloadReport;
+pub use disk_access::DiskAccess;
+pub use offload_report::OffloadReport;
 
-pub(crate) use aligned::{ALIGN, Aligned};
-pub(crate) use arena::{Extent, open_direct};
-pub(crate) use available::available_memory;
+pub(crate) use aligned_buffer::{ALIGN, AlignedBuffer};
+pub(crate) use available_memory::available_memory;
 #[cfg(feature = "cli")]
-pub(crate) use available::group_limit;
-pub(crate) use files::Files;
-pub(crate) use folder::{free as free_space, is_memory};
-pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};
-pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows};
-pub(crate) use spill::SpilledTensor;
-pub(crate) use store::{Content, Offload};
+pub(crate) use available_memory::group_limit;
+pub(crate) use file_arena::{FileExtent, open_direct};
+pub(crate) use file_io::{FileIo, FileTransfer, UNWRITTEN, block_size, threads};
+pub(crate) use offload_folder::{free as free_space, is_memory};
+pub(crate) use offload_store::{OffloadStore, StateFileContent};
+pub(crate) use spill_file::SpilledTensor;
+pub(crate) use state_files::StateFiles;
+pub(crate) use window_pipeline::{
+    STEP, StagedState, StateStream, StateWindow, WindowPipeline, WindowPlan, WindowSettings,
+};

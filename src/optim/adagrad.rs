@@ -1,6 +1,6 @@
 //! Adagrad (Duchi, Hazan, Singer, 2011).
 
-use super::chunks::{Kernel, Slices};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Optimizer, StepContext};
 use crate::config::AdagradConfig;
 #[cfg(feature = "cuda")]
@@ -28,9 +28,9 @@ impl Adagrad {
         Self { config }
     }
 
-    fn scalars(&self, ctx: &StepContext) -> Scalars {
+    fn constants(&self, ctx: &StepContext) -> AdagradConstants {
         assert!(ctx.step > 0, "optimizer steps count from 1");
-        Scalars {
+        AdagradConstants {
             grad_scale: ctx.grad_scale,
             l2: ctx.weight_decay.unwrap_or(self.config.weight_decay) as f32,
             lr: ctx.lr as f32,
@@ -60,7 +60,7 @@ impl Optimizer for Adagrad {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+        StepSlices::new(param, grad, state, half).update_with(&self.constants(ctx));
     }
 
     fn has_kernel(&self) -> bool {
@@ -69,14 +69,14 @@ impl Optimizer for Adagrad {
 
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
-        let s = self.scalars(ctx);
+        let s = self.constants(ctx);
         Some(Elementwise::Adagrad([s.grad_scale, s.l2, s.lr, s.eps]))
     }
 }
 
 /// The constants of a step, the same for all elements.
 #[derive(Debug, Clone, Copy)]
-struct Scalars {
+struct AdagradConstants {
     grad_scale: f32,
     /// Added to the gradient: decay x parameter.
     l2: f32,
@@ -84,7 +84,7 @@ struct Scalars {
     eps: f32,
 }
 
-impl Kernel<1> for Scalars {
+impl ElementwiseKernel<1> for AdagradConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg_sq]: [&mut [f32]; 1]) {
         let s = *self;

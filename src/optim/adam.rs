@@ -1,6 +1,6 @@
 //! Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101).
 
-use super::chunks::{Kernel, Slices};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::AdamConfig;
 #[cfg(feature = "cuda")]
@@ -29,7 +29,7 @@ pub(super) struct Adam {
 
 /// The constants of a step, the same for all elements, computed in f64 and rounded once.
 #[derive(Debug, Clone, Copy)]
-struct Scalars {
+struct AdamConstants {
     grad_scale: f32,
     beta1: f32,
     beta2: f32,
@@ -51,7 +51,7 @@ impl Adam {
         Self { config }
     }
 
-    fn scalars(&self, ctx: &StepContext) -> Scalars {
+    fn constants(&self, ctx: &StepContext) -> AdamConstants {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let AdamConfig { lr: _, betas, eps, weight_decay, bias_correction, decoupled } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
@@ -59,7 +59,7 @@ impl Adam {
         let (beta1, beta2) = (f64::from(betas.0 as f32), f64::from(betas.1 as f32));
         let correction = |beta: f64| if bias_correction { 1.0 - beta.powf(ctx.step as f64) } else { 1.0 };
         let (l2, decay) = if decoupled { (0.0, ctx.lr * weight_decay) } else { (weight_decay, 0.0) };
-        Scalars {
+        AdamConstants {
             grad_scale: ctx.grad_scale,
             beta1: beta1 as f32,
             beta2: beta2 as f32,
@@ -99,7 +99,7 @@ impl Optimizer for Adam {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+        StepSlices::new(param, grad, state, half).update_with(&self.constants(ctx));
     }
 
     fn has_kernel(&self) -> bool {
@@ -108,7 +108,7 @@ impl Optimizer for Adam {
 
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
-        let s = self.scalars(ctx);
+        let s = self.constants(ctx);
         Some(Elementwise::Adam([
             s.grad_scale,
             s.beta1,
@@ -124,7 +124,7 @@ impl Optimizer for Adam {
     }
 }
 
-impl Kernel<2> for Scalars {
+impl ElementwiseKernel<2> for AdamConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg, exp_avg_sq]: [&mut [f32]; 2]) {
         let s = *self;

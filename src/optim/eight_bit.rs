@@ -8,14 +8,14 @@ use crate::config::{EightBit, EightBitConfig};
 use crate::precision::{FlatMut, FlatRef};
 
 /// Adam, AdamW or Lion with moments of eight bits.
-pub(super) struct EightBits {
+pub(super) struct EightBitOptimizer {
     name: &'static str,
     min_8bit_size: usize,
     /// The arithmetic, the same for all parameters.
     inner: Box<dyn Optimizer>,
 }
 
-impl EightBits {
+impl EightBitOptimizer {
     pub(super) fn new(EightBitConfig { kind, min_8bit_size }: EightBitConfig) -> Self {
         let inner: Box<dyn Optimizer> = match kind {
             EightBit::Adam(config) | EightBit::AdamW(config) => Box::new(adam::Adam::new(config)),
@@ -25,7 +25,7 @@ impl EightBits {
     }
 }
 
-impl Optimizer for EightBits {
+impl Optimizer for EightBitOptimizer {
     fn name(&self) -> &str {
         self.name
     }

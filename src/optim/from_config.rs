@@ -11,7 +11,7 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
         OptimizerConfig::Lion(config) => Box::new(lion::Lion::new(*config)),
         OptimizerConfig::Adagrad(config) => Box::new(adagrad::Adagrad::new(*config)),
         OptimizerConfig::Lamb(config) => Box::new(lamb::Lamb::new(*config)),
-        OptimizerConfig::EightBit(config) => Box::new(eight_bit::EightBits::new(*config)),
+        OptimizerConfig::EightBit(config) => Box::new(eight_bit::EightBitOptimizer::new(*config)),
         OptimizerConfig::Muon(config) => Box::new(muon::Muon::new(*config)),
     }
 }

@@ -1,7 +1,7 @@
 //! LAMB (arXiv 1904.00962).
 
-use super::chunks::{Kernel, Slices};
-use super::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
+use super::{Layerwise, Momentum, Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext};
 use crate::config::LambConfig;
 use crate::kernels::par;
 use crate::kernels::simd::{Loop, level};
@@ -37,7 +37,7 @@ impl Lamb {
         Self { config }
     }
 
-    fn scalars(&self, ctx: &StepContext) -> Scalars {
+    fn constants(&self, ctx: &StepContext) -> LambConstants {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let LambConfig { betas, eps, weight_decay, bias_correction, eps_inside_sqrt, .. } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
@@ -45,7 +45,7 @@ impl Lamb {
         let (beta1, beta2) = (f64::from(betas.0 as f32), f64::from(betas.1 as f32));
         let correction = |beta: f64| if bias_correction { 1.0 - beta.powf(ctx.step as f64) } else { 1.0 };
         let (eps_inside, eps_outside) = if eps_inside_sqrt { (eps, 0.0) } else { (0.0, eps) };
-        Scalars {
+        LambConstants {
             grad_scale: ctx.grad_scale,
             beta1: beta1 as f32,
             beta2: beta2 as f32,
@@ -84,11 +84,11 @@ impl Optimizer for Lamb {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+        StepSlices::new(param, grad, state, half).update_with(&self.constants(ctx));
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs::Norms(self)
+    fn needs(&self) -> OptimizerNeeds<'_> {
+        OptimizerNeeds::Norms(self)
     }
 }
 
@@ -99,17 +99,17 @@ impl Layerwise for Lamb {
         param: &[f32],
         grad: FlatRef<'_>,
         state: &[&[f32]],
-        squares: &mut Squares,
+        squares: &mut SquareSums,
     ) {
         let &[exp_avg, exp_avg_sq] = state else { panic!("wrong number of optimizer state buffers") };
         let len = param.len();
         assert_eq!(grad.len(), len, "the gradient is not as long as the parameter");
         assert!(state.iter().all(|s| s.len() == len), "an optimizer state is not as long as the parameter");
-        let scalars = self.scalars(ctx);
+        let constants = self.constants(ctx);
         let chunks = par::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
-            level().run(ChunkSquares {
-                scalars: &scalars,
+            level().run(LambChunkSquares {
+                constants: &constants,
                 param: &param[range.clone()],
                 grad: grad.slice(range.clone()),
                 exp_avg: &exp_avg[range.clone()],
@@ -122,7 +122,7 @@ impl Layerwise for Lamb {
         }
     }
 
-    fn trust_ratio(&self, squares: Squares) -> f64 {
+    fn trust_ratio(&self, squares: SquareSums) -> f64 {
         if squares.weights == 0.0 || squares.update == 0.0 {
             return 1.0;
         }
@@ -132,7 +132,7 @@ impl Layerwise for Lamb {
 
 /// The constants of a step, the same for all elements, computed in f64 and rounded once.
 #[derive(Debug, Clone, Copy)]
-struct Scalars {
+struct LambConstants {
     grad_scale: f32,
     beta1: f32,
     beta2: f32,
@@ -147,7 +147,7 @@ struct Scalars {
     step_size: f32,
 }
 
-impl Scalars {
+impl LambConstants {
     /// Both moments after this step, and the direction.
     #[inline(always)]
     fn step(&self, p: f32, g: f32, m: f32, v: f32) -> [f32; 3] {
@@ -158,7 +158,7 @@ impl Scalars {
     }
 }
 
-impl Kernel<2> for Scalars {
+impl ElementwiseKernel<2> for LambConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg, exp_avg_sq]: [&mut [f32]; 2]) {
         let s = *self;
@@ -171,20 +171,20 @@ impl Kernel<2> for Scalars {
 }
 
 /// The squares of one chunk, block by block.
-struct ChunkSquares<'a> {
-    scalars: &'a Scalars,
+struct LambChunkSquares<'a> {
+    constants: &'a LambConstants,
     param: &'a [f32],
     grad: FlatRef<'a>,
     exp_avg: &'a [f32],
     exp_avg_sq: &'a [f32],
 }
 
-impl Loop for ChunkSquares<'_> {
-    type Output = Vec<Squares>;
+impl Loop for LambChunkSquares<'_> {
+    type Output = Vec<SquareSums>;
 
     #[inline(always)]
-    fn run(self) -> Vec<Squares> {
-        let s = *self.scalars;
+    fn run(self) -> Vec<SquareSums> {
+        let s = *self.constants;
         let mut sums = Vec::with_capacity(self.param.len().div_ceil(SQUARES_BLOCK));
         let (mut widened, mut direction) = ([0.0f32; SQUARES_BLOCK], [0.0f32; SQUARES_BLOCK]);
         for start in (0..self.param.len()).step_by(SQUARES_BLOCK) {
@@ -204,7 +204,7 @@ impl Loop for ChunkSquares<'_> {
             let (mut weights, mut update) = ([0.0; LANES], [0.0; LANES]);
             add_squares(&mut weights, param);
             add_squares(&mut update, direction);
-            sums.push(Squares { weights: weights.iter().sum(), update: update.iter().sum() });
+            sums.push(SquareSums { weights: weights.iter().sum(), update: update.iter().sum() });
         }
         sums
     }

@@ -1,6 +1,6 @@
 //! Lion (arXiv 2302.06675).
 
-use super::chunks::{Kernel, Slices};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::LionConfig;
 #[cfg(feature = "cuda")]
@@ -29,12 +29,12 @@ impl Lion {
         Self { config }
     }
 
-    fn scalars(&self, ctx: &StepContext) -> Scalars {
+    fn constants(&self, ctx: &StepContext) -> LionConstants {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let LionConfig { lr: _, betas, weight_decay } = self.config;
         let (betas, weight_decay) = (ctx.betas.unwrap_or(betas), ctx.weight_decay.unwrap_or(weight_decay));
         let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);
-        Scalars {
+        LionConstants {
             grad_scale: ctx.grad_scale,
             beta1,
             beta2,
@@ -71,7 +71,7 @@ impl Optimizer for Lion {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+        StepSlices::new(param, grad, state, half).update_with(&self.constants(ctx));
     }
 
     fn has_kernel(&self) -> bool {
@@ -80,14 +80,14 @@ impl Optimizer for Lion {
 
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
-        let s = self.scalars(ctx);
+        let s = self.constants(ctx);
         Some(Elementwise::Lion([s.grad_scale, s.beta1, s.beta2, s.one_minus_beta1, s.one_minus_beta2, s.keep, s.lr]))
     }
 }
 
 /// The constants of a step, the same for all elements.
 #[derive(Debug, Clone, Copy)]
-struct Scalars {
+struct LionConstants {
     grad_scale: f32,
     beta1: f32,
     beta2: f32,
@@ -98,7 +98,7 @@ struct Scalars {
     lr: f32,
 }
 
-impl Kernel<1> for Scalars {
+impl ElementwiseKernel<1> for LionConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg]: [&mut [f32]; 1]) {
         let s = *self;

@@ -1,9 +1,9 @@
 //! Muon: momentum whose matrices are orthogonalized, with AdamW for all that is no matrix.
 
 use super::adam::Adam;
-use super::chunks::{Kernel, Slices};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::newton_schulz::{orthogonalize, workspace};
-use super::{Momentum, Needs, Optimizer, StepContext, Wholewise};
+use super::{Momentum, Optimizer, OptimizerNeeds, StepContext, WholeParameterOptimizer};
 use crate::config::MuonConfig;
 use crate::precision::{FlatMut, FlatRef};
 
@@ -30,7 +30,7 @@ pub(super) struct Muon {
 
 /// A parameter as matrices.
 #[derive(Debug, Clone, Copy)]
-struct Matrices {
+struct MatrixBatch {
     rows: usize,
     cols: usize,
     count: usize,
@@ -38,7 +38,7 @@ struct Matrices {
     scale: f32,
 }
 
-impl Matrices {
+impl MatrixBatch {
     fn of(shape: &[usize]) -> Self {
         let (leading, [a, b]) = match shape {
             [leading @ .., a, b] => (leading, [*a, *b]),
@@ -84,12 +84,12 @@ impl Optimizer for Muon {
         half: Option<FlatMut<'_>>,
     ) {
         let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
-        let kernel = Step { keep: (1.0 - ctx.lr * weight_decay) as f32, lr: ctx.lr as f32 };
-        Slices::new(param, direction, state, half).update_with(&kernel);
+        let kernel = MuonUpdateKernel { keep: (1.0 - ctx.lr * weight_decay) as f32, lr: ctx.lr as f32 };
+        StepSlices::new(param, direction, state, half).update_with(&kernel);
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs::Whole(self)
+    fn needs(&self) -> OptimizerNeeds<'_> {
+        OptimizerNeeds::Whole(self)
     }
 
     fn takes(&self, name: &str, shape: &[usize]) -> bool {
@@ -102,15 +102,15 @@ impl Optimizer for Muon {
     }
 }
 
-impl Wholewise for Muon {
+impl WholeParameterOptimizer for Muon {
     fn momentum(&self, ctx: &StepContext, grad: FlatRef<'_>, state: &mut [&mut [f32]], direction: &mut [f32]) {
         let (keep, take) = (self.config.momentum as f32, (1.0 - self.config.momentum) as f32);
-        let kernel = Blend { grad_scale: ctx.grad_scale, keep, take };
-        Slices::new(direction, grad, state, None).update_with(&kernel);
+        let kernel = MuonMomentumKernel { grad_scale: ctx.grad_scale, keep, take };
+        StepSlices::new(direction, grad, state, None).update_with(&kernel);
     }
 
     fn finish(&self, direction: &mut [f32], shape: &[usize]) {
-        let Matrices { rows, cols, scale, .. } = Matrices::of(shape);
+        let MatrixBatch { rows, cols, scale, .. } = MatrixBatch::of(shape);
         for matrix in direction.chunks_exact_mut(rows * cols) {
             orthogonalize(matrix, rows, cols, self.config.ns_method);
             if scale != 1.0 {
@@ -120,24 +120,24 @@ impl Wholewise for Muon {
     }
 
     fn workspace(&self, shape: &[usize]) -> usize {
-        let Matrices { rows, cols, .. } = Matrices::of(shape);
+        let MatrixBatch { rows, cols, .. } = MatrixBatch::of(shape);
         workspace(rows, cols, self.config.ns_method)
     }
 
     fn cost(&self, shape: &[usize]) -> u128 {
-        let Matrices { rows, cols, count, .. } = Matrices::of(shape);
+        let MatrixBatch { rows, cols, count, .. } = MatrixBatch::of(shape);
         (rows * cols * count) as u128 * rows.min(cols) as u128
     }
 }
 
 /// Momentum and rough direction.
-struct Blend {
+struct MuonMomentumKernel {
     grad_scale: f32,
     keep: f32,
     take: f32,
 }
 
-impl Kernel<1> for Blend {
+impl ElementwiseKernel<1> for MuonMomentumKernel {
     #[inline(always)]
     fn update(&self, direction: &mut [f32], grad: &[f32], [momentum]: [&mut [f32]; 1]) {
         for ((u, g), m) in direction.iter_mut().zip(grad).zip(momentum) {
@@ -149,12 +149,12 @@ impl Kernel<1> for Blend {
 }
 
 /// Decay, and the finished direction.
-struct Step {
+struct MuonUpdateKernel {
     keep: f32,
     lr: f32,
 }
 
-impl Kernel<0> for Step {
+impl ElementwiseKernel<0> for MuonUpdateKernel {
     #[inline(always)]
     fn update(&self, param: &mut [f32], direction: &[f32], []: [&mut [f32]; 0]) {
         for (p, u) in param.iter_mut().zip(direction) {

@@ -34,7 +34,7 @@ const BLOCK: usize = 1024;
 /// Orthogonalizes the row-major matrix `x`: by the Gram iteration in f32, or as it stands in bf16, as DeepSpeed does on
 /// machines without f16. A square matrix gains nothing by the Gram iteration, and goes the plain way in f32.
 pub(super) fn orthogonalize(x: &mut [f32], rows: usize, cols: usize, method: NsMethod) {
-    let shape = Shape { rows, cols };
+    let shape = MatrixShape { rows, cols };
     match method {
         NsMethod::Gram => {
             let norm = sum_of_squares(FlatRef::F32(x)).sqrt() as f32 + EPS;
@@ -65,12 +65,12 @@ pub(super) fn workspace(rows: usize, cols: usize, method: NsMethod) -> usize {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Shape {
+struct MatrixShape {
     rows: usize,
     cols: usize,
 }
 
-impl Shape {
+impl MatrixShape {
     fn short(self) -> usize {
         self.rows.min(self.cols)
     }
@@ -145,7 +145,7 @@ fn add_to_diagonal<E: Element>(square: &mut [E], n: usize, a: f32) {
 }
 
 /// The iteration as it stands. The result is in `x`; `next` is as long.
-fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: Shape) {
+fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
     let [mut gram, mut scaled, mut polynomial] = [(); 3].map(|()| vec![E::default(); n * n]);
@@ -165,7 +165,7 @@ fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: Shape) {
 }
 
 /// The iteration on the Gram matrix. The result is in `x`; `next` is as long.
-fn gram(x: &mut [f32], next: &mut [f32], shape: Shape) {
+fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
     // The Gram matrix of X now, b R + c R R, what X is still to be multiplied by, and room.

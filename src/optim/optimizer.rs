@@ -134,8 +134,8 @@ pub trait Optimizer: Send + Sync {
     );
 
     /// The pass before the update, if a step depends on more of a parameter than the element that it updates.
-    fn needs(&self) -> Needs<'_> {
-        Needs::Elements
+    fn needs(&self) -> OptimizerNeeds<'_> {
+        OptimizerNeeds::Elements
     }
 
     /// Whether it trains a parameter of this name and shape; the name is empty where a group says
@@ -169,21 +169,21 @@ pub trait Optimizer: Send + Sync {
 
 /// The values that an optimizer's step in a parameter depends on.
 #[derive(Clone, Copy)]
-pub enum Needs<'a> {
+pub enum OptimizerNeeds<'a> {
     /// Each element on itself alone.
     Elements,
     /// Norms of the whole parameter too.
     Norms(&'a dyn Layerwise),
     /// A direction that is made of all elements of a parameter together.
-    Whole(&'a dyn Wholewise),
+    Whole(&'a dyn WholeParameterOptimizer),
 }
 
 /// An optimizer whose direction in a parameter depends on all its elements at once.
 ///
-/// Its step has three parts: [`Wholewise::momentum`] on slices, which makes a rough direction of the gradient and the
-/// states; [`Wholewise::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`]
+/// Its step has three parts: [`WholeParameterOptimizer::momentum`] on slices, which makes a rough direction of the gradient and the
+/// states; [`WholeParameterOptimizer::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`]
 /// on slices, with the finished direction in the place of the gradient, in f32, and without states.
-pub trait Wholewise {
+pub trait WholeParameterOptimizer {
     /// Updates the states of a slice with its gradient and writes its rough direction. Slices may come in any order;
     /// each has to give the bits that the whole would give.
     ///
@@ -209,7 +209,7 @@ pub const SQUARES_BLOCK: usize = 1024;
 
 /// Sums of squares over a parameter or a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Squares {
+pub struct SquareSums {
     /// Sum of squares of the weights.
     pub weights: f64,
     /// Sum of squares of the update that they would get, before the learning rate.
@@ -229,8 +229,15 @@ pub trait Layerwise {
     /// # Panics
     ///
     /// As [`Optimizer::update`].
-    fn add_squares(&self, ctx: &StepContext, param: &[f32], grad: FlatRef<'_>, state: &[&[f32]], squares: &mut Squares);
+    fn add_squares(
+        &self,
+        ctx: &StepContext,
+        param: &[f32],
+        grad: FlatRef<'_>,
+        state: &[&[f32]],
+        squares: &mut SquareSums,
+    );
 
     /// The factor of the learning rate for a parameter with these sums of squares.
-    fn trust_ratio(&self, squares: Squares) -> f64;
+    fn trust_ratio(&self, squares: SquareSums) -> f64;
 }

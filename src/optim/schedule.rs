@@ -4,7 +4,7 @@
 //! optimizer step n (from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its
 //! minimum.
 
-mod cycle;
+mod one_cycle;
 mod warmup;
 
 use super::{Momentum, base_lr, momentum};
@@ -107,7 +107,7 @@ pub struct Schedule {
 }
 
 /// A schedule of the configuration.
-struct OfConfig {
+struct ConfigSchedule {
     config: SchedulerConfig,
     /// The optimizer's own `lr`, or the group's: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is
     /// not given.
@@ -117,7 +117,7 @@ struct OfConfig {
 
 /// A parameter group as its schedule sees it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct GroupBase {
+pub(crate) struct GroupBaseRates {
     /// Its own learning rate.
     pub lr: f64,
     /// Its own momentum.
@@ -129,11 +129,11 @@ pub(crate) struct GroupBase {
     pub groups: usize,
 }
 
-impl LrSchedule for OfConfig {
+impl LrSchedule for ConfigSchedule {
     fn lr(&self, applied: u64) -> f64 {
         let it = counter(applied);
         match &self.config {
-            SchedulerConfig::OneCycle(config) => cycle::lr(config, self.group, it),
+            SchedulerConfig::OneCycle(config) => one_cycle::lr(config, self.group, it),
             SchedulerConfig::LrRangeTest {
                 lr_range_test_min_lr,
                 lr_range_test_step_size,
@@ -150,7 +150,7 @@ impl LrSchedule for OfConfig {
 
     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
         match &self.config {
-            SchedulerConfig::OneCycle(config) => cycle::betas(config, counter(applied)),
+            SchedulerConfig::OneCycle(config) => one_cycle::betas(config, counter(applied)),
             _ => None,
         }
     }
@@ -238,7 +238,7 @@ impl Schedule {
     /// several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
+        let base = GroupBaseRates { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
         Self::of_group(scheduler, base)
     }
 
@@ -246,14 +246,14 @@ impl Schedule {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub(crate) fn of_group(scheduler: Option<&SchedulerConfig>, base: GroupBase) -> Result<Self> {
-        let GroupBase { lr: base_lr, group, groups, .. } = base;
+    pub(crate) fn of_group(scheduler: Option<&SchedulerConfig>, base: GroupBaseRates) -> Result<Self> {
+        let GroupBaseRates { lr: base_lr, group, groups, .. } = base;
         Ok(match scheduler {
             None => Self::custom_of_group(Arc::new(move |_| base_lr), base),
             Some(config) => {
                 validate(config)?;
                 validate_lists(config, groups)?;
-                Self::custom_of_group(Arc::new(OfConfig { config: config.clone(), base_lr, group }), base)
+                Self::custom_of_group(Arc::new(ConfigSchedule { config: config.clone(), base_lr, group }), base)
             }
         })
     }
@@ -261,12 +261,12 @@ impl Schedule {
     /// One of your own for this optimizer, with the values of the first step in force.
     pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        Self::custom_of_group(rule, GroupBase { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
+        Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
     }
 
     /// One of the user's own for a parameter group.
-    pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBase) -> Self {
-        let GroupBase { momentum, cycles, group, .. } = base;
+    pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBaseRates) -> Self {
+        let GroupBaseRates { momentum, cycles, group, .. } = base;
         let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };
         schedule.restore(-1);
         schedule
@@ -408,7 +408,7 @@ mod tests {
             ..OneCycleConfig::new(0.0, 1.0)
         };
         // In sevenths and thirds, after this many steps.
-        let height = |applied: u64, stairs: f64| cycle::lr(&config, 0, counter(applied)) * stairs;
+        let height = |applied: u64, stairs: f64| one_cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");
         }
@@ -424,8 +424,8 @@ mod tests {
             let schedule = Schedule::custom(Arc::new(move |_| lr), adam.as_ref());
             assert_eq!(schedule.in_force().is_ok(), allowed, "{lr}");
         }
-        struct Betas(f64, f64);
-        impl LrSchedule for Betas {
+        struct ConstantBetas(f64, f64);
+        impl LrSchedule for ConstantBetas {
             fn lr(&self, _: u64) -> f64 {
                 0.1
             }
@@ -435,7 +435,7 @@ mod tests {
         }
         for (beta1, beta2, allowed) in [(0.0, 0.5, true), (1.0, 0.5, false), (0.5, -0.1, false), (f64::NAN, 0.5, false)]
         {
-            let mut schedule = Schedule::custom(Arc::new(Betas(beta1, beta2)), adam.as_ref());
+            let mut schedule = Schedule::custom(Arc::new(ConstantBetas(beta1, beta2)), adam.as_ref());
             schedule.step();
             assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
             if let (1.0, Err(error)) = (beta1, schedule.in_force()) {

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent as PyTorch has it.
 
-use super::chunks::{Kernel, Slices};
+use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Optimizer, StepContext};
 use crate::config::SgdConfig;
 #[cfg(feature = "cuda")]
@@ -28,19 +28,19 @@ impl Sgd {
         Self { config }
     }
 
-    fn scalars(&self, ctx: &StepContext) -> Scalars {
+    fn constants(&self, ctx: &StepContext) -> SgdConstants {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
         let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, weight_decay as f32);
         let momentum = self.config.momentum as f32;
         if momentum == 0.0 {
-            return Scalars::Plain(Plain { lr, scale, l2 });
+            return SgdConstants::Plain(PlainSgdConstants { lr, scale, l2 });
         }
         // The first step takes the gradient whole, whatever the dampening.
         let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
         // The direction as a sum of two products, so that one loop serves both variants.
         let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
-        Scalars::Momentum(Momentum { lr, scale, l2, keep, take, of_grad, of_buffer })
+        SgdConstants::Momentum(MomentumSgdConstants { lr, scale, l2, keep, take, of_grad, of_buffer })
     }
 }
 
@@ -69,9 +69,9 @@ impl Optimizer for Sgd {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        match self.scalars(ctx) {
-            Scalars::Plain(kernel) => Slices::new(param, grad, state, half).update_with(&kernel),
-            Scalars::Momentum(kernel) => Slices::new(param, grad, state, half).update_with(&kernel),
+        match self.constants(ctx) {
+            SgdConstants::Plain(kernel) => StepSlices::new(param, grad, state, half).update_with(&kernel),
+            SgdConstants::Momentum(kernel) => StepSlices::new(param, grad, state, half).update_with(&kernel),
         }
     }
 
@@ -81,9 +81,9 @@ impl Optimizer for Sgd {
 
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
-        Some(match self.scalars(ctx) {
-            Scalars::Plain(s) => Elementwise::Sgd([s.lr, s.scale, s.l2]),
-            Scalars::Momentum(s) => {
+        Some(match self.constants(ctx) {
+            SgdConstants::Plain(s) => Elementwise::Sgd([s.lr, s.scale, s.l2]),
+            SgdConstants::Momentum(s) => {
                 Elementwise::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.of_grad, s.of_buffer])
             }
         })
@@ -92,20 +92,20 @@ impl Optimizer for Sgd {
 
 /// The constants of a step, the same for all elements.
 #[derive(Debug, Clone, Copy)]
-enum Scalars {
-    Plain(Plain),
-    Momentum(Momentum),
+enum SgdConstants {
+    Plain(PlainSgdConstants),
+    Momentum(MomentumSgdConstants),
 }
 
 /// Without momentum.
 #[derive(Debug, Clone, Copy)]
-struct Plain {
+struct PlainSgdConstants {
     lr: f32,
     scale: f32,
     l2: f32,
 }
 
-impl Kernel<0> for Plain {
+impl ElementwiseKernel<0> for PlainSgdConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], []: [&mut [f32]; 0]) {
         for (p, g) in param.iter_mut().zip(grad) {
@@ -116,7 +116,7 @@ impl Kernel<0> for Plain {
 
 /// SGD with momentum, in either variant.
 #[derive(Debug, Clone, Copy)]
-struct Momentum {
+struct MomentumSgdConstants {
     lr: f32,
     scale: f32,
     l2: f32,
@@ -126,7 +126,7 @@ struct Momentum {
     of_buffer: f32,
 }
 
-impl Kernel<1> for Momentum {
+impl ElementwiseKernel<1> for MomentumSgdConstants {
     #[inline(always)]
     fn update(&self, param: &mut [f32], grad: &[f32], [buffer]: [&mut [f32]; 1]) {
         for ((p, g), b) in param.iter_mut().zip(grad).zip(buffer) {

@@ -55,7 +55,7 @@ pub(crate) fn scales_of(range: &Range<usize>) -> Range<usize> {
 
 /// How codes become numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reading {
+pub(crate) enum DecodeMode {
     /// By the map.
     ByMap,
     /// So that the same codes come of the numbers again: -1 stands for the lowest code, which is that of a block's largest
@@ -69,27 +69,27 @@ pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales:
     let parts = (Chunks::new(codes, CHUNK), Chunks::new(scales, CHUNK / BLOCK));
     for_each_part(values.len().div_ceil(CHUNK), parts, |i, (codes, scales)| {
         let values = &values[i * CHUNK..][..codes.len()];
-        level().run(Encode { map, values, codes, scales });
+        level().run(EncodeState { map, values, codes, scales });
     });
 }
 
 /// The values of codes.
-pub(crate) fn decode(map: &DynamicMap, reading: Reading, codes: &[u8], scales: &[f32], values: &mut [f32]) {
+pub(crate) fn decode(map: &DynamicMap, reading: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "as many values as codes");
     for_each_part(codes.len().div_ceil(CHUNK), Chunks::new(values, CHUNK), |i, values| {
         let (codes, scales) = (&codes[i * CHUNK..][..values.len()], &scales[i * CHUNK / BLOCK..]);
-        level().run(Decode { map, reading, codes, scales, values });
+        level().run(DecodeState { map, reading, codes, scales, values });
     });
 }
 
-struct Encode<'a> {
+struct EncodeState<'a> {
     map: &'a DynamicMap,
     values: &'a [f32],
     codes: &'a mut [u8],
     scales: &'a mut [f32],
 }
 
-impl Loop for Encode<'_> {
+impl Loop for EncodeState<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -101,15 +101,15 @@ impl Loop for Encode<'_> {
     }
 }
 
-struct Decode<'a> {
+struct DecodeState<'a> {
     map: &'a DynamicMap,
-    reading: Reading,
+    reading: DecodeMode,
     codes: &'a [u8],
     scales: &'a [f32],
     values: &'a mut [f32],
 }
 
-impl Loop for Decode<'_> {
+impl Loop for DecodeState<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -117,8 +117,8 @@ impl Loop for Decode<'_> {
         let blocks = self.values.chunks_mut(BLOCK).zip(self.codes.chunks(BLOCK));
         for ((values, codes), scale) in blocks.zip(self.scales) {
             match self.reading {
-                Reading::ByMap => self.map.dequantize(codes, *scale, values),
-                Reading::Restorable => self.map.dequantize_restorable(codes, *scale, values),
+                DecodeMode::ByMap => self.map.dequantize(codes, *scale, values),
+                DecodeMode::Restorable => self.map.dequantize_restorable(codes, *scale, values),
             }
         }
     }
@@ -146,7 +146,7 @@ mod tests {
             for (map, values) in [(&*SIGNED, values), (&*UNSIGNED, magnitudes)] {
                 let (codes, scales) = coded(map, &values);
                 let mut numbers = vec![0.0; values.len()];
-                decode(map, Reading::Restorable, &codes, &scales, &mut numbers);
+                decode(map, DecodeMode::Restorable, &codes, &scales, &mut numbers);
                 prop_assert!(coded(map, &numbers) == (codes, scales));
             }
         }
@@ -160,7 +160,7 @@ mod tests {
             pool.install(|| {
                 let (codes, scales) = coded(&SIGNED, &values);
                 let mut back = vec![0.0; values.len()];
-                decode(&SIGNED, Reading::ByMap, &codes, &scales, &mut back);
+                decode(&SIGNED, DecodeMode::ByMap, &codes, &scales, &mut back);
                 (codes, scales, back)
             })
         });

@@ -1,28 +1,28 @@
 //! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
 //!
-//! Three mechanisms of Candle carry this, each in a file: `zero/registry.rs` (a `VarBuilder` backend sees every
-//! parameter), `capture.rs` (an operation whose backward takes a parameter's complete gradient) and
+//! Three mechanisms of Candle carry this, each in a file: `zero/share/param_registry.rs` (a `VarBuilder` backend sees every
+//! parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's complete gradient) and
 //! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
-mod buffer;
-pub(crate) mod capture;
 pub(crate) mod error;
+pub(crate) mod gradient_capture;
 mod init;
-mod source;
+mod model_buffer;
 mod weight_file;
 mod weight_files;
+mod weight_source;
 
-pub use buffer::BufferSync;
-pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer, is_needless};
-pub use source::{InitialValues, Source};
+pub use model_buffer::BufferSync;
+pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_needless};
 pub(crate) use weight_file::check_finite;
 pub(crate) use weight_files::WeightFiles;
 #[cfg(feature = "hub")]
 pub(crate) use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
+pub use weight_source::{InitialValues, WeightSource};
 
-use crate::layout::{Cut, Division};
-use crate::memory::Held;
-use crate::optim::{Class, Role, Weights};
+use crate::layout::{ShardCut, ShardMesh};
+use crate::memory::LedgerEntry;
+use crate::optim::{OptimizerRole, ParamClass, WeightFormat};
 use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
@@ -43,7 +43,7 @@ pub(crate) const ROOT: UnitId = 0;
 #[derive(Debug)]
 pub(crate) enum Residency {
     /// All of it.
-    Whole(#[allow(dead_code, reason = "held for its Drop")] Held),
+    Whole(#[allow(dead_code, reason = "held for its Drop")] LedgerEntry),
     /// Nothing; computing with the tensor is an error. This rank's share lies in a sub-group.
     Absent,
 }
@@ -57,10 +57,10 @@ pub(crate) struct Param {
     /// Elements that lie on one rank together; an estimate learns them after the rest.
     pub block: AtomicUsize,
     /// How its weights are held and travel.
-    pub weights: Weights,
+    pub weights: WeightFormat,
     pub unit: UnitId,
     /// The half of the optimizer that trains it, while it is trained.
-    pub role: Role,
+    pub role: OptimizerRole,
     /// Updates of the weights before the first of its own: those while it was frozen.
     pub updates_before: AtomicU64,
     /// Its parameter group.
@@ -74,7 +74,7 @@ pub(crate) struct Param {
 
 impl Param {
     /// The same parameter with its weights held in another way, for an estimate: absent.
-    pub fn held(&self, weights: Weights) -> Self {
+    pub fn held(&self, weights: WeightFormat) -> Self {
         Self {
             name: self.name.clone(),
             shape: self.shape.clone(),
@@ -92,23 +92,23 @@ impl Param {
     }
 
     /// How it is cut into shards.
-    pub fn cut(&self) -> Cut {
-        Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
+    pub fn cut(&self) -> ShardCut {
+        ShardCut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
     /// The elements of a shard.
-    pub fn shard(&self, division: Division, shard: usize) -> Range<usize> {
-        division.shard(self.cut(), shard)
+    pub fn shard(&self, mesh: ShardMesh, shard: usize) -> Range<usize> {
+        mesh.shard(self.cut(), shard)
     }
 
     /// Elements of every shard, padding included.
-    pub fn shard_len(&self, division: Division) -> usize {
-        division.shard_len(self.cut())
+    pub fn shard_len(&self, mesh: ShardMesh) -> usize {
+        mesh.shard_len(self.cut())
     }
 
     /// What is kept of it, if it is `trained` or not.
-    pub fn class(&self, trained: bool) -> Class {
-        Class::new(self.role, trained, self.weights)
+    pub fn class(&self, trained: bool) -> ParamClass {
+        ParamClass::new(self.role, trained, self.weights)
     }
 
     /// How it is packed, where parameters are sharded.

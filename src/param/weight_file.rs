@@ -24,7 +24,7 @@ pub(super) struct WeightFile {
 
 /// A tensor in a file.
 #[derive(Debug, Clone, Copy)]
-pub struct Tensor<'a> {
+pub struct FileTensor<'a> {
     file: &'a WeightFile,
     info: &'a TensorInfo,
 }
@@ -52,17 +52,17 @@ impl WeightFile {
     }
 
     /// The tensors, in no order.
-    pub fn tensors(&self) -> impl Iterator<Item = (String, Tensor<'_>)> {
+    pub fn tensors(&self) -> impl Iterator<Item = (String, FileTensor<'_>)> {
         let tensors = self.metadata.tensors().into_iter();
-        tensors.map(|(name, info)| (name, Tensor { file: self, info }))
+        tensors.map(|(name, info)| (name, FileTensor { file: self, info }))
     }
 
     pub fn has(&self, name: &str) -> bool {
         self.metadata.info(name).is_some()
     }
 
-    pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
-        self.metadata.info(name).map(|info| Tensor { file: self, info })
+    pub fn tensor(&self, name: &str) -> Option<FileTensor<'_>> {
+        self.metadata.info(name).map(|info| FileTensor { file: self, info })
     }
 
     /// Gives back the memory of pages that were read, which the map would otherwise hold until it is gone: those of a
@@ -111,7 +111,7 @@ pub(crate) fn check_finite(path: &Path, name: &str, first: usize, values: &[f32]
     }
 }
 
-impl<'a> Tensor<'a> {
+impl<'a> FileTensor<'a> {
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape
     }

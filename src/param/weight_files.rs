@@ -1,7 +1,7 @@
 //! Safetensors files of parameters: one, or the shards that an index names.
 
-use super::buffer::is_needless;
-use super::weight_file::{Tensor, WeightFile};
+use super::model_buffer::is_needless;
+use super::weight_file::{FileTensor, WeightFile};
 use crate::error::{Error, ParamError, Result};
 use crate::files;
 use crate::util::{fnv1a, list};
@@ -83,12 +83,12 @@ impl WeightFiles {
     }
 
     /// The tensors, in order of their names.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, Tensor<'_>)> {
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, FileTensor<'_>)> {
         self.places.iter().filter_map(|(name, place)| Some((name.as_str(), self.files[*place].tensor(name)?)))
     }
 
     /// The tensor of a parameter, with its name in the files.
-    pub fn find(&self, parameter: &str) -> Option<(String, Tensor<'_>)> {
+    pub fn find(&self, parameter: &str) -> Option<(String, FileTensor<'_>)> {
         let name = names_in_files(parameter).into_iter().find(|name| self.places.contains_key(name))?;
         let tensor = self.files[self.places[&name]].tensor(&name)?;
         Some((name, tensor))
@@ -104,7 +104,7 @@ impl WeightFiles {
         self.needed(name, shape.dims())?.buffer(name, shape, dtype)
     }
 
-    fn needed(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>> {
+    fn needed(&self, name: &str, shape: &[usize]) -> Result<FileTensor<'_>> {
         self.find(name).map(|(_, tensor)| tensor).ok_or_else(|| self.missing(name, shape))
     }
 

@@ -4,7 +4,7 @@ use crate::comm::{self, RankEnv, network};
 use crate::config::Aio;
 use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
-use crate::offload::bench::{Balanced, DiskBench, Requests, Settings, Timing, measure};
+use crate::offload::disk_bench::{DiskBench, DiskBenchSettings, IoRequestSettings, OverlapBench, PassTiming, measure};
 use crate::util::counted;
 use clap::{Args, Parser, Subcommand};
 use serde_json::json;
@@ -146,7 +146,7 @@ fn network_table(network: &network::Network) -> String {
 
 impl Disk {
     fn run(self) -> ExitCode {
-        let settings = Settings {
+        let settings = DiskBenchSettings {
             folder: self.path,
             bytes: self.size,
             aio: Aio {
@@ -214,11 +214,11 @@ fn block_size(text: &str) -> Result<usize, String> {
 struct Table<'a>(&'a DiskBench);
 
 /// `1.23 GB/s`
-fn speed(timing: &Timing) -> String {
+fn speed(timing: &PassTiming) -> String {
     format!("{:.2} GB/s", timing.bytes_per_s / 1e9)
 }
 
-fn requests(Requests { block_size, queue_depth, intra_op_parallelism }: &Requests) -> String {
+fn requests(IoRequestSettings { block_size, queue_depth, intra_op_parallelism }: &IoRequestSettings) -> String {
     let threads = (queue_depth * intra_op_parallelism).min(64);
     format!("blocks of {} KiB, {threads} at a time", block_size >> 10)
 }
@@ -245,7 +245,7 @@ impl fmt::Display for Table<'_> {
         writeln!(f, "\noptimizer step (Adam, bf16): {} elements, windows of {}", step.elements, step.window)?;
         writeln!(f, "{:40}{:>12}{:>12}{:>12}", "", "read+write", "seconds", "of plain")?;
         let fastest = step.plain.iter().map(|plain| plain.timing.bytes_per_s).fold(f64::MIN_POSITIVE, f64::max);
-        let mut row = |name: String, timing: &Timing| {
+        let mut row = |name: String, timing: &PassTiming| {
             let percent = timing.bytes_per_s / fastest * 100.0;
             writeln!(f, "{name:40}{:>12}{:>12.2}{percent:>10.0} %", speed(timing), timing.seconds)
         };
@@ -262,7 +262,7 @@ impl fmt::Display for Table<'_> {
             row(format!("engine, {flags}"), &piped.timing)?;
         }
         writeln!(f, "{:40}{:>12}{:>12.2}", "update alone, in memory", "", step.update.seconds)?;
-        let Balanced { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
+        let OverlapBench { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
         writeln!(f, "\nthe update made as long as the disk ({})", counted(*updates, "time"))?;
         writeln!(f, "{:40}{:>12}{:>12.2}", "engine, no flag", "", one_after_the_other.seconds)?;
         let both = "engine, pipeline_read, pipeline_write";
@@ -292,7 +292,7 @@ impl fmt::Display for Table<'_> {
 mod tests {
     use super::*;
     use crate::offload::DiskAccess;
-    use crate::offload::bench::{Piped, Plain, Sequential, Step, SweepRow};
+    use crate::offload::disk_bench::{PipelineBench, PlainLoopBench, RequestSweepRow, SequentialBench, StepBench};
 
     fn typed(words: &str) -> Result<Disk, Refused> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
@@ -384,9 +384,9 @@ mod tests {
 
     #[test]
     fn the_table_shows_every_pass() {
-        let timing = |seconds: f64| Timing { seconds, bytes_per_s: 28e9 / seconds, rounds: vec![seconds] };
-        let aio = Requests { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 };
-        let piped = |pipeline_read, pipeline_write, of_plain: f64| Piped {
+        let timing = |seconds: f64| PassTiming { seconds, bytes_per_s: 28e9 / seconds, rounds: vec![seconds] };
+        let aio = IoRequestSettings { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 };
+        let piped = |pipeline_read, pipeline_write, of_plain: f64| PipelineBench {
             pipeline_read,
             pipeline_write,
             timing: timing(10.0 / of_plain),
@@ -398,23 +398,23 @@ mod tests {
             aio,
             direct_is_possible: true,
             cached_at_start: Some(0.5),
-            sequential: vec![Sequential { access: DiskAccess::Direct, write: timing(9.0), read: timing(8.0) }],
-            step: Step {
+            sequential: vec![SequentialBench { access: DiskAccess::Direct, write: timing(9.0), read: timing(8.0) }],
+            step: StepBench {
                 access: DiskAccess::Direct,
                 elements: 1_000_000_000,
                 window: 1 << 22,
                 bytes: 28_000_000_000,
-                plain: vec![Plain { access: DiskAccess::Direct, timing: timing(10.0) }],
+                plain: vec![PlainLoopBench { access: DiskAccess::Direct, timing: timing(10.0) }],
                 pipeline: vec![piped(false, false, 0.7), piped(true, true, 1.1)],
                 update: timing(2.5),
-                balanced: Balanced {
+                balanced: OverlapBench {
                     updates: 4,
                     one_after_the_other: timing(20.0),
                     overlapped: timing(11.0),
                     speedup: 20.0 / 11.0,
                 },
             },
-            sweep: vec![SweepRow { aio, timing: timing(9.0) }],
+            sweep: vec![RequestSweepRow { aio, timing: timing(9.0) }],
         };
         insta::assert_snapshot!(Table(&bench).to_string(), @r#"
         /disk: files of 14.90 GiB, blocks of 1024 KiB, 8 at a time; medians of 3 rounds

@@ -10,7 +10,7 @@ use candle_zero::comm::threads;
 use candle_zero::config::{Config, OptimizerConfig};
 use candle_zero::error::{ConfigError, EngineError, Error};
 use candle_zero::layout::shard_len;
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::optim::Schedule;
 use candle_zero::zero::{Unit, unit};
 use safetensors::SafeTensors;
@@ -245,7 +245,7 @@ fn values_and_gradients_at_stage_3_are_exactly_as_recorded() {
                     Engine::builder().communicator(comm).init_from(&init).initialize(Product::new, config.clone())?;
                 let dtype = engine.dtype();
                 let in_files = variant.to_string().contains("nvme");
-                assert_eq!(engine.memory_report().row(Kind::Parameters).file.held > 0, in_files, "{variant}");
+                assert_eq!(engine.memory_report().row(MemoryKind::Parameters).file.held > 0, in_files, "{variant}");
                 if input.get("model").is_some() {
                     let all = engine.forward(|model| Tensor::stack(&model.run(dtype)?, 0)?.to_dtype(DType::F32))?;
                     let parts = ["hidden1", "hidden2", "y_hat", "loss"];
@@ -441,7 +441,7 @@ fn nothing_is_gathered_after_the_cache_was_emptied_as_recorded() {
                 builder.initialize(|vb| vb.get_with_hints(SHAPE, "param", Init::Const(0.5)), config.clone())?;
             let gathered = |engine: &Engine<Tensor>| {
                 let report = engine.memory_report();
-                let bytes = [Kind::Gathered, Kind::Persistent].map(|kind| report.row(kind).bytes.held);
+                let bytes = [MemoryKind::Gathered, MemoryKind::Persistent].map(|kind| report.row(kind).bytes.held);
                 bytes.iter().sum::<usize>() / 4
             };
             let loss = engine.forward(|param| param.sqr()?.mean_all())?;

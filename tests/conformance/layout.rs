@@ -2,7 +2,7 @@
 
 use crate::flat_layout::FlatLayout;
 use crate::partition::{partition_balanced, partition_uniform};
-use candle_zero::layout::{BucketRule, SubGroups, shard_len, shard_range};
+use candle_zero::layout::{BucketFill, SubGroupFill, shard_len, shard_range};
 use serde_json::{Value, json};
 
 fn numbers(v: &Value) -> Vec<usize> {
@@ -57,14 +57,14 @@ fn run(case: &Value) -> Value {
         }
         "zero3-layout" => {
             let numels = numbers(&input["param_numels"]);
-            let mut groups = SubGroups::new(number(&input["sub_group_size"]));
+            let mut groups = SubGroupFill::new(number(&input["sub_group_size"]));
             json!({ "sub_groups (param indices)": grouped(numels.len(), |i| groups.push(shard_len(numels[i], world))) })
         }
         "gradient-bucket" => {
             let numels = numbers(&input["grad_numels_in_arrival_order"]);
-            let mut rule = BucketRule::new(number(&input["reduce_bucket_size"]));
-            rule.push(numels[0]);
-            json!({ "reductions": grouped(numels.len(), |i| i + 1 < numels.len() && rule.push(numels[i + 1])) })
+            let mut fill = BucketFill::new(number(&input["reduce_bucket_size"]));
+            fill.push(numels[0]);
+            json!({ "reductions": grouped(numels.len(), |i| i + 1 < numels.len() && fill.push(numels[i + 1])) })
         }
         "partition" => {
             let parts = number(&input["parts"]);

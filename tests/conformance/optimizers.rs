@@ -3,7 +3,7 @@
 use candle_zero::config::{
     AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, SgdConfig,
 };
-use candle_zero::optim::{Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, from_config};
+use candle_zero::optim::{Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext, from_config};
 use candle_zero::precision::{Flat, FlatRef};
 use serde_json::Value;
 
@@ -130,8 +130,8 @@ impl Run {
             false => self.optimizer.auxiliary().unwrap(),
         };
         let mut ctx = StepContext { grad_scale, ..StepContext::new(optimizer.lr(), self.step) };
-        if let Needs::Norms(layerwise) = optimizer.needs() {
-            let mut squares = Squares::default();
+        if let OptimizerNeeds::Norms(layerwise) = optimizer.needs() {
+            let mut squares = SquareSums::default();
             let states: Vec<&[f32]> = self.states.iter().map(Vec::as_slice).collect();
             layerwise.add_squares(&ctx, &self.param, grad, &states, &mut squares);
             self.ratio = layerwise.trust_ratio(squares);
@@ -143,7 +143,7 @@ impl Run {
         let mut direction = vec![0.0; self.param.len()];
         let mut grad = grad;
         let whole = match optimizer.needs() {
-            Needs::Whole(wholewise) => Some(wholewise),
+            OptimizerNeeds::Whole(wholewise) => Some(wholewise),
             _ => None,
         };
         if let Some(wholewise) = whole {
@@ -368,14 +368,14 @@ fn a_slice_gets_the_bits_that_the_whole_would_give() {
 fn squares_have_the_same_bits_however_they_are_cut() {
     const LEN: usize = 200_003;
     let optimizer = from_config(&OptimizerConfig::Lamb(a_lamb()));
-    let Needs::Norms(layerwise) = optimizer.needs() else { panic!("Lamb needs norms") };
+    let OptimizerNeeds::Norms(layerwise) = optimizer.needs() else { panic!("Lamb needs norms") };
     let param: Vec<f32> = (0..LEN as i64).map(|i| initial(0, i)).collect();
     let mut grad = Flat::zeros(candle_core::DType::BF16, 0);
     grad.extend_cast(FlatRef::F32(&(0..LEN as i64).map(|i| gradient(1, 0, i)).collect::<Vec<_>>()));
     let states = [param.iter().map(|p| p * 0.1).collect::<Vec<_>>(), param.iter().map(|p| p * p).collect()];
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(0.01, 3) };
     let sums = |bounds: &[usize]| {
-        let mut squares = Squares::default();
+        let mut squares = SquareSums::default();
         for pair in bounds.windows(2) {
             let range = pair[0]..pair[1];
             let states = states.each_ref().map(|s| &s[range.clone()]);
@@ -389,11 +389,11 @@ fn squares_have_the_same_bits_however_they_are_cut() {
     let exact: f64 = param.iter().map(|p| f64::from(*p).powi(2)).sum();
     assert!((whole.weights / exact - 1.0).abs() < 1e-12, "{} {exact}", whole.weights);
     // A parameter of zeros, or one without an update, has no ratio.
-    assert_eq!(layerwise.trust_ratio(Squares { weights: 0.0, update: 4.0 }), 1.0);
-    assert_eq!(layerwise.trust_ratio(Squares { weights: 4.0, update: 0.0 }), 1.0);
-    assert_eq!(layerwise.trust_ratio(Squares { weights: 4.0, update: 1.0 }), 2.0);
-    assert_eq!(layerwise.trust_ratio(Squares { weights: 400.0, update: 1.0 }), 10.0);
-    assert_eq!(layerwise.trust_ratio(Squares { weights: 1.0, update: 1e6 }), 0.01);
+    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 0.0, update: 4.0 }), 1.0);
+    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 0.0 }), 1.0);
+    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 4.0, update: 1.0 }), 2.0);
+    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 400.0, update: 1.0 }), 10.0);
+    assert_eq!(layerwise.trust_ratio(SquareSums { weights: 1.0, update: 1e6 }), 0.01);
 }
 
 #[test]

@@ -18,7 +18,7 @@ use candle_nn::{Init, Module, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::layout::{shard_len, shard_range};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::nn::Linear;
 use candle_zero::zero::{Unit, unit};
 use safetensors::SafeTensors;
@@ -196,7 +196,8 @@ fn train(input: &Value) -> Trace {
             trace.applied.push(engine.was_step_applied());
         }
         let memory = engine.memory_report();
-        trace.held = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(|kind| memory.row(kind).bytes.held);
+        trace.held = [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments]
+            .map(|kind| memory.row(kind).bytes.held);
         engine.export_safetensors(&end)?;
         Ok(trace)
     });

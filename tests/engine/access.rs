@@ -6,7 +6,7 @@ use candle_nn::{Linear, Module, linear};
 use candle_zero::Engine;
 use candle_zero::comm::{Communicator, threads};
 use candle_zero::error::{EngineError, Error, ParamError};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -472,14 +472,14 @@ fn parameters_are_whole_inside_of_gathered_and_released_after_it() {
         on_ranks(world, |comm| {
             let mut engine = two(comm, json!({"stage3_param_persistence_threshold": 0}))?;
             step(&mut engine)?;
-            let held = engine.memory_report().row(Kind::Gathered).bytes.held;
+            let held = engine.memory_report().row(MemoryKind::Gathered).bytes.held;
             let seen = engine.gathered(&["b.bias", "a.weight", "b.bias"], |[a, b]| {
                 assert!(b.weight().sum_all().is_err(), "not asked for");
                 Ok((a.weight().copy()?, b.bias().unwrap().copy()?))
             })?;
             assert_eq!(bits(&seen.0), bits(&engine.safe_get_full_fp32_param("a.weight")?));
             assert_eq!(bits(&seen.1), bits(&engine.safe_get_full_fp32_param("b.bias")?));
-            assert_eq!(engine.memory_report().row(Kind::Gathered).bytes.held, held);
+            assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, held);
             assert!(engine.model()[0].weight().sum_all().is_err(), "released again");
             // An error of the closure releases them too.
             let error = engine.gathered(&["a.weight"], |_| -> candle_core::Result<()> { candle_core::bail!("mine") });
@@ -533,7 +533,7 @@ fn after_empty_partition_cache_nothing_is_gathered_until_it_is_needed() {
         step(&mut engine)?;
         let gathered = |engine: &Engine<_>| {
             let report = engine.memory_report();
-            report.row(Kind::Gathered).bytes.held + report.row(Kind::Persistent).bytes.held
+            report.row(MemoryKind::Gathered).bytes.held + report.row(MemoryKind::Persistent).bytes.held
         };
         assert!(gathered(&engine) > 0);
         for _ in 0..2 {

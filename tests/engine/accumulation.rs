@@ -7,7 +7,7 @@ use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Communicator, Kind as Collective, threads};
 use candle_zero::error::{EngineError, Error};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::optim::ParameterGroup;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -142,7 +142,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
                         if in_no_sync && micro < 2 {
                             engine.no_sync(|engine| pass(engine, sample))?;
                             assert_eq!(sums(&engine), before);
-                            let held = engine.memory_report().row(Kind::Gradients).bytes.held;
+                            let held = engine.memory_report().row(MemoryKind::Gradients).bytes.held;
                             assert_eq!(held, 4 * elements);
                         } else {
                             pass(&mut engine, sample)?;
@@ -150,7 +150,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
                         }
                         engine.step()?;
                     }
-                    assert_eq!(engine.memory_report().row(Kind::Gradients).bytes.held, 0);
+                    assert_eq!(engine.memory_report().row(MemoryKind::Gradients).bytes.held, 0);
                     states.push(state(&mut engine)?);
                 }
                 Ok(states)
@@ -248,7 +248,7 @@ fn zero_grad_drops_what_no_sync_holds() {
             if dropped {
                 engine.no_sync(|engine| pass(engine, 7))?;
                 engine.zero_grad()?;
-                assert_eq!(engine.memory_report().row(Kind::Gradients).bytes.held, 0);
+                assert_eq!(engine.memory_report().row(MemoryKind::Gradients).bytes.held, 0);
             }
             pass(&mut engine, 1)?;
             engine.step()?;

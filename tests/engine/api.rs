@@ -6,7 +6,7 @@ use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
 use candle_zero::comm::{CommReport, Communicator, Kind as Collective, Pending, Wire, threads};
 use candle_zero::error::{EngineError, Error};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::precision::Flat;
 use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
@@ -84,7 +84,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
             insta::allow_duplicates! {
                 insta::assert_snapshot!(engine.backward(&trained).unwrap_err(), @r#"the configuration has no optimizer section, so the engine can only run eval; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}"#);
             }
-            assert_eq!(engine.memory_report().row(Kind::Moments).bytes.peak, 0);
+            assert_eq!(engine.memory_report().row(MemoryKind::Moments).bytes.peak, 0);
             Ok(())
         });
     }
@@ -132,7 +132,7 @@ fn eval_gives_forwards_values_and_leaves_no_trace_wherever_it_is_called() {
                     assert_eq!(counters, (engine.global_steps(), engine.micro_steps(), engine.skipped_steps()));
                     assert_eq!((lr, norm), (engine.get_lr(), engine.get_global_grad_norm()));
                     let report = engine.memory_report();
-                    assert_eq!(report.row(Kind::Gathered).bytes.held, 0, "eval leaves nothing gathered");
+                    assert_eq!(report.row(MemoryKind::Gathered).bytes.held, 0, "eval leaves nothing gathered");
                     Ok(())
                 });
                 assert_eq!(plain, evaluated, "stage {stage}, {shape:?}");
@@ -352,7 +352,7 @@ fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
             steps.push(log.lock().unwrap().join(", "));
             engine.step()?;
         }
-        Ok((steps, engine.comm_report(), engine.memory_report().row(Kind::Gathered).bytes.peak))
+        Ok((steps, engine.comm_report(), engine.memory_report().row(MemoryKind::Gathered).bytes.peak))
     });
     results.into_iter().next().unwrap()
 }
@@ -462,7 +462,7 @@ fn reports_serialize() {
     let memory = serde_json::to_value(&outcomes[0].memory).unwrap();
     assert_eq!(memory["stage"], 2);
     assert_eq!(memory["rows"][0]["kind"], "parameters");
-    assert_eq!(memory["rows"][0]["held"], json!(outcomes[0].memory.row(Kind::Parameters).bytes.held));
+    assert_eq!(memory["rows"][0]["held"], json!(outcomes[0].memory.row(MemoryKind::Parameters).bytes.held));
     assert!(serde_json::to_value(&outcomes[0].comm).unwrap()["kinds"].is_object());
 }
 

@@ -587,13 +587,13 @@ fn what_begins_with_zeros_is_checked_too() {
 
 #[test]
 fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
-    use candle_zero::memory::Kind;
+    use candle_zero::memory::MemoryKind;
     // One unit's weight and bias beside what lies outside of units; all of them where parameters stay whole.
     for (stage, peak) in [(2, 4 * (2 * (64 + 8) + 16)), (3, 4 * (64 + 8 + 16))] {
         let mut engine = Engine::initialize(Mixed::new, config(stage)).unwrap();
         let loss = engine.forward(|model| model.loss(0)).unwrap();
         engine.backward(&loss).unwrap();
-        let bytes = engine.memory_report().row(Kind::GradientCheck).bytes;
+        let bytes = engine.memory_report().row(MemoryKind::GradientCheck).bytes;
         assert_eq!((bytes.held, bytes.peak), (0, peak));
     }
 }

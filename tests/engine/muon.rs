@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::optim::{Momentum, ParameterGroup};
 use candle_zero::{Engine, EngineBuilder, Result};
 use serde_json::{Value, json};
@@ -100,7 +100,7 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
             }
             for outcome in train(world, SHAPE, &config(stage, 1, zero, muon()), 2) {
                 let report = &outcome.memory;
-                let row = report.row(Kind::Moments);
+                let row = report.row(MemoryKind::Moments);
                 let all = (4 * MATRICES + 8 * (report.parameters - MATRICES)) as f64;
                 let expected = if stage == 0 { all } else { all / world as f64 };
                 assert_eq!(row.formula, Some(expected), "{report}");
@@ -110,7 +110,7 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");
                 // Two whole matrices of 12 x 37 and the products of one of them, or a bucket of gradients.
-                let buckets = report.row(Kind::Buckets).bytes;
+                let buckets = report.row(MemoryKind::Buckets).bytes;
                 assert_eq!(buckets.held, 0, "{report}");
                 assert!(buckets.peak > 2 * 4 * 12 * 37 || stage == 0, "{report}");
             }

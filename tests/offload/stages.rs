@@ -5,7 +5,7 @@ use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train, train_wit
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::comm::threads;
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, Result};
@@ -120,7 +120,7 @@ fn every_access_to_files_gives_the_same_bits_in_every_precision() {
             let run = train_with(2, shape, &config(3, 2, zero, more.clone()), STEPS, |b| b.disk_access(access));
             assert_same(&reference, &run, &format!("{access:?} {more}"));
             for outcome in run {
-                let inputs = outcome.memory.row(Kind::Activations).file.held;
+                let inputs = outcome.memory.row(MemoryKind::Activations).file.held;
                 assert_eq!(inputs > 0, access == DiskAccess::Cached, "{inputs} bytes of inputs in files, {access:?}");
             }
         }

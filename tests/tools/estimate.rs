@@ -6,7 +6,7 @@ use candle_zero::config::Config;
 use candle_zero::error::{Error, ParamError};
 use candle_zero::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use candle_zero::estimate::{Collectives, Estimate, Setting, Shapes, UnitRule};
-use candle_zero::memory::{Kind, MemoryReport};
+use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
 use candle_zero::offload::{DiskAccess, OffloadReport};
 use candle_zero::precision::{Nf4Scales, Packing};
@@ -88,7 +88,7 @@ fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
         let told = format!("{what}\nestimate: {expected}\ncounted: {found}");
         assert_eq!((expected.stage, expected.parameters), (found.stage, found.parameters), "{told}");
         for (expected, found) in expected.rows.iter().zip(&found.rows) {
-            if expected.kind == Kind::Gradients && expected.file.held > 0 {
+            if expected.kind == MemoryKind::Gradients && expected.file.held > 0 {
                 assert!(found.bytes.peak > 0 && found.bytes.peak <= expected.bytes.peak, "{told}");
                 assert_eq!((expected.bytes.held, expected.file), (found.bytes.held, found.file), "{told}");
             } else {
@@ -295,9 +295,10 @@ fn around_the_page_cache_the_copies_are_counted_at_their_most() {
     let setting = Setting { disk_access: Some(DiskAccess::Direct), ..Setting::default() };
     let estimate = Estimate::with(&shapes, &Config::load(config.clone(), 2).unwrap(), setting).unwrap();
     for counted in train::<GptLayers>(2, &nano(), &config, setting.disk_access) {
-        let [most, found] = [&estimate.memory, &counted.memory].map(|report| report.row(Kind::Staging).bytes.peak);
+        let [most, found] =
+            [&estimate.memory, &counted.memory].map(|report| report.row(MemoryKind::Staging).bytes.peak);
         assert!(found > 0 && found <= most, "{found} of at most {most}");
-        assert_eq!(estimate.memory.row(Kind::Moments), counted.memory.row(Kind::Moments));
+        assert_eq!(estimate.memory.row(MemoryKind::Moments), counted.memory.row(MemoryKind::Moments));
     }
 }
 

@@ -8,7 +8,7 @@ use candle_nn::{Init, Module, VarBuilder, VarMap};
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
 use candle_zero::error::{EngineError, Error, ParamError};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::zero::{BufferSync, unit};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::json;
@@ -191,7 +191,7 @@ fn integers_and_what_a_rule_chooses_are_buffers_and_no_parameters() {
             }
             let memory = engine.memory_report();
             assert_eq!(memory.parameters, 6);
-            assert_eq!(memory.row(Kind::Buffers).bytes.held, 4 * 4 + 8 + 2 * 4);
+            assert_eq!(memory.row(MemoryKind::Buffers).bytes.held, 4 * 4 + 8 + 2 * 4);
             engine.export_safetensors(&file)?;
             engine.save_16bit_model(folder.path(), "mixed16.safetensors")
         });

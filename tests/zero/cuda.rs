@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Communicator, Kind as Collective, threads};
-use candle_zero::memory::{Kind, MemoryReport};
+use candle_zero::memory::{MemoryKind, MemoryReport};
 use serde_json::{Value, json};
 use std::process::Command;
 use std::sync::Arc;
@@ -218,9 +218,10 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
                 let row = report.row(kind);
                 (row.formula.unwrap() + row.padding) as usize
             };
-            let state: usize = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(formula).iter().sum();
+            let state: usize =
+                [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
             // Where NCCL puts what is to be summed, as long as the engine lives.
-            let room = report.row(Kind::Buckets).device.held;
+            let room = report.row(MemoryKind::Buckets).device.held;
             // Each parameter has a leaf of a byte and a token of an f32 in the graph, and where it is absent a byte.
             let others = tensors * if stage == 3 { 6 } else { 5 };
             assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
@@ -247,18 +248,18 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
         // Where NCCL puts what is to be summed, as long as the engine lives.
-        let room = report.row(Kind::Buckets).device.held;
+        let room = report.row(MemoryKind::Buckets).device.held;
         assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
         // The windows: at stage 3 the units that are gathered at a time, at any stage the buckets under way.
-        let windows = on_device(Kind::Gathered) + on_device(Kind::Buckets) - room;
+        let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - room;
         if stage == 3 {
             // What lies outside of units, and one of three equal units.
             let one = Shape { layers: 1, ..shape };
             let of_one = held_by_ranks(one, &config(3, 1, offloaded(3), json!({}))).remove(0).2.parameters;
             let unit = (report.parameters - of_one) / 2;
             let formula = size_of::<f32>() * (report.parameters - 2 * unit);
-            assert_eq!(on_device(Kind::Gathered), formula, "{report}");
+            assert_eq!(on_device(MemoryKind::Gathered), formula, "{report}");
         }
         others.push(peak - bytes - windows);
     }
@@ -311,7 +312,7 @@ fn states_on_the_gpu_on_the_host_and_in_files_give_the_same_bits() {
                 assert_eq!(a.norms, b.norms, "stage {stage}, {setting}, {place}");
                 assert!(a.exported == b.exported, "stage {stage}, {setting}, {place}");
             }
-            let device = |run: &[Outcome]| run[0].memory.row(Kind::Moments).device.held;
+            let device = |run: &[Outcome]| run[0].memory.row(MemoryKind::Moments).device.held;
             assert_eq!(device(&other), 0, "{place}");
             assert!(device(&reference) > 0 || setting["optimizer"]["params"]["momentum"] == json!(0.0));
         }
@@ -332,7 +333,7 @@ fn optimizers_without_kernels_keep_their_states_on_the_host_and_stages_agree() {
         let (reference, sharded) = (run(0), run(3));
         assert_eq!(reference[0].losses, sharded[0].losses, "{name}");
         assert!(reference[0].exported == sharded[0].exported, "{name}");
-        let moments = sharded[0].memory.row(Kind::Moments);
+        let moments = sharded[0].memory.row(MemoryKind::Moments);
         assert!(moments.device.held == 0 && moments.host.held > 0, "{name}");
     }
 }

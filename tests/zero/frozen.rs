@@ -7,7 +7,7 @@ use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Kind as Collective, threads};
 use candle_zero::error::{EngineError, Error, ParamError};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::optim::ParameterGroup;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, Result};
@@ -107,7 +107,8 @@ fn a_frozen_parameter_has_weights_and_nothing_else_on_any_rank_or_wire() {
                     let (psi, frozen) = (half.memory.parameters as f64, half.memory.frozen as f64);
                     assert!(frozen > 0.3 * psi, "{what}");
                     let size = if more == json!({}) { [4.0, 4.0, 0.0, 8.0] } else { [2.0, 2.0, 4.0, 8.0] };
-                    let kinds = [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments];
+                    let kinds =
+                        [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::MasterWeights, MemoryKind::Moments];
                     for (i, (kind, size)) in kinds.into_iter().zip(size).enumerate() {
                         let row = half.memory.row(kind);
                         let elements = if i == 0 { psi } else { psi - frozen };
@@ -174,9 +175,9 @@ fn a_frozen_unit_is_gathered_in_backward_only_where_something_below_it_is_traine
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            assert_eq!(engine.memory_report().row(Kind::Gathered).bytes.held, 0);
+            assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, 0);
             // The largest that was gathered at a time: of two units, in elements of 4 bytes.
-            let peak = engine.memory_report().row(Kind::Gathered).bytes.peak;
+            let peak = engine.memory_report().row(MemoryKind::Gathered).bytes.peak;
             Ok((engine.comm_report().kind(Collective::AllGather).elements / (3 * 36), peak))
         });
         ranks.unwrap().remove(0).unwrap()

@@ -6,7 +6,7 @@ use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
 use candle_zero::error::{Error, ParamError};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::optim::ParameterGroup;
 use candle_zero::zero::{Unit, unit};
@@ -71,7 +71,7 @@ fn train(world: usize, config: &Value, keeps: bool) -> Run {
             engine.step()?;
         }
         let report = engine.memory_report();
-        for kind in [Kind::Parameters, Kind::MasterWeights, Kind::Moments] {
+        for kind in [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments] {
             let row = report.row(kind);
             let held = row.bytes.held + row.file.held;
             if config["zero_optimization"]["offload_param"].is_null() {
@@ -80,7 +80,7 @@ fn train(world: usize, config: &Value, keeps: bool) -> Run {
         }
         engine.export_safetensors(&file)?;
         let held = |kind| report.row(kind).formula.unwrap() as usize;
-        Ok((losses, [held(Kind::Parameters), held(Kind::MasterWeights)]))
+        Ok((losses, [held(MemoryKind::Parameters), held(MemoryKind::MasterWeights)]))
     });
     let (losses, held) = ranks.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
     (losses, std::fs::read(&file).unwrap(), held)
@@ -153,7 +153,7 @@ fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
             let losses = train_gpt(&mut engine, 0..8, rank)?;
             let report = engine.memory_report();
             engine.export_safetensors(&file)?;
-            let rows = [Kind::Parameters, Kind::MasterWeights].map(|kind| {
+            let rows = [MemoryKind::Parameters, MemoryKind::MasterWeights].map(|kind| {
                 let row = report.row(kind);
                 assert_eq!(row.bytes.held as f64, row.formula.unwrap() + row.padding, "{}: {report}", kind.name());
                 row.formula.unwrap() as usize

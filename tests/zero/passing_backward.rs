@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Tensor, 
 use candle_nn::{Module, VarBuilder, VarMap, linear, linear_no_bias};
 use candle_zero::Engine;
 use candle_zero::comm::{Communicator, threads};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::nn::{Conv1D, LayerNorm, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
@@ -201,7 +201,7 @@ fn a_plain_backward_gives_an_input_the_gradient_that_candle_gives_without_an_eng
 
 #[test]
 fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
-    let gathered = |engine: &Engine<Model>| engine.memory_report().row(Kind::Gathered).bytes.held;
+    let gathered = |engine: &Engine<Model>| engine.memory_report().row(MemoryKind::Gathered).bytes.held;
     for (name, build) in MODELS {
         threads::run(2, |comm| {
             let mut engine = engine(&comm, build, &of_stage(3)[1])?;
@@ -417,7 +417,7 @@ fn frozen_units_that_a_plain_backward_passes_are_released_on_the_way() {
             let report = engine.memory_report();
             // The norm and the product of a unit; those of one of three.
             let unit = 4 * (2 * WIDTH + WIDTH * (WIDTH + 1));
-            let held = report.row(Kind::Gathered).bytes.held;
+            let held = report.row(MemoryKind::Gathered).bytes.held;
             let of_root = if name.contains("recomputing") { 4 * (WIDTH * (WIDTH + 1) + 2 * (WIDTH + 1)) } else { 0 };
             assert!(held <= unit + of_root, "{name}: {held}");
             assert_eq!(saliency(&mut engine, &input(1))?, seen);

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::{Kind as Collective, threads};
 use candle_zero::error::{Error, ParamError};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::precision::{Nf4Scales, Packing};
 use candle_zero::{Engine, EngineBuilder};
@@ -106,7 +106,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
                 Ok((at_rest, moved))
             });
             let (report, moved) = ranks.unwrap().remove(0).unwrap();
-            let bytes = report.row(Kind::Parameters).bytes.held as f64;
+            let bytes = report.row(MemoryKind::Parameters).bytes.held as f64;
             let each = bytes * world as f64 / report.parameters as f64;
             let limit = if packing == Packing::Int8 { 1.1 } else { 0.56 };
             println!("{packing:?}, world {world}: {each:.4} bytes a parameter at rest, {moved} bytes on the wire");
@@ -150,7 +150,8 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
         let report = ranks.unwrap().remove(0).unwrap();
         let of_block = 12 * 256 * 256 * 4;
         let outside = (512 + 16) * 256 * 4;
-        let (gathered, parameters) = (report.row(Kind::Gathered).bytes.peak, report.row(Kind::Parameters).bytes.held);
+        let (gathered, parameters) =
+            (report.row(MemoryKind::Gathered).bytes.peak, report.row(MemoryKind::Parameters).bytes.held);
         // One block unpacked, and the words of what comes next on several ranks.
         let most = if world == 1 { of_block * 5 / 4 } else { of_block * 2 + outside };
         assert!(gathered <= most, "world {world}: {gathered} bytes gathered, of {most}\n{report}");
@@ -240,7 +241,7 @@ fn zero_quantized_nontrainable_weights_packs_frozen_matrices_in_eight_bits() {
         train_with(2, shape, &config(stage, 1, zero, json!({})), STEPS, |builder| builder.trainable(trains))
     };
     let (plain, packed) = (train(false, 3), train(true, 3));
-    let bytes = |outcome: &[Outcome]| outcome[0].memory.row(Kind::Parameters).bytes.held;
+    let bytes = |outcome: &[Outcome]| outcome[0].memory.row(MemoryKind::Parameters).bytes.held;
     // Shards of so small matrices end in padding.
     assert!(bytes(&packed) * 10 < bytes(&plain) * 6, "{} {}", bytes(&packed), bytes(&plain));
     assert_same(&packed, &train(true, 0), "stage 0 computes with the same values");

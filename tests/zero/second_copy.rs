@@ -3,7 +3,7 @@
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::{Communicator, Pending, Wire, threads};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::precision::Flat;
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
@@ -104,7 +104,7 @@ fn a_second_copy_changes_no_bit() {
                 let what = format!("{world} ranks, recomputation {checkpointed}, accumulation {accumulation}, {zero}");
                 assert_eq!((&one.losses, &one.norms), (&two.losses, &two.norms), "{what}");
                 assert!(one.exported == two.exported, "{what}");
-                assert_eq!(one.memory.row(Kind::SecondCopy).bytes.peak, 0);
+                assert_eq!(one.memory.row(MemoryKind::SecondCopy).bytes.peak, 0);
             }
         }
     }
@@ -128,8 +128,8 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            let row = engine.memory_report().row(Kind::SecondCopy).bytes;
-            let shares: usize = engine.memory_report().row(Kind::Parameters).bytes.held / 4;
+            let row = engine.memory_report().row(MemoryKind::SecondCopy).bytes;
+            let shares: usize = engine.memory_report().row(MemoryKind::Parameters).bytes.held / 4;
             Ok([
                 gathered.from_all.load(Ordering::Relaxed),
                 gathered.within.load(Ordering::Relaxed),

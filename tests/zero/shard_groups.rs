@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
 use candle_zero::comm::{Communicator, Pending, threads};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -186,7 +186,7 @@ fn large_parameters_have_the_same_bits_and_every_group_the_same_weights() {
 fn a_rank_holds_its_part_of_a_group_and_gathers_it_from_the_group() {
     let of = |ranks| train(4, SHAPE, &grouped(ranks, 1, &json!({}), &json!({})), STEPS).swap_remove(0);
     let (plain, groups) = (of(None), of(Some(2)));
-    for kind in [Kind::Parameters, Kind::Gradients, Kind::Moments] {
+    for kind in [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Moments] {
         let [one, two] = [&plain, &groups].map(|run| run.memory.row(kind).bytes.peak);
         assert_eq!(two, 2 * one, "{kind:?}: shards of a group are pairs of shards");
     }
@@ -202,7 +202,7 @@ fn a_rank_holds_its_part_of_a_group_and_gathers_it_from_the_group() {
 fn groups_of_one_rank_hold_everything_as_stage_0_does() {
     let of = |stage, zero| train(2, SHAPE, &config(stage, 1, zero, json!({})), STEPS).swap_remove(0);
     let (stage_0, group) = (of(0, json!({})), of(3, json!({"mics_shard_size": 1})));
-    for kind in [Kind::Gradients, Kind::Moments] {
+    for kind in [MemoryKind::Gradients, MemoryKind::Moments] {
         let [a, b] = [&stage_0, &group].map(|run| run.memory.row(kind).bytes.held);
         // A rank's piece is padded to that of the others.
         assert!((a..a + 40 * 12 * 4).contains(&b), "{kind:?}: {a} {b}");

@@ -10,7 +10,7 @@ use candle_zero::comm::threads;
 use candle_zero::config::Config;
 use candle_zero::error::{EngineError, Error};
 use candle_zero::estimate::{Estimate, Shapes};
-use candle_zero::memory::Kind;
+use candle_zero::memory::MemoryKind;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -260,14 +260,19 @@ fn two_moments_take_at_most_2_1_bytes_a_parameter_and_estimates_are_exact() {
                     let estimate = Estimate::new(&shapes, &Config::load(config.clone(), world).unwrap()).unwrap();
                     for (rank, report) in reports.unwrap().into_iter().enumerate() {
                         let report = report.unwrap();
-                        let row = report.row(Kind::Moments);
+                        let row = report.row(MemoryKind::Moments);
                         let share = report.parameters as f64 / if stage == 0 { 1.0 } else { world as f64 };
                         let held = (row.bytes.held + row.file.held) as f64;
                         assert_eq!(held, row.formula.unwrap() + row.padding, "{what}\n{report}");
                         assert!(held - row.padding <= bytes * share, "{what}\n{report}");
-                        assert_eq!(report.row(Kind::MasterWeights).bytes.peak, 0, "{what}");
+                        assert_eq!(report.row(MemoryKind::MasterWeights).bytes.peak, 0, "{what}");
                         if rank == 0 {
-                            for kind in [Kind::Moments, Kind::MasterWeights, Kind::Parameters, Kind::Gradients] {
+                            for kind in [
+                                MemoryKind::Moments,
+                                MemoryKind::MasterWeights,
+                                MemoryKind::Parameters,
+                                MemoryKind::Gradients,
+                            ] {
                                 let (own, told) = (report.row(kind), estimate.memory.row(kind));
                                 assert_eq!(
                                     (own.bytes.held, own.file.held),

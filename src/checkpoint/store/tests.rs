@@ -12,7 +12,7 @@ use crate::comm::threads;
 use crate::error::Result;
 use crate::files::{Asked, FolderLock};
 use crate::precision::FlatRef;
-use crate::zero::share::{WEIGHTS, pieces};
+use crate::zero::share::state_access::{WEIGHTS, pieces};
 use object_store::memory::InMemory;
 use object_store::path::Path as Key;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::activation as kernel;
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
 use crate::tensor::on_device::with_each;
 use candle_core::{Result, Tensor};
@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor};
 pub(in crate::nn) fn apply(name: &'static str, function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let (shape, dtype) = (x.shape().clone(), x.dtype());
     let y = with_each([&x], name, |[x]| kernel::forward(&device, function, x))?;
     let y = inputs.result(name, y, shape, move |grad, [to_x]| {
@@ -32,7 +32,7 @@ pub(in crate::nn) fn gated(
 ) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[gate, up]).filter(|_| gate.dtype() == up.dtype()) else { return Ok(None) };
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
-    let inputs = Inputs::of([Some(&gate), Some(&up)])?;
+    let inputs = OpInputs::of([Some(&gate), Some(&up)])?;
     let shape = gate.shape().clone();
     let y = with_each([&gate, &up], name, |inputs| kernel::gated(&device, function, inputs))?;
     let y = inputs.result(name, y, shape, move |grad, [to_gate, to_up]| {

@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::attention as kernel;
-use crate::graph::{Grad, Inputs, OwnResult};
+use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::Heads;
 use crate::nn::{Attend, Sequences};
 use crate::tensor::on_device::with_each;
@@ -22,10 +22,10 @@ pub(in crate::nn) fn attention<const N: usize>(
     let rule = attend.rule(heads.head, sequences)?;
     let parts: Vec<Tensor> = parts.iter().map(|part| part.contiguous()).collect::<Result<_>>()?;
     let Ok(parts) = <[Tensor; N]>::try_from(parts) else { return Ok(None) };
-    let inputs = Inputs::of(parts.each_ref().map(Some))?;
+    let inputs = OpInputs::of(parts.each_ref().map(Some))?;
     let (y, lse) = with_each(parts.each_ref(), name, |parts| kernel::forward(&device, (&heads, &rule), parts))?;
     let shape = (heads.batch, heads.time, heads.heads * heads.head);
-    let own = OwnResult::default();
+    let own = SavedResult::default();
     let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
     let y = inputs.result(name, y, shape, move |grad, sinks| {
         let rule = attend.rule(heads.head, sequences.as_ref())?;
@@ -38,5 +38,5 @@ pub(in crate::nn) fn attention<const N: usize>(
         }
         Ok(())
     })?;
-    Ok(Some(own.is(y)))
+    Ok(Some(own.save(y)))
 }

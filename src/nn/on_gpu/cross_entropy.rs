@@ -11,7 +11,7 @@ use super::taken;
 use crate::cuda::cross_entropy::{self as kernel, Rows, Scale, Targets};
 use crate::cuda::embedding::{NO_ROW, look_up};
 use crate::cuda::{add, copy, written, zeros};
-use crate::graph::{Grad, Inputs, is_once};
+use crate::graph::{Grad, OpInputs, is_once};
 use crate::nn::WeightLayout;
 use crate::tensor::on_device::{change, tensor_of, with_each};
 use crate::util::lock;
@@ -38,7 +38,7 @@ pub(in crate::nn) fn of_logits(
     let Some(device) = taken(&[logits]) else { return Ok(None) };
     let (logits, rows) = (logits.contiguous()?, targets.len());
     let classes = logits.dims().last().copied().unwrap_or(1);
-    let inputs = Inputs::of([Some(&logits)])?;
+    let inputs = OpInputs::of([Some(&logits)])?;
     let targets = Targets::new(&device, targets, classes)?;
     let mut losses = room(&device, rows)?;
     let all = Rows { classes, targets: &targets, first: 0, rows, cap };
@@ -197,7 +197,7 @@ impl Head {
     pub fn loss(self, h: &Tensor, weight: &Tensor, divisor: f64) -> Result<Tensor> {
         const NAME: &str = "linear_cross_entropy";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
-        let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+        let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let (wants, dtype) = ([inputs.wants(0), inputs.wants(1)], h.dtype());
         let rows = self.take(NAME, &h, self.width)?;
         let Run { losses, dh, dweight } = self.run(NAME, &rows, &weight, wants, 1.0, &Scale::One)?;
@@ -228,7 +228,7 @@ impl Head {
     pub fn log_probabilities(self, h: &Tensor, weight: &Tensor, shape: &[usize]) -> Result<Tensor> {
         const NAME: &str = "linear_log_probabilities";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
-        let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+        let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let rows = self.take(NAME, &h, self.width)?;
         let Run { losses, .. } = self.run(NAME, &rows, &weight, [false; 2], -1.0, &Scale::One)?;
         drop(rows);

@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::dropout as kernel;
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::tensor::on_device::with_each;
 use candle_core::{Result, Tensor};
 
@@ -12,7 +12,7 @@ const NAME: &str = "dropout";
 pub(in crate::nn) fn dropout(x: &Tensor, p: f32, seed: u64, offset: u64) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let y = with_each([&x], NAME, |[x]| kernel::dropout(&device, x, p, seed, offset))?;
     let y = inputs.result(NAME, y, x.shape().clone(), move |grad, [to_x]| {
         let (len, dy) = (grad.len(), grad.on_device(&device)?);

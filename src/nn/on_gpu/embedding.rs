@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::embedding::{Uses, add_rows, look_up};
-use crate::graph::Inputs;
+use crate::graph::OpInputs;
 use crate::tensor::on_device::with_each;
 use candle_core::{DType, Result, Tensor};
 
@@ -20,7 +20,7 @@ pub(in crate::nn) fn embedding(
     let Some(device) = taken(&[table]) else { return Ok(None) };
     let (_, width) = table.dims2()?;
     let table = table.contiguous()?;
-    let inputs = Inputs::of([Some(&table)])?;
+    let inputs = OpInputs::of([Some(&table)])?;
     let y = with_each([&table], NAME, |[table]| look_up(&device, ids, table, width, dtype))?;
     let uses = inputs.are_wanted().then(|| Uses::new(ids, padding));
     let (len, of_table) = (table.elem_count(), table.dtype());

@@ -3,7 +3,7 @@
 use super::taken;
 use crate::cuda::columns::Parts;
 use crate::cuda::{activation, linear};
-use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
 use crate::kernels::gemm::Activation;
 use crate::nn::product::Sizes;
 use crate::nn::{Then, WeightLayout};
@@ -30,7 +30,7 @@ pub(in crate::nn) fn linear_then(
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
     let residual = then.residual.map(Tensor::contiguous).transpose()?;
-    let inputs = Inputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
+    let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     let products = rows_of(&x, sizes.rows, sizes.inputs)?.matmul(&matrix(&weight, sizes.layout)?)?;
     let mut y = None;
     if bias.is_some() || residual.is_some() || then.activation.is_some() {
@@ -47,7 +47,7 @@ pub(in crate::nn) fn linear_then(
     };
     let kept = then.activation.zip(before);
     let remake = kept.clone().filter(|_| residual.is_none()).map(|kept| (kept, device.clone()));
-    let backward = Backward { device, x: Kept::of(&x), weight, sizes, kept };
+    let backward = Backward { device, x: SavedTensor::of(&x), weight, sizes, kept };
     let y = inputs.result(NAME, y, shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
     if let Some(((function, before), device)) = remake {
         can_remake(&y, move || {
@@ -75,14 +75,14 @@ fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
 /// What backward needs.
 struct Backward {
     device: CudaDevice,
-    x: Kept,
+    x: SavedTensor,
     weight: Tensor,
     sizes: Sizes,
     kept: Option<(Activation, Tensor)>,
 }
 
 impl Backward {
-    fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[Sink; 4]) -> Result<()> {
+    fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[InputGradSink; 4]) -> Result<()> {
         let Self { device, x, weight, sizes: s, kept } = self;
         let is_own = matches!(grad, Grad::OnDevice(_));
         let dy = grad.on_device(device)?;

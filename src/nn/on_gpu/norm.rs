@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::norm::{self as kernel, Statistics};
-use crate::graph::{Grad, Inputs, Sink, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
 use crate::nn::RmsNormOptions;
 use crate::nn::remade::remade;
 use crate::tensor::on_device::with_each;
@@ -15,7 +15,7 @@ const RMS_NORM: &str = "rms_norm";
 pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x, weight, bias]) else { return Ok(None) };
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
-    let inputs = Inputs::of([Some(&x), Some(&weight), Some(&bias)])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), Some(&bias)])?;
     let (shape, of_bias) = (x.shape().clone(), bias.dtype());
     let (y, statistics) = with_each([&x, &weight, &bias], LAYER_NORM, |[x, weight, bias]| {
         kernel::layer_norm(&device, x, [weight, bias], eps as f32)
@@ -36,7 +36,7 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     let Some(device) = taken(&[x, weight]) else { return Ok(None) };
     let one = if options.plus_one { 1.0 } else { 0.0 };
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let inputs = Inputs::of([Some(&x), Some(&weight)])?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight)])?;
     let shape = x.shape().clone();
     let (y, statistics) =
         with_each([&x, &weight], RMS_NORM, |operands| kernel::rms_norm(&device, operands, one, options.eps as f32))?;
@@ -69,7 +69,13 @@ struct Rows {
 }
 
 impl Rows {
-    fn backward(&self, grad: Grad, to_x: &Sink, to_weight: &Sink, bias: Option<(&Sink, DType)>) -> Result<()> {
+    fn backward(
+        &self,
+        grad: Grad,
+        to_x: &InputGradSink,
+        to_weight: &InputGradSink,
+        bias: Option<(&InputGradSink, DType)>,
+    ) -> Result<()> {
         let Self { device, name, x, weight, one, statistics } = self;
         let dy = grad.on_device(device)?;
         to_x.accumulate_on(device, x.dtype(), x.elem_count(), |dx, add| {

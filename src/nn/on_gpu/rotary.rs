@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::cuda::rotary::{Angles, Positions, turn};
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::kernels::rope;
 use crate::nn::positions::Positions as Rows;
 use crate::tensor::on_device::with_each;
@@ -40,7 +40,7 @@ pub(in crate::nn) fn rotary(x: &Tensor, tables: &Tables, host: &rope::Rotary, ro
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let (_, time, width) = x.dims3()?;
     let x = x.contiguous()?;
-    let inputs = Inputs::of([Some(&x)])?;
+    let inputs = OpInputs::of([Some(&x)])?;
     let (end, first, positions) = match rows {
         Rows::From(first) => (first + time, *first, None),
         Rows::Of(sequences) => {

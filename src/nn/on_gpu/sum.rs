@@ -1,14 +1,14 @@
 //! The sum of two tensors.
 
 use super::taken;
-use crate::graph::{Grad, Inputs};
+use crate::graph::{Grad, OpInputs};
 use crate::tensor::on_device::take;
 use candle_core::{Result, Tensor};
 
 /// a + b of tensors of one shape.
 pub(in crate::nn) fn add(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[a, b]).filter(|_| a.dtype() == b.dtype() && a.elem_count() > 0) else { return Ok(None) };
-    let inputs = Inputs::of([Some(a), Some(b)])?;
+    let inputs = OpInputs::of([Some(a), Some(b)])?;
     let sum = take(&(a.detach() + b.detach())?)?;
     let sum = inputs.result("add", sum, a.shape().clone(), move |grad, [to_a, to_b]| {
         if !to_a.is_wanted() || !to_b.is_wanted() {

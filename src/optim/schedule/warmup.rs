@@ -8,7 +8,7 @@ use std::f64::consts::PI;
 pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) -> Option<f64> {
     Some(match config {
         SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type } => {
-            let gamma = Warmup::new(*warmup_num_steps, *warmup_type).at(it).unwrap_or(1.0);
+            let gamma = WarmupRamp::new(*warmup_num_steps, *warmup_type).at(it).unwrap_or(1.0);
             let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.as_ref().map_or(base_lr, |max| max.of(group)));
             min + (max - min) * gamma
         }
@@ -19,7 +19,7 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
             warmup_num_steps,
             warmup_type,
         } => {
-            let warmup = Warmup::new(*warmup_num_steps, *warmup_type);
+            let warmup = WarmupRamp::new(*warmup_num_steps, *warmup_type);
             let total = *total_num_steps as f64;
             let gamma = warmup.at(it).unwrap_or_else(|| ((total - it) / (total - warmup.steps).max(1.0)).max(0.0));
             let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.of(group));
@@ -34,7 +34,7 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
             cos_min_ratio,
             warmup_type,
         } => {
-            let warmup = Warmup::new(*warmup_num_steps, *warmup_type);
+            let warmup = WarmupRamp::new(*warmup_num_steps, *warmup_type);
             let ratio = match warmup.at(it) {
                 Some(gamma) => warmup_min_ratio + (1.0 - warmup_min_ratio) * gamma,
                 None => {
@@ -51,12 +51,12 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
 }
 
 /// The rise that the three have in common.
-struct Warmup {
+struct WarmupRamp {
     steps: f64,
     shape: WarmupType,
 }
 
-impl Warmup {
+impl WarmupRamp {
     fn new(steps: u64, shape: WarmupType) -> Self {
         // A warm-up of one step is one of two: the logarithm of one would be divided by.
         Self { steps: steps.max(2) as f64, shape }

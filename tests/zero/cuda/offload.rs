@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
-use candle_zero::memory::{Kind, MemoryRow};
+use candle_zero::memory::{MemoryKind, MemoryRow};
 use serde_json::{Value, json};
 
 fn shape() -> Shape {
@@ -37,7 +37,7 @@ fn windows_are_page_locked_where_pin_memory_says_so_and_change_no_bit() {
     // Two windows of 4 MiB: of gradients, and of shards. Updated weights stay on the host.
     let windows = 8 << 20;
     let locked = |run: &[Outcome]| {
-        let MemoryRow { pinned, host, .. } = run[0].memory.row(Kind::Staging);
+        let MemoryRow { pinned, host, .. } = run[0].memory.row(MemoryKind::Staging);
         (pinned.held / windows, host.held / windows)
     };
     assert_eq!(locked(&reference), (2, 0));
@@ -61,10 +61,10 @@ fn shards_of_weights_stay_on_the_gpu_where_only_the_optimizer_is_offloaded() {
         let other = run(optimizer);
         same_bits(&reference, &other, &format.to_string());
         let row = |kind| other[0].memory.row(kind);
-        let weights = row(Kind::Parameters);
+        let weights = row(MemoryKind::Parameters);
         assert_eq!((weights.device.held as f64, weights.host.held), (weights.formula.unwrap() + weights.padding, 0));
-        assert_eq!((row(Kind::Moments).device.held, row(Kind::MasterWeights).device.held), (0, 0));
-        assert_eq!(row(Kind::Gradients).device.peak, 0, "gradients are kept on the host");
+        assert_eq!((row(MemoryKind::Moments).device.held, row(MemoryKind::MasterWeights).device.held), (0, 0));
+        assert_eq!(row(MemoryKind::Gradients).device.peak, 0, "gradients are kept on the host");
     }
 }
 

@@ -1,0 +1,228 @@
+//! A gradient on its way, and the place where the gradients of one tensor are added up.
+
+use crate::kernels::add::add_into;
+use crate::kernels::buffer;
+use crate::precision::{Flat, FlatRef};
+use crate::tensor::element::{Element, with_elements};
+#[cfg(feature = "cuda")]
+use crate::tensor::on_device::add_in_place;
+use crate::tensor::residency::{storage_on, to_storage, with_view};
+use crate::util::lock;
+use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
+use std::cell::Cell;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The gradient of one tensor, or a part of it.
+#[derive(Debug)]
+pub(crate) enum Grad {
+    /// Nobody else sees it: it may be changed in place.
+    Own(Flat),
+    /// The same in a GPU's memory: a contiguous tensor.
+    OnDevice(Tensor),
+    /// A tensor that others may hold too, on any device.
+    Shared(Tensor),
+}
+
+impl Grad {
+    pub fn own<E: Element>(values: Vec<E>) -> Self {
+        Self::Own(E::flat(values))
+    }
+
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Own(flat) => flat.dtype(),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.dtype(),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Own(flat) => flat.len(),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.elem_count(),
+        }
+    }
+
+    /// Lets `look` see the values on the host, in row-major order.
+    pub fn view<T>(&self, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+        match self {
+            Self::Own(flat) => Ok(look(flat.as_ref())),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_view(tensor, look),
+        }
+    }
+
+    /// The values as elements of the operation `op`.
+    pub fn read<E: Element, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
+        match self {
+            Self::Own(flat) => match E::of_flat(flat) {
+                Some(values) => look(values),
+                None => candle_core::bail!("{op}: a gradient of {:?} where {:?} belongs", flat.dtype(), E::DTYPE),
+            },
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
+        }
+    }
+
+    /// A copy that may be changed.
+    pub fn copy(&self) -> Result<Self> {
+        self.view(|values| Self::Own(values.to_flat()))
+    }
+
+    /// The same gradient where it may be changed in place: copied if others may see it.
+    pub fn into_own(self) -> Result<Flat> {
+        match self {
+            Self::Own(flat) => Ok(flat),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_view(&tensor, |values| values.to_flat()),
+        }
+    }
+
+    /// As a tensor of `shape` on `device`.
+    pub fn into_tensor(self, shape: &Shape, device: &Device) -> Result<Tensor> {
+        match self {
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.reshape(shape),
+            Self::Own(flat) => {
+                let storage = storage_on(device, to_storage(flat))?;
+                Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// The number of this thread's backward: another one after each that failed.
+    static PASS: Cell<u64> = Cell::new(new_pass());
+}
+
+fn new_pass() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Forgets the gradients that earlier backwards of this thread left in slots when they failed: the next one begins
+/// without them.
+pub(crate) fn abandon() {
+    PASS.set(new_pass());
+}
+
+/// Where the gradients of one tensor are added up during a backward.
+#[derive(Default)]
+pub(crate) struct GradSlot {
+    grad: Mutex<Option<(u64, Grad)>>,
+    before: Mutex<Vec<BackwardHook>>,
+    /// Says whether gradients are taken now; always, where there is none.
+    gate: Option<GradGate>,
+}
+
+/// Says, for the backward that this thread runs, whether a slot takes gradients.
+pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
+
+/// A function that runs before the operation that made a tensor is differentiated.
+pub(crate) type BackwardHook = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+impl GradSlot {
+    /// A slot that takes gradients while `gate` says so, and drops them otherwise: a parameter's.
+    pub fn behind(gate: GradGate) -> Self {
+        Self { gate: Some(gate), ..Self::default() }
+    }
+
+    /// Whether gradients are taken now.
+    pub fn is_open(&self) -> bool {
+        self.gate.as_ref().is_none_or(|is_open| is_open())
+    }
+
+    /// Whether the slot is a parameter's.
+    pub fn is_behind_a_gate(&self) -> bool {
+        self.gate.is_some()
+    }
+
+    /// Adds a gradient. The first one is kept as it is; sums are rounded to the tensor's dtype one after the other, in
+    /// the order of their coming.
+    pub fn add(&self, grad: Grad) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let sum = match (self.take(), grad) {
+            (None, grad) => grad,
+            (Some(Grad::Shared(a)), Grad::Shared(b)) => Grad::Shared((a + b)?),
+            (Some(Grad::OnDevice(sum)), Grad::Shared(other) | Grad::OnDevice(other))
+            | (Some(Grad::Shared(other)), Grad::OnDevice(sum)) => {
+                let other = other.reshape(sum.shape())?;
+                Grad::OnDevice(add_in_place(sum, &other)?)
+            }
+            (Some(Grad::Own(mut sum)), other) | (Some(other), Grad::Own(mut sum)) => {
+                other.view(|values| add_flat(&mut sum, values))??;
+                Grad::Own(sum)
+            }
+        };
+        self.put(sum);
+        Ok(())
+    }
+
+    /// Whether nothing has come.
+    pub fn is_empty(&self) -> bool {
+        lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
+    }
+
+    /// Has `hook` run before the operation that made the tensor is differentiated.
+    pub fn before_backward(&self, hook: BackwardHook) {
+        lock(&self.before).push(hook);
+    }
+
+    /// Runs the hooks.
+    pub fn about_to_run(&self) -> Result<()> {
+        lock(&self.before).iter().try_for_each(|hook| hook())
+    }
+
+    /// Lets `look` see what has come in this backward, if anything has.
+    pub fn with_grad<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
+        lock(&self.grad).as_ref().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| look(grad))
+    }
+
+    /// Takes what has come in this backward. What another thread's has brought stays.
+    pub fn take(&self) -> Option<Grad> {
+        lock(&self.grad).take_if(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
+    }
+
+    fn put(&self, grad: Grad) {
+        *lock(&self.grad) = Some((PASS.get(), grad));
+    }
+
+    /// Lets `write` add to the gradient in place, or, with `false`, make it: then it is given `len` elements of any
+    /// value and must write all of them.
+    pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let Some(grad) = self.take() else {
+            let mut values = buffer::<E>(len);
+            write(&mut values, false)?;
+            self.put(Grad::own(values));
+            return Ok(());
+        };
+        let mut flat = grad.into_own()?;
+        let dtype = flat.dtype();
+        match E::of_flat_mut(&mut flat) {
+            Some(values) => write(values, true)?,
+            None => candle_core::bail!("gradients of one tensor have the dtypes {dtype:?} and {:?}", E::DTYPE),
+        }
+        self.put(Grad::Own(flat));
+        Ok(())
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
+    sum + other
+}
+
+fn add_flat(sum: &mut Flat, values: FlatRef<'_>) -> Result<()> {
+    assert_eq!(sum.len(), values.len(), "gradients of one tensor have one length");
+    match (sum, values) {
+        (Flat::F32(sum), FlatRef::F32(values)) => add_into(sum, values),
+        (Flat::BF16(sum), FlatRef::BF16(values)) => add_into(sum, values),
+        (Flat::F16(sum), FlatRef::F16(values)) => add_into(sum, values),
+        (sum, values) => {
+            candle_core::bail!("gradients of one tensor have the dtypes {:?} and {:?}", sum.dtype(), values.dtype())
+        }
+    }
+    Ok(())
+}

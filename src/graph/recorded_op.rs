@@ -1,0 +1,325 @@
+//! Making an operation of this library: its inputs, what becomes of their gradients, and its result.
+
+use super::grad_slot::{Grad, GradSlot, abandon};
+use super::node_table::{GraphNode, node_of, with_token};
+use super::prepared_op::{one, prepared};
+use crate::kernels::buffer;
+use crate::tensor::element::Element;
+use crate::util::lock;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, OnceLock};
+
+thread_local! {
+    static WITHOUT_GRADIENTS: Cell<bool> = const { Cell::new(false) };
+    static ONCE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sets a flag of this thread while `run` runs, also if that panics.
+fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
+    struct FlagReset(&'static std::thread::LocalKey<Cell<bool>>, bool);
+    impl Drop for FlagReset {
+        fn drop(&mut self) {
+            self.0.set(self.1);
+        }
+    }
+    let _reset = FlagReset(flag, flag.replace(true));
+    run()
+}
+
+/// Runs `run` without recording operations: results have no graph, and nothing is kept for a backward.
+pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
+    with_flag(&WITHOUT_GRADIENTS, run)
+}
+
+/// Runs a backward that is the only one of its graph: each operation lets go of what it kept as soon as it has run, so
+/// that activations leave memory while backward proceeds.
+pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
+    with_flag(&ONCE, backward)
+}
+
+/// Whether operations are not recorded.
+pub(crate) fn is_without_gradients() -> bool {
+    WITHOUT_GRADIENTS.get()
+}
+
+/// Whether the backward under way is the only one of its graph.
+pub(crate) fn is_once() -> bool {
+    ONCE.get()
+}
+
+/// Where the gradient of one input goes.
+#[derive(Clone)]
+pub(crate) struct InputGradSink(Option<Arc<GradSlot>>);
+
+impl InputGradSink {
+    /// Whether anybody wants the gradient in the backward under way.
+    pub fn is_wanted(&self) -> bool {
+        self.open().is_some()
+    }
+
+    pub(super) fn open(&self) -> Option<&GradSlot> {
+        self.0.as_deref().filter(|slot| slot.is_open())
+    }
+
+    /// Delivers a gradient, or a part of it.
+    pub fn give(&self, grad: Grad) -> Result<()> {
+        self.0.as_ref().map_or(Ok(()), |slot| slot.add(grad))
+    }
+
+    fn give_if_empty(&self, grad: impl FnOnce() -> Grad) -> Result<()> {
+        self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
+    }
+
+    /// See [`GradSlot::accumulate`]; nothing happens where the gradient is not wanted.
+    pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+        self.0.as_ref().map_or(Ok(()), |slot| slot.accumulate(len, write))
+    }
+}
+
+impl InputGradSink {
+    /// Runs `write` in any case: with the gradient as [`InputGradSink::accumulate`] gives it, or with nothing where it is not
+    /// wanted. For operations that compute several gradients in one pass.
+    pub fn accumulate_if_wanted<E: Element>(
+        &self,
+        len: usize,
+        write: impl FnOnce(Option<(&mut [E], bool)>) -> Result<()>,
+    ) -> Result<()> {
+        match self.open() {
+            Some(slot) => slot.accumulate(len, |grad, add| write(Some((grad, add)))),
+            None => write(None),
+        }
+    }
+
+    /// Lets `add` add to the gradient in place, to zeros where there was none.
+    pub fn accumulate_zeroed<E: Element>(&self, len: usize, add: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
+        // Memory fresh from the system is zero already, so the zeros of rows that are not touched cost nothing.
+        self.give_if_empty(|| Grad::own(bytemuck::zeroed_vec::<E>(len)))?;
+        self.accumulate(len, |values, _| add(values))
+    }
+
+    /// Delivers a gradient of `len` elements; `write` is given any values and must write all of them.
+    pub fn make<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
+        let Some(slot) = self.open() else { return Ok(()) };
+        let mut values = buffer::<E>(len);
+        write(&mut values)?;
+        slot.add(Grad::own(values))
+    }
+
+    /// Delivers a gradient that was summed in f32, rounded once.
+    pub fn give_sums<E: Element>(&self, sums: &[f32]) -> Result<()> {
+        self.accumulate::<E>(sums.len(), |grad, add| {
+            if add {
+                let mut total = vec![0f32; sums.len()];
+                E::widen(grad, &mut total);
+                total.iter_mut().zip(sums).for_each(|(t, s)| *t += s);
+                E::narrow(&total, grad);
+            } else {
+                E::narrow(sums, grad);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The inputs of an operation under construction.
+pub(crate) struct OpInputs<const N: usize> {
+    tokens: Vec<Tensor>,
+    sinks: [InputGradSink; N],
+}
+
+impl<const N: usize> OpInputs<N> {
+    /// Finds or makes the tokens of `inputs`; an input that is not there wants no gradient.
+    ///
+    /// In backward the gradients of the last inputs are complete first.
+    pub fn of(inputs: [Option<&Tensor>; N]) -> Result<Self> {
+        let mut tokens = Vec::new();
+        let mut sink = |input: Option<&Tensor>| -> Result<InputGradSink> {
+            let Some(input) = input.filter(|input| input.track_op() && !WITHOUT_GRADIENTS.get()) else {
+                return Ok(InputGradSink(None));
+            };
+            let GraphNode { token, slot, .. } = match node_of(input) {
+                Some(node) if !node.is_wanted() => return Ok(InputGradSink(None)),
+                Some(node) => node,
+                None => adapted(input)?,
+            };
+            tokens.push(token);
+            Ok(InputGradSink(Some(slot)))
+        };
+        let mut sinks = [const { InputGradSink(None) }; N];
+        for (sink_of, input) in sinks.iter_mut().zip(inputs) {
+            *sink_of = sink(input)?;
+        }
+        Ok(Self { tokens, sinks })
+    }
+
+    /// Whether the gradient of any input is wanted: otherwise nothing needs to be kept for backward.
+    pub fn are_wanted(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
+    /// Whether a backward may want the gradient of input `i`.
+    pub fn wants(&self, i: usize) -> bool {
+        self.sinks[i].0.is_some()
+    }
+
+    /// The operation's result. `backward` gets its gradient and delivers those of the inputs, in their order.
+    pub fn result(
+        self,
+        name: &'static str,
+        storage: impl Into<ResultStorage>,
+        shape: impl Into<Shape>,
+        backward: impl Fn(Grad, &[InputGradSink; N]) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let (ResultStorage(storage), shape) = (storage.into(), shape.into());
+        if !self.are_wanted() {
+            return Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false));
+        }
+        let slot = Arc::new(GradSlot::default());
+        let sinks = self.sinks;
+        let backward: BackwardFn = Box::new(move |grad| backward(grad, &sinks));
+        let operation = RecordedOp { name, slot: slot.clone(), backward: Mutex::new(Some(backward)) };
+        with_token(operation.over(self.tokens)?, slot, name, (storage, shape))
+    }
+}
+
+/// A token for a tensor that has none, for one use.
+fn adapted(input: &Tensor) -> Result<GraphNode> {
+    let slot = Arc::new(GradSlot::default());
+    let arrived = slot.clone();
+    let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match arrived.take() {
+        Some(grad) => grad.into_tensor(input.shape(), input.device()).map(Some),
+        // Candle asks for a gradient of whatever it tracks.
+        None => input.zeros_like().map(Some),
+    })?;
+    Ok(GraphNode::new(token, slot))
+}
+
+/// A result's storage, on any device.
+pub(crate) struct ResultStorage(pub Storage);
+
+impl From<CpuStorage> for ResultStorage {
+    fn from(storage: CpuStorage) -> Self {
+        Self(Storage::Cpu(storage))
+    }
+}
+
+impl From<CudaStorage> for ResultStorage {
+    fn from(storage: CudaStorage) -> Self {
+        Self(Storage::Cuda(storage))
+    }
+}
+
+/// The value of a result for its own backward: shares the result's memory without being part of its graph.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
+
+impl SavedResult {
+    /// The result, once it is made.
+    pub fn get(&self) -> Result<&Tensor> {
+        match self.0.get() {
+            Some(result) => Ok(result),
+            None => candle_core::bail!("an operation's backward ran before its result was made"),
+        }
+    }
+
+    /// Remembers the result.
+    pub fn save(&self, result: Tensor) -> Tensor {
+        let _ = self.0.set(result.detach());
+        result
+    }
+}
+
+type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
+
+/// The operation between the tokens of its inputs and the token of its result.
+struct RecordedOp {
+    name: &'static str,
+    slot: Arc<GradSlot>,
+    /// `None` once it has run in a backward that runs [`once`].
+    backward: Mutex<Option<BackwardFn>>,
+}
+
+impl RecordedOp {
+    /// The operation's token.
+    fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
+        // From the back: of a join's arguments the second is differentiated first, and so are the last inputs.
+        while let [.., a, b] = &tokens[..] {
+            let joined = a.apply_op2(b, JoinTokensOp)?;
+            tokens.truncate(tokens.len() - 2);
+            tokens.push(joined);
+        }
+        tokens[0].apply_op1(self)
+    }
+
+    fn run(&self) -> Result<()> {
+        self.slot.about_to_run()?;
+        // Nothing has come where no use of the result passed a gradient on.
+        let Some(grad) = self.slot.take() else { return Ok(()) };
+        let Some(backward) = lock(&self.backward).take() else {
+            candle_core::bail!(
+                "{}: this graph was differentiated already, and what it needs for that is gone; run forward again",
+                self.name
+            )
+        };
+        let result = backward(grad);
+        if result.is_err() || !ONCE.get() {
+            *lock(&self.backward) = Some(backward);
+        }
+        if result.is_err() {
+            abandon();
+        }
+        result
+    }
+}
+
+impl CustomOp1 for RecordedOp {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
+    }
+
+    fn cuda_fwd(&self, token: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        one_on_cuda(token)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<Option<Tensor>> {
+        self.run()?;
+        // Says no more than that this operation has been differentiated.
+        Ok(Some(token_grad.clone()))
+    }
+}
+
+/// A token beside another one on a GPU.
+fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    use candle_core::backend::BackendStorage;
+    match one(&Device::Cuda(beside.device().clone()))? {
+        (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+        _ => candle_core::bail!("a token for the GPU was made elsewhere"),
+    }
+}
+
+/// Two tokens as one.
+struct JoinTokensOp;
+
+impl CustomOp2 for JoinTokensOp {
+    fn name(&self) -> &'static str {
+        "joined-tokens"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
+    }
+
+    fn cuda_fwd(&self, token: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        one_on_cuda(token)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((Some(token_grad.clone()), Some(token_grad.clone())))
+    }
+}

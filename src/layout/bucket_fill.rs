@@ -1,0 +1,93 @@
+//! Which gradients travel together, and where each shard lies in a bucket.
+//!
+//! A bucket is laid out rank by rank, so that a reduce-scatter gives each rank the shards that it owns in one piece:
+//!
+//! ```text
+//!   parameters A (5 elements) and B (3), two ranks
+//!   | A[0..3] B[0..2] | A[3..5] . B[2..3] . |      (. is padding)
+//!     chunk of rank 0    chunk of rank 1
+//! ```
+
+use super::shard::ShardCut;
+use super::shard_mesh::ShardMesh;
+
+/// Parameters of at least this many elements travel alone, whatever the bucket size: their shards lie rank by rank in
+/// the whole parameter already, so that nothing is packed, and nothing is gained by making the message larger.
+pub const PACKED_BELOW: usize = 1 << 16;
+
+/// Decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A gradient
+/// larger than the limit travels alone. DeepSpeed's rule for `reduce_bucket_size`.
+#[derive(Debug, Clone)]
+pub struct BucketFill {
+    limit: usize,
+    elements: usize,
+}
+
+impl BucketFill {
+    /// Buckets of at most `limit` elements where gradients allow.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, elements: 0 }
+    }
+
+    /// Accounts for a gradient of `numel` elements; true if the bucket so far has to leave before it is added.
+    pub fn push(&mut self, numel: usize) -> bool {
+        let flush = self.elements > 0 && self.elements.saturating_add(numel) > self.limit;
+        self.elements = if flush { numel } else { self.elements + numel };
+        flush
+    }
+
+    /// The bucket has left.
+    pub fn reset(&mut self) {
+        self.elements = 0;
+    }
+}
+
+/// Offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
+pub fn chunk_offsets(params: &[ShardCut], mesh: ShardMesh, alignment: usize) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let offsets = params
+        .iter()
+        .map(|cut| {
+            let start = end.next_multiple_of(alignment);
+            end = start + mesh.shard_len(*cut);
+            start
+        })
+        .collect();
+    (offsets, end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_bucket_exceeds_its_limit_only_for_a_single_gradient(numels in prop::collection::vec(1usize..40, 1..50), limit in 1usize..60) {
+            let mut rule = BucketFill::new(limit);
+            let mut buckets: Vec<Vec<usize>> = vec![vec![]];
+            for n in &numels {
+                if rule.push(*n) {
+                    buckets.push(vec![]);
+                }
+                buckets.last_mut().unwrap_or_else(|| unreachable!()).push(*n);
+            }
+            prop_assert_eq!(buckets.concat(), numels);
+            for bucket in buckets {
+                prop_assert!(bucket.len() == 1 || bucket.iter().sum::<usize>() <= limit);
+            }
+        }
+
+        #[test]
+        fn shards_tile_a_chunk(numels in prop::collection::vec(0usize..40, 0..20), world in 1usize..9, alignment in 1usize..9) {
+            let cuts: Vec<ShardCut> = numels.iter().map(|n| ShardCut::anywhere(*n)).collect();
+            let (offsets, len) = chunk_offsets(&cuts, ShardMesh::among_all(world), alignment);
+            let mut next = 0;
+            for (offset, cut) in offsets.iter().zip(&cuts) {
+                prop_assert!(*offset >= next && *offset < next + alignment && offset % alignment == 0);
+                next = offset + cut.shard_len(world);
+            }
+            prop_assert_eq!(len, next);
+        }
+    }
+}

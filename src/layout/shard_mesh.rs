@@ -1,0 +1,149 @@
+//! How the ranks of a job divide what is sharded: among all of them, or among groups that each have all of it (MiCS).
+//!
+//! ```text
+//!   a parameter of 10 elements, 4 ranks, groups of 2
+//!   pieces, one of each rank     0 [0 1 2]   1 [3 4 5]   2 [6 7 8]   3 [9 . .]
+//!   shards, one of each place    0 [0 1 2       3 4 5]   1 [6 7 8       9 . .]
+//!
+//!            group 0           group 1
+//!   rank     0       1         2       3
+//!   shard    0       1         0       1
+//!   piece    0       2         1       3
+//! ```
+//!
+//! The data-parallel world is all ranks: batches, means and sums are over it. A rank holds the shard of its place in its
+//! group; so do the ranks of the same place in the other groups, and each of them answers for one piece of it: it sums its
+//! squares for the norm and saves it. Pieces are the shards of a job without groups. So is what is added up, and in which
+//! order; without groups a shard is a piece.
+
+use super::shard::ShardCut;
+use std::ops::Range;
+
+/// How the ranks of a job divide what is sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardMesh {
+    world_size: usize,
+    shards: usize,
+}
+
+impl ShardMesh {
+    /// Among all ranks: nothing is there twice.
+    pub fn among_all(world_size: usize) -> Self {
+        Self { world_size, shards: world_size }
+    }
+
+    /// Among each group of `shards` neighbours.
+    ///
+    /// # Panics
+    /// If the groups do not have as many ranks each.
+    pub fn in_groups(world_size: usize, shards: usize) -> Self {
+        assert!(shards > 0 && world_size.is_multiple_of(shards), "{world_size} ranks in groups of {shards}");
+        Self { world_size, shards }
+    }
+
+    /// All ranks.
+    pub fn world_size(self) -> usize {
+        self.world_size
+    }
+
+    /// Ranks of a group: the shards that a parameter is cut into.
+    pub fn shards(self) -> usize {
+        self.shards
+    }
+
+    /// Groups: how many ranks hold the same shard.
+    pub fn copies(self) -> usize {
+        self.world_size / self.shards
+    }
+
+    /// The mesh into pieces.
+    #[must_use]
+    pub fn pieces(self) -> Self {
+        Self::among_all(self.world_size)
+    }
+
+    /// The shard that `rank` holds.
+    pub fn shard_of(self, rank: usize) -> usize {
+        rank % self.shards
+    }
+
+    /// The piece, of its shard, that `rank` answers for.
+    pub fn piece_of(self, rank: usize) -> usize {
+        self.shard_of(rank) * self.copies() + rank / self.shards
+    }
+
+    /// The pieces of a shard.
+    pub fn pieces_of(self, shard: usize) -> Range<usize> {
+        shard * self.copies()..(shard + 1) * self.copies()
+    }
+
+    /// Elements of every shard of a parameter, padding included.
+    pub fn shard_len(self, cut: ShardCut) -> usize {
+        cut.shard_len(self.world_size) * self.copies()
+    }
+
+    /// The elements of a shard; fewer, or none, at the tail.
+    pub fn shard(self, cut: ShardCut, shard: usize) -> Range<usize> {
+        let pieces = self.pieces_of(shard);
+        cut.shard(self.world_size, pieces.start).start..cut.shard(self.world_size, pieces.end - 1).end
+    }
+
+    /// The elements of a piece; fewer, or none, at the tail.
+    pub fn piece(self, cut: ShardCut, piece: usize) -> Range<usize> {
+        cut.shard(self.world_size, piece)
+    }
+
+    /// What all ranks have, in the order of their pieces.
+    pub fn by_piece<T>(self, of_ranks: Vec<T>) -> Vec<T> {
+        let mut all: Vec<(usize, T)> = of_ranks.into_iter().enumerate().collect();
+        all.sort_by_key(|(rank, _)| self.piece_of(*rank));
+        all.into_iter().map(|(_, of_rank)| of_rank).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn four_ranks_in_groups_of_two() {
+        let mesh = ShardMesh::in_groups(4, 2);
+        let cut = ShardCut::anywhere(10);
+        let of_ranks: Vec<_> = (0..4).map(|rank| (mesh.shard_of(rank), mesh.piece_of(rank))).collect();
+        assert_eq!(of_ranks, [(0, 0), (1, 2), (0, 1), (1, 3)]);
+        assert_eq!([0, 1].map(|shard| mesh.shard(cut, shard)), [0..6, 6..10]);
+        assert_eq!([0, 1, 2, 3].map(|piece| mesh.piece(cut, piece)), [0..3, 3..6, 6..9, 9..10]);
+        assert_eq!(mesh.by_piece(vec![0, 1, 2, 3]), [0, 2, 1, 3]);
+    }
+
+    proptest! {
+        #[test]
+        fn each_group_has_all_and_each_piece_one_rank_that_holds_it(
+            numel in 0usize..2000, block in 1usize..40, shards in 1usize..9, copies in 1usize..5,
+        ) {
+            let (mesh, cut) = (ShardMesh::in_groups(shards * copies, shards), ShardCut { numel, block });
+            prop_assert_eq!((mesh.shards(), mesh.copies()), (shards, copies));
+            let mut next = 0;
+            for shard in 0..shards {
+                let range = mesh.shard(cut, shard);
+                prop_assert!(range.start == next && range.len() <= mesh.shard_len(cut));
+                prop_assert!(range.start.is_multiple_of(block) || range.start == numel);
+                next = range.end;
+            }
+            prop_assert_eq!(next, numel);
+            let mut pieces: Vec<usize> = (0..shards * copies).map(|rank| mesh.piece_of(rank)).collect();
+            for (rank, piece) in pieces.iter().enumerate() {
+                let (own, held) = (mesh.piece(cut, *piece), mesh.shard(cut, mesh.shard_of(rank)));
+                prop_assert!(held.start <= own.start && own.end <= held.end);
+                prop_assert!(mesh.pieces_of(mesh.shard_of(rank)).contains(piece));
+            }
+            prop_assert_eq!(mesh.by_piece(pieces.clone()), (0..shards * copies).collect::<Vec<_>>());
+            pieces.sort_unstable();
+            prop_assert_eq!(pieces, (0..shards * copies).collect::<Vec<_>>());
+            let all = ShardMesh::among_all(shards * copies);
+            prop_assert_eq!(all.shard_len(cut), cut.shard_len(shards * copies));
+            prop_assert_eq!(all.shard(cut, shards), all.piece(cut, shards));
+        }
+    }
+}

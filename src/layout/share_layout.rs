@@ -1,0 +1,121 @@
+//! Where a rank's shares of parameters lie: in which sub-group, from which element on, and with how much room.
+//!
+//! The engine lays its buffers and files out by this, and `zerorun estimate` counts by it.
+
+use super::shard::SubGroupFill;
+
+/// Lays shares into sub-groups, in order of registration.
+#[derive(Debug, Clone)]
+pub struct ShareLayout {
+    /// A rank owns its shard of a parameter, not the whole.
+    sharded: bool,
+    /// Room is a multiple of this many elements.
+    step: usize,
+    /// Elements of weights that stay in memory, where others lie in a file.
+    weights_in_memory: Option<usize>,
+    sub_group_size: usize,
+    /// The open sub-group of each class.
+    rules: Vec<SubGroupFill>,
+    /// Elements of weights so far; nothing from the first on that does not stay.
+    kept: Option<usize>,
+}
+
+/// Where one parameter's share lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharePosition {
+    /// Elements of the share, the padding of the last ranks included.
+    pub share: usize,
+    /// Elements that it takes in its sub-group.
+    pub room: usize,
+    /// It begins a new sub-group, and those of all classes that are not full end.
+    pub begins: bool,
+    /// It is the last of its sub-group.
+    pub closes: bool,
+    /// Its weights lie in a file, if any do.
+    pub spills: bool,
+}
+
+impl ShareLayout {
+    /// Sub-groups of about `sub_group_size` elements of shards; shares are whole parameters unless `sharded`.
+    pub fn new(sharded: bool, sub_group_size: usize) -> Self {
+        Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
+    }
+
+    /// Something lies in files, where a share begins at a multiple of `step` elements. `weights_in_memory`
+    /// (`max_in_cpu`): how many elements of the weights stay in memory, where weights lie in a file.
+    #[must_use]
+    pub fn in_files(self, step: usize, weights_in_memory: Option<usize>) -> Self {
+        Self { step, weights_in_memory, ..self }
+    }
+
+    /// Lays the share of a parameter: `shard` elements of each rank where shares are shards, else `whole`, in room for
+    /// whole blocks of `block` elements. Parameters of different classes (numbers from 0) lie in different sub-groups, as
+    /// not the same is kept of them.
+    pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
+        let share = if self.sharded { shard } else { whole };
+        let room = share.next_multiple_of(block).next_multiple_of(self.step);
+        let begins = self.fills_memory(room);
+        if begins {
+            // A sub-group's weights have one home, so where they change it, a new one begins.
+            self.rules.clear();
+        }
+        if self.rules.len() <= class {
+            self.rules.resize(class + 1, SubGroupFill::new(self.sub_group_size));
+        }
+        // The rule counts shards at every stage, so that groups are the same at every stage.
+        let closes = self.rules[class].push(shard);
+        SharePosition { share, room, begins, closes, spills: self.kept.is_none() }
+    }
+
+    /// Whether this share is the first that lies in a file. The first weights stay in memory.
+    fn fills_memory(&mut self, room: usize) -> bool {
+        let (Some(limit), Some(kept)) = (self.weights_in_memory, self.kept) else { return false };
+        self.kept = kept.checked_add(room).filter(|total| *total <= limit);
+        self.kept.is_none()
+    }
+}
+
+/// How many of `groups` sub-groups keep their optimizer state in memory: DeepSpeed's rule for `ratio`, the share of
+/// sub-groups that is offloaded. They are the first ones.
+pub fn groups_in_memory(groups: usize, ratio: f64) -> usize {
+    ((1.0 - ratio) * groups as f64) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_beyond_the_limit_begin_a_sub_group_in_the_file() {
+        let mut sharing = ShareLayout::new(true, 100).in_files(8, Some(24));
+        let laid: Vec<SharePosition> =
+            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
+        let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
+        assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
+        // 16 elements stay, 32 would be too many; and what comes later lies in the file too.
+        assert_eq!(laid.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
+        assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
+        assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);
+    }
+
+    #[test]
+    fn without_files_every_share_lies_next_to_the_one_before() {
+        let mut sharing = ShareLayout::new(false, 3);
+        let laid = sharing.push(3, 10, 0, 1);
+        assert_eq!(laid, SharePosition { share: 10, room: 10, begins: false, closes: true, spills: false });
+    }
+
+    #[test]
+    fn classes_fill_sub_groups_of_their_own_until_the_weights_spill() {
+        let mut sharing = ShareLayout::new(true, 10).in_files(1, Some(16));
+        let laid: Vec<SharePosition> =
+            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(n, n, class, 1)).into();
+        assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
+        assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
+    }
+
+    #[test]
+    fn the_ratio_rounds_down_what_stays() {
+        assert_eq!([0.0, 0.3, 0.5, 1.0].map(|ratio| groups_in_memory(5, ratio)), [5, 3, 2, 0]);
+    }
+}

@@ -1,0 +1,587 @@
+//! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, beside plain loops.
+//! `zerorun bench disk` prints it.
+//!
+//! ```text
+//!   reserve, fill -> 3 rounds of [write, read] by every access                  sequential
+//!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
+//!                 -> the update alone, in memory
+//!                 -> 3 rounds of the pipeline with no flag and with both, the update as long as the disk
+//!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
+//! ```
+//!
+//! Every pass begins with nothing of its files in the page cache, and ends when all that it wrote is on the disk. What
+//! is compared takes turns, since the bandwidth of a disk that others use changes from minute to minute; medians count.
+
+use super::aligned_buffer::AlignedBuffer;
+use super::disk_access::DiskAccess;
+use super::file_arena::ArenaPiece;
+use super::file_arena::{BounceBuffer, FileArena, FileExtent};
+use super::file_io::{FileIo, FileTransfer, threads};
+use super::offload_folder::OffloadFolder;
+use super::window_pipeline::{STEP, StateStream, WindowPipeline, WindowPlan, WindowSettings};
+use crate::config::{AdamConfig, Aio, OptimizerConfig};
+use crate::error::Result;
+use crate::memory::{Ledger, MemoryKind};
+use crate::optim::{Optimizer, StepContext, from_config};
+use crate::precision::FlatMut;
+use crate::util::pieces;
+use candle_core::DType;
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Times that every pass is made.
+const ROUNDS: usize = 3;
+
+/// Bytes of a system call of the plain loops.
+const PLAIN_BLOCK: usize = 1 << 20;
+
+/// Bytes of a transfer of the sequential passes: as of a stream of f32 in a window of the step, with direct access.
+const CHUNK: usize = 16 << 20;
+
+/// The step's kinds of state, in the order of its streams: name, dtype, read, written. Adam with bf16 parameters.
+const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
+    (MemoryKind::Parameters, "parameters", DType::BF16, false, true),
+    (MemoryKind::MasterWeights, "master weights", DType::F32, true, true),
+    (MemoryKind::Moments, "exp_avg", DType::F32, true, true),
+    (MemoryKind::Moments, "exp_avg_sq", DType::F32, true, true),
+    (MemoryKind::Gradients, "gradients", DType::BF16, true, false),
+];
+
+/// Block sizes and queue depths that a sweep tries.
+const SWEEP_BLOCKS: [usize; 3] = [256 << 10, 1 << 20, 4 << 20];
+const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
+
+/// The settings of a measurement.
+#[derive(Debug, Clone)]
+pub struct DiskBenchSettings {
+    /// The folder, as in `nvme_path`.
+    pub folder: PathBuf,
+    /// Bytes of all files together; at least one page of every file is used.
+    pub bytes: u64,
+    /// Requests.
+    pub aio: Aio,
+    /// Whether other block sizes and queue depths are tried too.
+    pub sweep: bool,
+}
+
+/// Speed of a folder. Serializes to the object that `zerorun bench disk --json` prints.
+#[derive(Debug, Clone, Serialize)]
+pub struct DiskBench {
+    /// The folder.
+    pub folder: PathBuf,
+    /// Bytes of all files together.
+    pub bytes: u64,
+    /// Requests of all passes except the sweep's.
+    pub aio: IoRequestSettings,
+    /// Whether the file system allows access around the page cache.
+    pub direct_is_possible: bool,
+    /// Largest part of the files that was in the page cache at the beginning of a pass, by samples. None where the
+    /// system does not say.
+    pub cached_at_start: Option<f64>,
+    /// Sequential passes, by access.
+    pub sequential: Vec<SequentialBench>,
+    /// The optimizer step.
+    pub step: StepBench,
+    /// The step by block size and queue depth, the fastest first. Empty unless asked for.
+    pub sweep: Vec<RequestSweepRow>,
+}
+
+/// How requests are cut and how many are under way: the section `aio` of a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct IoRequestSettings {
+    /// Bytes of a request.
+    pub block_size: usize,
+    /// Requests under way for each of `intra_op_parallelism`.
+    pub queue_depth: usize,
+    /// Multiplies `queue_depth`.
+    pub intra_op_parallelism: usize,
+}
+
+/// Times of a pass.
+#[derive(Debug, Clone, Serialize)]
+pub struct PassTiming {
+    /// Median of the rounds.
+    pub seconds: f64,
+    /// Bytes read and written, over the median.
+    pub bytes_per_s: f64,
+    /// Seconds of every round.
+    pub rounds: Vec<f64>,
+}
+
+/// All files from their beginning to their end, 16 MiB a transfer.
+#[derive(Debug, Clone, Serialize)]
+pub struct SequentialBench {
+    /// How.
+    pub access: DiskAccess,
+    /// Writing, with a sync at the end.
+    pub write: PassTiming,
+    /// Reading.
+    pub read: PassTiming,
+}
+
+/// The optimizer step over files: Adam with bf16 parameters. Master weights and two moments are read and written,
+/// gradients read, parameters written.
+#[derive(Debug, Clone, Serialize)]
+pub struct StepBench {
+    /// How files are accessed.
+    pub access: DiskAccess,
+    /// Elements.
+    pub elements: usize,
+    /// Elements of a window.
+    pub window: usize,
+    /// Bytes that a step reads and writes.
+    pub bytes: u64,
+    /// One thread that reads every stream of a window in blocks of 1 MiB and writes back what a step changes, without
+    /// the update. The faster one is the yardstick.
+    pub plain: Vec<PlainLoopBench>,
+    /// The engine's pipeline, with the update.
+    pub pipeline: Vec<PipelineBench>,
+    /// The update of as many elements, in memory.
+    pub update: PassTiming,
+    /// The pipeline with an update as long as the disk needs.
+    pub balanced: OverlapBench,
+}
+
+/// The most that overlapping can gain: the step with a longer update, where computing takes as long as the disk needs
+/// for a step without flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct OverlapBench {
+    /// How often a window is updated.
+    pub updates: usize,
+    /// The step with neither flag.
+    pub one_after_the_other: PassTiming,
+    /// The step with both flags.
+    pub overlapped: PassTiming,
+    /// How many times faster the latter is.
+    pub speedup: f64,
+}
+
+/// A plain loop.
+#[derive(Debug, Clone, Serialize)]
+pub struct PlainLoopBench {
+    /// How files are accessed.
+    pub access: DiskAccess,
+    /// Its times.
+    #[serde(flatten)]
+    pub timing: PassTiming,
+}
+
+/// The pipeline with one pair of flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct PipelineBench {
+    /// Windows are read ahead.
+    pub pipeline_read: bool,
+    /// Windows are written behind.
+    pub pipeline_write: bool,
+    /// Its times.
+    #[serde(flatten)]
+    pub timing: PassTiming,
+    /// Bytes per second over those of the faster plain loop.
+    pub of_plain: f64,
+}
+
+/// The step with both flags and other requests.
+#[derive(Debug, Clone, Serialize)]
+pub struct RequestSweepRow {
+    /// The requests.
+    pub aio: IoRequestSettings,
+    /// Its times.
+    #[serde(flatten)]
+    pub timing: PassTiming,
+}
+
+impl From<&Aio> for IoRequestSettings {
+    fn from(aio: &Aio) -> Self {
+        let Aio { block_size, queue_depth, intra_op_parallelism } = *aio;
+        Self { block_size, queue_depth, intra_op_parallelism }
+    }
+}
+
+impl PassTiming {
+    fn new(bytes: u64, rounds: Vec<f64>) -> Self {
+        let mut sorted = rounds.clone();
+        sorted.sort_by(f64::total_cmp);
+        // A clock that is too coarse for a tiny file must not give infinite speed.
+        let seconds = sorted[sorted.len() / 2].max(1e-9);
+        Self { seconds, bytes_per_s: bytes as f64 / seconds, rounds }
+    }
+}
+
+/// Measures a folder, which is locked meanwhile as for a job. `tell` learns how many passes are done, of how many, and
+/// which one comes now. The files have no name and are gone when this returns, or when the process ends.
+///
+/// # Errors
+/// The folder is not usable or in use, its disk too small (before anything is written), or a file operation fails.
+pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBench> {
+    let folder = OffloadFolder::open(&settings.folder, true)?;
+    let files = BenchFiles::create(&folder, settings.bytes)?;
+    let access = files.access;
+    let direct_is_possible = access == DiskAccess::Direct;
+    let accesses: Vec<DiskAccess> =
+        DiskAccess::ALL.into_iter().filter(|a| direct_is_possible || *a != DiskAccess::Direct).collect();
+    let plain: &[DiskAccess] =
+        if direct_is_possible { &[DiskAccess::Direct, DiskAccess::Cached] } else { &[DiskAccess::Cached] };
+    let sweep = if settings.sweep { sweep_of(&settings.aio) } else { Vec::new() };
+    let passes = 1 + ROUNDS * (2 * accesses.len() + plain.len() + FLAGS.len() + 1 + 2 + sweep.len());
+    let mut bench = DiskBenchRun { files, tell, done: 0, passes: passes as u64, cached: None };
+
+    let io = FileIo::start(&settings.aio, access)?;
+    let sequential = bench.sequential(&io, &settings.aio, &accesses)?;
+    io.choose(access);
+    let step = bench.step(&io, access, plain)?;
+    drop(io);
+    let sweep = bench.sweep(access, &sweep)?;
+    Ok(DiskBench {
+        folder: folder.path().to_owned(),
+        bytes: bench.files.bytes(),
+        aio: (&settings.aio).into(),
+        direct_is_possible,
+        cached_at_start: bench.cached,
+        sequential,
+        step,
+        sweep,
+    })
+}
+
+/// `pipeline_read`, `pipeline_write`.
+const FLAGS: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
+
+fn sweep_of(asked: &Aio) -> Vec<Aio> {
+    let with = |block_size| SWEEP_DEPTHS.map(|queue_depth| Aio { block_size, queue_depth, ..*asked });
+    SWEEP_BLOCKS.into_iter().flat_map(with).collect()
+}
+
+struct DiskBenchRun<'a> {
+    files: BenchFiles,
+    tell: &'a mut dyn FnMut(u64, u64, &str),
+    done: u64,
+    passes: u64,
+    cached: Option<f64>,
+}
+
+impl DiskBenchRun<'_> {
+    /// Seconds of one pass, from an empty page cache until all is on the disk.
+    fn time(&mut self, what: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
+        self.files.sync()?;
+        self.cached = match (self.cached, self.files.forget()?) {
+            (Some(before), Some(now)) => Some(before.max(now)),
+            (before, now) => before.or(now),
+        };
+        (self.tell)(self.done, self.passes, what);
+        let start = Instant::now();
+        pass(&self.files)?;
+        self.files.sync()?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.done += 1;
+        (self.tell)(self.done, self.passes, what);
+        Ok(seconds)
+    }
+
+    fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
+        // Enough for every thread to have a block, and one on its way to the next.
+        let under_way = threads(aio) * aio.block_size.min(CHUNK);
+        let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
+        // Reserved space has to be written once before it is read from the disk, and before writing it is what
+        // writing is in a step.
+        io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
+        self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
+        // Space that was never written is not read from the disk.
+        self.cached = None;
+        let mut rounds = vec![[Vec::new(), Vec::new()]; accesses.len()];
+        for _ in 0..ROUNDS {
+            for (access, [write, read]) in accesses.iter().zip(&mut rounds) {
+                io.choose(*access);
+                write.push(self.time(&format!("writing {access}"), |f| f.pass(io, true, &mut buffers))?);
+                read.push(self.time(&format!("reading {access}"), |f| f.pass(io, false, &mut buffers))?);
+            }
+        }
+        let bytes = self.files.bytes();
+        let speeds = accesses.iter().zip(rounds).map(|(access, [write, read])| SequentialBench {
+            access: *access,
+            write: PassTiming::new(bytes, write),
+            read: PassTiming::new(bytes, read),
+        });
+        Ok(speeds.collect())
+    }
+
+    fn step(&mut self, io: &FileIo, access: DiskAccess, plain: &[DiskAccess]) -> Result<StepBench> {
+        let mut adam = BenchAdam::new();
+        let mut windows = self.files.windows(1);
+        let mut loops = vec![Vec::new(); plain.len()];
+        let mut pipes = vec![Vec::new(); FLAGS.len()];
+        let mut updates = Vec::new();
+        for _ in 0..ROUNDS {
+            for (access, seconds) in plain.iter().zip(&mut loops) {
+                let what = format!("plain loop {access}");
+                seconds.push(self.time(&what, |files| files.plain(*access, &mut windows[0]))?);
+            }
+            for ((read, write), seconds) in FLAGS.into_iter().zip(&mut pipes) {
+                let what = format!("step with pipeline_read {read}, pipeline_write {write}");
+                seconds.push(self.time(&what, |files| files.step(io, (read, write), &mut adam, 1))?);
+            }
+        }
+        let mut windows = self.files.windows(WindowSettings::default().at_a_time());
+        for _ in 0..ROUNDS {
+            updates.push(self.time("the update alone", |files| {
+                for (i, range) in files.ranges().enumerate() {
+                    let n = windows.len();
+                    adam.update(windows[i % n].iter_mut().zip(STREAMS).map(|(b, s)| b.elements(s.2, 0..range.len())));
+                }
+                Ok(())
+            })?);
+        }
+        drop(windows);
+        let bytes = self.files.bytes_of_step();
+        let update = PassTiming::new(bytes, updates);
+        let disk = PassTiming::new(bytes, pipes[0].clone()).seconds - update.seconds;
+        let balanced = self.balanced(io, &mut adam, (disk / update.seconds).round().max(1.0) as usize)?;
+        let plain: Vec<PlainLoopBench> = plain
+            .iter()
+            .zip(loops)
+            .map(|(access, rounds)| PlainLoopBench { access: *access, timing: PassTiming::new(bytes, rounds) })
+            .collect();
+        let yardstick = plain.iter().map(|p| p.timing.bytes_per_s).fold(0.0, f64::max);
+        let pipeline = FLAGS.into_iter().zip(pipes).map(|((pipeline_read, pipeline_write), rounds)| {
+            let timing = PassTiming::new(bytes, rounds);
+            let of_plain = timing.bytes_per_s / yardstick;
+            PipelineBench { pipeline_read, pipeline_write, timing, of_plain }
+        });
+        Ok(StepBench {
+            access,
+            elements: self.files.elements,
+            window: self.files.window,
+            bytes,
+            pipeline: pipeline.collect(),
+            plain,
+            update,
+            balanced,
+        })
+    }
+
+    fn balanced(&mut self, io: &FileIo, adam: &mut BenchAdam, updates: usize) -> Result<OverlapBench> {
+        let flags = [false, true];
+        let mut rounds = flags.map(|_| Vec::new());
+        for _ in 0..ROUNDS {
+            for (flag, seconds) in flags.iter().zip(&mut rounds) {
+                let what = format!("step with {updates} updates, both flags {flag}");
+                seconds.push(self.time(&what, |files| files.step(io, (*flag, *flag), adam, updates))?);
+            }
+        }
+        let [one_after_the_other, overlapped] = rounds.map(|r| PassTiming::new(self.files.bytes_of_step(), r));
+        let speedup = one_after_the_other.seconds / overlapped.seconds;
+        Ok(OverlapBench { updates, one_after_the_other, overlapped, speedup })
+    }
+
+    fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<RequestSweepRow>> {
+        let mut adam = BenchAdam::new();
+        let mut rounds = vec![Vec::new(); settings.len()];
+        for _ in 0..ROUNDS {
+            for (aio, seconds) in settings.iter().zip(&mut rounds) {
+                let io = FileIo::start(aio, access)?;
+                let what = format!("step with block_size {}, queue_depth {}", aio.block_size, aio.queue_depth);
+                seconds.push(self.time(&what, |files| files.step(&io, (true, true), &mut adam, 1))?);
+            }
+        }
+        let bytes = self.files.bytes_of_step();
+        let mut rows: Vec<RequestSweepRow> = settings
+            .iter()
+            .zip(rounds)
+            .map(|(aio, rounds)| RequestSweepRow { aio: aio.into(), timing: PassTiming::new(bytes, rounds) })
+            .collect();
+        rows.sort_by(|a, b| a.timing.seconds.total_cmp(&b.timing.seconds));
+        Ok(rows)
+    }
+}
+
+/// The files of [`STREAMS`].
+struct BenchFiles {
+    arenas: Vec<Arc<FileArena>>,
+    streams: Vec<StateStream<FileExtent>>,
+    /// The engine's choice for files that the page cache cannot hold.
+    access: DiskAccess,
+    elements: usize,
+    /// Elements of a window of the step.
+    window: usize,
+    ledger: Ledger,
+}
+
+impl BenchFiles {
+    /// Reserves `bytes` bytes, which hold no data yet.
+    fn create(folder: &Arc<OffloadFolder>, bytes: u64) -> Result<Self> {
+        let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
+        let per_step = (per_element * STEP) as u64;
+        let steps = (bytes / per_step).max(1);
+        // Asked before it is reserved: a file system may hand out all that it has before it finds that this is not
+        // enough.
+        if folder.available() < steps.saturating_mul(per_step) {
+            folder.ask_for(bytes);
+            return Err(folder.refused());
+        }
+        let too_large = |arena: &Arc<FileArena>| arena.error("reserve", std::io::ErrorKind::FileTooLarge.into());
+        let ledger = Ledger::default();
+        let (mut arenas, mut streams, mut elements) = (Vec::new(), Vec::new(), 0);
+        for (kind, name, dtype, reads, writes) in STREAMS {
+            let arena = FileArena::create(folder, kind, name, &ledger)?;
+            elements = usize::try_from(steps * STEP as u64).map_err(|_| too_large(&arena))?;
+            let extent = FileExtent::at_end_of(&arena, dtype);
+            extent.grow(elements)?;
+            streams.push(StateStream { extent, reads, writes });
+            arenas.push(arena);
+        }
+        let is_direct = arenas.iter().all(|arena| arena.allows_direct());
+        let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
+        // As with the default buffer_count.
+        let windows = WindowSettings { buffer_count: Some(STREAMS.len()), access, ..WindowSettings::default() };
+        let window = windows.len(elements, STREAMS.len());
+        Ok(Self { arenas, streams, access, elements, window, ledger })
+    }
+
+    fn arenas(&self) -> impl Iterator<Item = &FileArena> {
+        self.arenas.iter().map(|a| &**a)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.elements as u64 * STREAMS.iter().map(|s| s.2.size_in_bytes() as u64).sum::<u64>()
+    }
+
+    fn bytes_of_step(&self) -> u64 {
+        let times = |s: &(_, _, DType, bool, bool)| s.2.size_in_bytes() as u64 * (u64::from(s.3) + u64::from(s.4));
+        self.elements as u64 * STREAMS.iter().map(times).sum::<u64>()
+    }
+
+    fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
+        pieces(self.elements, self.window)
+    }
+
+    /// Buffers of `count` windows of the step.
+    fn windows(&self, count: usize) -> Vec<Vec<AlignedBuffer>> {
+        let window = || STREAMS.iter().map(|s| pattern(self.window * s.2.size_in_bytes())).collect();
+        (0..count).map(|_| window()).collect()
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.arenas().try_for_each(FileArena::sync)
+    }
+
+    /// Empties the page cache of these files, and looks how much of them it still holds.
+    fn forget(&self) -> Result<Option<f64>> {
+        let cached: Vec<Option<f64>> = self.arenas().map(FileArena::forget).collect::<Result<_>>()?;
+        Ok(cached.into_iter().flatten().reduce(f64::max))
+    }
+
+    /// Reads or writes all files, one after the other, by way of `buffers` (at least one).
+    fn pass(&self, io: &FileIo, write: bool, buffers: &mut Vec<AlignedBuffer>) -> Result<()> {
+        let mut under_way: VecDeque<FileTransfer<AlignedBuffer>> = VecDeque::new();
+        for StateStream { extent, .. } in &self.streams {
+            for range in pieces(self.elements, CHUNK / extent.dtype().size_in_bytes()) {
+                let buffer = match buffers.pop() {
+                    Some(buffer) => buffer,
+                    None => under_way.pop_front().expect("there is a buffer").wait()?,
+                };
+                let pieces = vec![extent.piece(range, 0)];
+                under_way.push_back(if write { io.write(buffer, pieces) } else { io.read(buffer, pieces) });
+            }
+        }
+        for transfer in under_way {
+            buffers.push(transfer.wait()?);
+        }
+        Ok(())
+    }
+
+    /// The plain loop.
+    fn plain(&self, access: DiskAccess, buffers: &mut [AlignedBuffer]) -> Result<()> {
+        let mut bounce = BounceBuffer::default();
+        for range in self.ranges() {
+            for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.reads) {
+                let ArenaPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                for (i, block) in buffer.bytes_mut()[memory].chunks_mut(PLAIN_BLOCK).enumerate() {
+                    let at = at + (i * PLAIN_BLOCK) as u64;
+                    arena.read(access, at, block, &mut bounce).map_err(|e| arena.error("read", e))?;
+                }
+            }
+            for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.writes)
+            {
+                let ArenaPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                for (i, block) in buffer.bytes_mut()[memory].chunks(PLAIN_BLOCK).enumerate() {
+                    let at = at + (i * PLAIN_BLOCK) as u64;
+                    arena.write(access, at, block, &mut bounce).map_err(|e| arena.error("write", e))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The engine's step, which updates every window `updates` times.
+    fn step(
+        &self,
+        io: &FileIo,
+        (read_ahead, write_behind): (bool, bool),
+        adam: &mut BenchAdam,
+        updates: usize,
+    ) -> Result<()> {
+        let plan = self.ranges().map(|range| WindowPlan { range, streams: self.streams.clone() }).collect();
+        let windows = WindowSettings { read_ahead, write_behind, ..WindowSettings::default() };
+        let mut pipeline = WindowPipeline::new(io, &self.ledger, plan, windows);
+        for range in self.ranges() {
+            let mut window = pipeline.next()?;
+            for _ in 0..updates {
+                adam.update(window.staged.iter_mut().map(|staged| staged.part(range.clone())));
+            }
+            pipeline.done(window)?;
+        }
+        pipeline.finish()
+    }
+}
+
+/// The update of a window.
+struct BenchAdam {
+    optimizer: Box<dyn Optimizer>,
+    step: u64,
+}
+
+impl BenchAdam {
+    fn new() -> Self {
+        let config = AdamConfig {
+            lr: 1e-3,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: 0.0,
+            bias_correction: true,
+            decoupled: true,
+        };
+        Self { optimizer: from_config(&OptimizerConfig::Adam(config)), step: 0 }
+    }
+
+    /// Updates what the streams of a window hold, in their order.
+    fn update<'a>(&mut self, mut streams: impl Iterator<Item = FlatMut<'a>>) {
+        let mut next = || streams.next().expect("a window has all streams");
+        let half = next();
+        let mut f32s = || match next() {
+            FlatMut::F32(values) => values,
+            _ => unreachable!("master weights and moments are f32"),
+        };
+        let (master, mut moments) = (f32s(), [f32s(), f32s()]);
+        let grad = next();
+        // The number only scales the result; it has to be above 0.
+        self.step += 1;
+        let ctx = StepContext::new(1e-3, self.step);
+        self.optimizer.update(&ctx, master, grad.as_ref(), &mut moments, Some(half));
+    }
+}
+
+/// Bytes that are numbers between 0.007 and 1 as bf16 and as f32, and that no disk can hold in less space.
+fn pattern(len: usize) -> AlignedBuffer {
+    let mut buffer = AlignedBuffer::new(len);
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    for half in bytemuck::cast_slice_mut::<u8, u16>(buffer.bytes_mut()) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        *half = 0x3c00 + (state % 0x380) as u16;
+    }
+    buffer
+}

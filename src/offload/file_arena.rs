@@ -1,0 +1,334 @@
+//! One file of offloaded state: space is reserved at its end, and every place is read and written in blocks.
+//!
+//! The file has no name. It is gone with the process, however that ends, and nobody else can cut it short: reserved
+//! space stays, and a mapped page of it is always there.
+
+use super::aligned_buffer::{ALIGN, AlignedBuffer};
+use super::disk_access::DiskAccess;
+use super::offload_folder::OffloadFolder;
+use crate::error::{Error, OffloadError, Result};
+use crate::files;
+use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryTier};
+use crate::util::lock;
+use candle_core::DType;
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{Advice, FallocateFlags, IFlags, ioctl_getflags, ioctl_setflags};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use std::fs::File;
+use std::io::{Error as IoError, ErrorKind, IoSliceMut};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex};
+
+/// A place in a file and the bytes of a buffer that belong there.
+pub(crate) struct ArenaPiece {
+    pub arena: Arc<FileArena>,
+    /// Offset in the file, a multiple of [`ALIGN`].
+    pub at: u64,
+    pub memory: Range<usize>,
+}
+
+/// A file under `nvme_path`.
+#[derive(Debug)]
+pub(crate) struct FileArena {
+    folder: Arc<OffloadFolder>,
+    kind: MemoryKind,
+    name: &'static str,
+    cached: File,
+    /// The same file, around the page cache, where the file system allows that.
+    direct: Option<File>,
+    reserved: Mutex<ArenaReservation>,
+    ledger: Ledger,
+}
+
+#[derive(Debug)]
+struct ArenaReservation {
+    /// Length of the file.
+    bytes: u64,
+    given_back: u64,
+    held: LedgerEntry,
+    /// The file as it was when it was last mapped.
+    map: Option<Arc<MmapRaw>>,
+}
+
+/// Whether an empty file, opened for direct access, can really be accessed so: some file systems only refuse requests.
+fn works(direct: &File) -> bool {
+    let refused = direct
+        .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
+        .is_err_and(|e| e.kind() == ErrorKind::InvalidInput);
+    !refused && rustix::fs::ftruncate(direct, 0).is_ok()
+}
+
+/// The same file, which is empty, around the page cache: where that works.
+pub(crate) fn open_direct(cached: &File) -> Option<File> {
+    // A path of its own to the same file: the flag would otherwise hold for both.
+    let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
+    files::open_direct(again).filter(works)
+}
+
+impl FileArena {
+    /// An empty file for `kind`; `name` is for messages.
+    pub fn create(
+        folder: &Arc<OffloadFolder>,
+        kind: MemoryKind,
+        name: &'static str,
+        ledger: &Ledger,
+    ) -> Result<Arc<Self>> {
+        let cached = folder.unnamed_file()?;
+        let direct = open_direct(&cached);
+        // A file that is copied on every write (btrfs) would ask for space again and again. Others know no such flag.
+        let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
+        let held = ledger.hold_in(MemoryTier::File, kind, 0);
+        Ok(Arc::new(Self {
+            folder: folder.clone(),
+            kind,
+            name,
+            cached,
+            direct,
+            reserved: Mutex::new(ArenaReservation { bytes: 0, given_back: 0, held, map: None }),
+            ledger: ledger.clone(),
+        }))
+    }
+
+    /// Reserves `bytes` more at the end and returns where they begin. They read as zeros.
+    pub fn reserve(&self, bytes: usize) -> Result<u64> {
+        assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
+        let mut reserved = lock(&self.reserved);
+        let start = reserved.bytes;
+        let len = bytes as u64;
+        if bytes == 0 {
+            return Ok(start);
+        }
+        let result = match self.folder.ask_for(len) {
+            true => self.grow(start, bytes),
+            false => Err(ErrorKind::StorageFull.into()),
+        };
+        if let Err(error) = result {
+            // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
+            let _ = rustix::fs::ftruncate(&self.cached, start);
+            return Err(match error.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.refused(),
+                _ => self.error("reserve", error),
+            });
+        }
+        self.folder.got(len);
+        reserved.bytes += len;
+        self.account(&mut reserved);
+        Ok(start)
+    }
+
+    fn grow(&self, start: u64, bytes: usize) -> std::io::Result<()> {
+        match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, bytes as u64) {
+            Err(Errno::OPNOTSUPP) => self.fill(start, bytes),
+            result => result.map_err(IoError::from),
+        }
+    }
+
+    /// Reserves by writing zeros, where the file system knows no other way.
+    fn fill(&self, start: u64, bytes: usize) -> std::io::Result<()> {
+        let zeros = vec![0u8; bytes.min(1 << 20)];
+        for at in (0..bytes).step_by(zeros.len()) {
+            self.cached.write_all_at(&zeros[..zeros.len().min(bytes - at)], start + at as u64)?;
+        }
+        // Only then is the space there.
+        self.cached.sync_data()
+    }
+
+    /// Gives the space of `range` back; nothing may lie there any more.
+    pub fn give_back(&self, range: Range<u64>) {
+        let len = range.end - range.start;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Where a file system cannot, the space stays reserved until the job ends.
+        if len > 0 && rustix::fs::fallocate(&self.cached, flags, range.start, len).is_ok() {
+            let mut reserved = lock(&self.reserved);
+            reserved.given_back += len;
+            self.account(&mut reserved);
+        }
+    }
+
+    fn account(&self, reserved: &mut ArenaReservation) {
+        reserved.held.resize(usize::try_from(reserved.bytes - reserved.given_back).unwrap_or(usize::MAX));
+    }
+
+    pub fn allows_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Reads the bytes from `at` on. `bounce` is memory for a copy, used where `into` does not lie as it has to.
+    pub fn read(&self, access: DiskAccess, at: u64, into: &mut [u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
+        match (access, &self.direct) {
+            (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
+            (DiskAccess::Direct, Some(direct)) => {
+                let block = bounce.of(into.len(), &self.ledger);
+                direct.read_exact_at(block, at)?;
+                into.copy_from_slice(&block[..into.len()]);
+                Ok(())
+            }
+            (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
+                // SAFETY: `mapped` points to as many bytes of the file, which nobody writes meanwhile: a place in a
+                // file takes part in one transfer at a time.
+                unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
+            }),
+            _ => self.cached.read_exact_at(into, at),
+        }
+    }
+
+    /// Writes `from` at `at`; up to the next multiple of [`ALIGN`] the file then holds zeros or what was there.
+    pub fn write(&self, access: DiskAccess, at: u64, from: &[u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
+        match (access, &self.direct) {
+            (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
+            (DiskAccess::Direct, Some(direct)) => {
+                let block = bounce.of(from.len(), &self.ledger);
+                block[..from.len()].copy_from_slice(from);
+                block[from.len()..].fill(0);
+                direct.write_all_at(block, at)
+            }
+            (DiskAccess::Mapped, _) => self.with_mapped(at, from.len(), |mapped| {
+                // SAFETY: as in `read`; and the mapping allows writes, for the file is open for them.
+                unsafe { mapped.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
+            }),
+            _ => self.cached.write_all_at(from, at),
+        }
+    }
+
+    /// Lets `copy` work on `len` mapped bytes from `at` on, and gives their pages back.
+    fn with_mapped(&self, at: u64, len: usize, copy: impl FnOnce(*mut u8)) -> std::io::Result<()> {
+        let map = self.map()?;
+        let at = usize::try_from(at).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
+        assert!(at.checked_add(len).is_some_and(|end| end <= map.len()), "a block lies inside of its file");
+        let _resident = self.ledger.hold_in(MemoryTier::Mapped, self.kind, len.next_multiple_of(ALIGN));
+        copy(map.as_mut_ptr().wrapping_add(at));
+        let page = rustix::param::page_size();
+        let (start, end) = (at / page * page, (at + len).next_multiple_of(page).min(map.len()));
+        // SAFETY: the range lies in the mapping. The mapping is shared, so giving pages back loses nothing: what was
+        // written is in the page cache, and a neighbour who is copying in one of the pages gets it back at once.
+        unsafe {
+            let start = map.as_mut_ptr().add(start);
+            rustix::mm::madvise(start.cast(), end.saturating_sub(at / page * page), rustix::mm::Advice::LinuxDontNeed)?;
+        }
+        Ok(())
+    }
+
+    /// The whole file, mapped; anew after it has grown.
+    fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
+        let mut reserved = lock(&self.reserved);
+        let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
+        match &reserved.map {
+            Some(map) if map.len() == len => Ok(map.clone()),
+            _ => {
+                let map = Arc::new(MmapOptions::new().len(len).map_raw(&self.cached)?);
+                reserved.map = Some(map.clone());
+                Ok(map)
+            }
+        }
+    }
+
+    /// Waits until everything written is on the disk.
+    pub fn sync(&self) -> Result<()> {
+        rustix::fs::fdatasync(&self.cached).map_err(|errno| self.error("sync", errno.into()))
+    }
+
+    /// Takes the file out of the page cache, except what is not on the disk yet. Gives the part of it that is there
+    /// all the same, by samples, where the system tells.
+    pub fn forget(&self) -> Result<Option<f64>> {
+        const SAMPLES: u64 = 64;
+        let advise = |advice| {
+            rustix::fs::fadvise(&self.cached, 0, None, advice)
+                .map_err(|errno| self.error("take out of memory", errno.into()))
+        };
+        advise(Advice::DontNeed)?;
+        // Looking at a page must not make the system read its neighbours.
+        advise(Advice::Random)?;
+        let pages = lock(&self.reserved).bytes / ALIGN as u64;
+        let is_there = |i: u64| {
+            let (mut byte, at) = ([0u8], u64::midpoint(i * pages / SAMPLES, (i + 1) * pages / SAMPLES) * ALIGN as u64);
+            match preadv2(&self.cached, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
+                Ok(_) => Some(1.0),
+                Err(Errno::AGAIN) => Some(0.0),
+                Err(_) => None,
+            }
+        };
+        let there: Option<f64> = (0..SAMPLES).map(is_there).sum();
+        advise(Advice::Normal)?;
+        Ok(there.map(|there| there / SAMPLES as f64))
+    }
+
+    pub fn error(&self, action: &'static str, source: IoError) -> Error {
+        OffloadError::Io { action, what: self.name, path: self.folder.path().to_owned(), source }.into()
+    }
+}
+
+fn is_aligned(bytes: &[u8]) -> bool {
+    bytes.as_ptr().align_offset(ALIGN) == 0 && bytes.len().is_multiple_of(ALIGN)
+}
+
+/// Memory of one thread for blocks that do not lie as direct access needs them.
+#[derive(Default)]
+pub(crate) struct BounceBuffer(Option<(AlignedBuffer, LedgerEntry)>);
+
+impl BounceBuffer {
+    /// Whether there is no memory.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Room for `len` bytes, rounded up to what direct access needs.
+    fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
+        let len = len.next_multiple_of(ALIGN);
+        let memory = match self.0.take() {
+            Some(memory) if memory.0.len() >= len => memory,
+            smaller => {
+                drop(smaller);
+                (AlignedBuffer::new(len), ledger.hold(MemoryKind::Staging, len + ALIGN - 1))
+            }
+        };
+        &mut self.0.insert(memory).0.bytes_mut()[..len]
+    }
+}
+
+/// Consecutive elements of one dtype in a file.
+#[derive(Debug, Clone)]
+pub(crate) struct FileExtent {
+    arena: Arc<FileArena>,
+    /// Bytes before the first element.
+    start: u64,
+    dtype: DType,
+}
+
+impl FileExtent {
+    /// Elements without a place yet: those that the next ones reserved in `arena` will be.
+    pub fn at_end_of(arena: &Arc<FileArena>, dtype: DType) -> Self {
+        Self { arena: arena.clone(), start: lock(&arena.reserved).bytes, dtype }
+    }
+
+    /// Reserves `count` more elements. Nothing else may have been reserved in the file since the extent began.
+    pub fn grow(&self, count: usize) -> Result<()> {
+        let bytes = count.checked_mul(self.dtype.size_in_bytes());
+        self.arena.reserve(bytes.ok_or_else(|| self.arena.error("reserve", ErrorKind::FileTooLarge.into()))?)?;
+        Ok(())
+    }
+
+    /// Counts `count` more elements, for which there is no space.
+    pub fn ask_for(&self, count: usize) {
+        self.arena.folder.ask_for((count as u64).saturating_mul(self.dtype.size_in_bytes() as u64));
+    }
+
+    /// Gives the space of the first `count` elements back.
+    pub fn give_back(&self, count: usize) {
+        self.arena.give_back(self.start..self.start + (count * self.dtype.size_in_bytes()) as u64);
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements `range` and where they lie in a buffer, counted in elements. `range` starts where a file allows it.
+    pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
+        let size = self.dtype.size_in_bytes();
+        let at = self.start + (range.start * size) as u64;
+        assert!(at.is_multiple_of(ALIGN as u64), "pieces start at whole pages");
+        ArenaPiece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
+    }
+}

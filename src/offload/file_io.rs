@@ -1,0 +1,482 @@
+//! Requests to files, carried out by threads.
+//!
+//! ```text
+//!   read / write  -> cut into blocks -> queue -> thread: pread, pwrite or copy -> last block done -> wait returns
+//! ```
+//!
+//! Threads that block in the system are as fast here as asynchronous system calls at the block sizes that disks like
+//! (measured), and work on every file system. A transfer owns its buffer until it is waited for, so nobody can touch
+//! memory that the system is filling. A place in a file takes part in one transfer at a time; whoever wants to read
+//! what was written waits for the writing first.
+
+use super::aligned_buffer::ALIGN;
+use super::disk_access::{AtomicDiskAccess, DiskAccess};
+use super::file_arena::{ArenaPiece, BounceBuffer, FileArena};
+use super::offload_report::{IoMeter, OffloadReport};
+use super::transfer_buffer::TransferBuffer;
+use crate::config::Aio;
+use crate::error::{Error, OffloadError, Result};
+use crate::timeline::{self, CarriedContext, Lane};
+use crate::util::{lock, unpoisoned};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Upper bound on threads, regardless of `aio`.
+const MAX_THREADS: usize = 64;
+
+/// Bytes of a request at most: every thread may keep as many for a copy.
+const LARGEST_BLOCK: usize = 16 << 20;
+
+/// Bytes of [`FileIo::write_and_drop`] that may be waiting to be written, unless one transfer alone is larger.
+pub(crate) const UNWRITTEN: usize = 256 << 20;
+
+/// The threads of one rank.
+pub(crate) struct FileIo {
+    shared: Arc<FileIoShared>,
+    threads: Vec<JoinHandle<()>>,
+    block_size: usize,
+}
+
+/// How long a change of access waits at most for threads to give back what they keep.
+const SETTLING: Duration = Duration::from_secs(1);
+
+struct FileIoShared {
+    queue: Mutex<IoRequestQueue>,
+    /// There is a request, or there will be none any more.
+    wanted: Condvar,
+    /// Fewer bytes are unwritten.
+    written: Condvar,
+    /// No thread holds anything.
+    idle: Condvar,
+    chosen: AtomicDiskAccess,
+    meter: IoMeter,
+}
+
+#[derive(Default)]
+struct IoRequestQueue {
+    requests: VecDeque<IoRequest>,
+    unwritten: usize,
+    /// Threads that carry out a request, or have kept a copy of the last one.
+    holding: usize,
+    is_closed: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IoDirection {
+    Read,
+    Write,
+}
+
+impl IoDirection {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
+/// One block of a transfer.
+struct IoRequest {
+    batch: Arc<dyn BlockCompletion>,
+    arena: Arc<FileArena>,
+    direction: IoDirection,
+    at: u64,
+    memory: *mut u8,
+    len: usize,
+    carried: CarriedContext,
+}
+
+// SAFETY: `memory` points into the buffer that `batch` owns and keeps until its last request is over. Blocks of one
+// transfer are disjoint, so each is touched by the one thread that has the request.
+unsafe impl Send for IoRequest {}
+
+/// The results of a request, for its transfer.
+trait BlockCompletion: Send + Sync {
+    fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
+}
+
+/// A transfer under way. Dropping it does not stop it.
+pub(crate) struct FileTransfer<B> {
+    batch: Arc<FileTransferShared<B>>,
+    shared: Arc<FileIoShared>,
+}
+
+struct FileTransferShared<B> {
+    state: Mutex<FileTransferState<B>>,
+    over: Condvar,
+}
+
+struct FileTransferState<B> {
+    left: usize,
+    buffer: Option<B>,
+    /// Bytes that count as unwritten until this is over; the buffer is then dropped.
+    unwritten: usize,
+    error: Option<Error>,
+}
+
+/// Requests that are under way at a time.
+pub(crate) fn threads(aio: &Aio) -> usize {
+    aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
+}
+
+/// Bytes of a request at most.
+pub(crate) fn block_size(aio: &Aio) -> usize {
+    aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN
+}
+
+impl FileIo {
+    /// Starts the threads that `aio` asks for.
+    pub fn start(aio: &Aio, access: DiskAccess) -> Result<Self> {
+        let shared = Arc::new(FileIoShared {
+            queue: Mutex::default(),
+            wanted: Condvar::new(),
+            written: Condvar::new(),
+            idle: Condvar::new(),
+            chosen: AtomicDiskAccess::new(access),
+            meter: IoMeter::default(),
+        });
+        let block_size = block_size(aio);
+        let mut io = Self { shared, threads: Vec::new(), block_size };
+        for i in 0..threads(aio) {
+            let shared = io.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("offload-{i}")).stack_size(256 << 10);
+            io.threads.push(thread.spawn(move || shared.work(i)).map_err(OffloadError::Thread)?);
+        }
+        Ok(io)
+    }
+
+    pub fn choose(&self, access: DiskAccess) {
+        // Under the lock: no thread is then between its look at the access and its wait.
+        let queue = self.shared.lock();
+        self.shared.chosen.set(access);
+        // Idle threads give back what they keep for another access, before anything else is asked of them.
+        self.shared.wanted.notify_all();
+        if !self.shared.chosen.is_direct() {
+            drop(self.shared.idle.wait_timeout_while(queue, SETTLING, |queue| queue.holding > 0));
+        }
+    }
+
+    /// The access in force.
+    pub fn access(&self) -> DiskAccess {
+        self.shared.chosen.get()
+    }
+
+    pub fn report(&self) -> OffloadReport {
+        self.shared.meter.report()
+    }
+
+    /// Fills parts of `buffer` from files.
+    pub fn read<B: TransferBuffer>(&self, buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+        self.submit(buffer, pieces, IoDirection::Read, 0)
+    }
+
+    /// Writes parts of `buffer` to files; `wait` returns the buffer.
+    pub fn write<B: TransferBuffer>(&self, buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+        self.submit(buffer, pieces, IoDirection::Write, 0)
+    }
+
+    /// Writes parts of `buffer` to files, and drops it when that is done. Waits first where much is unwritten yet.
+    pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
+        let bytes = buffer.bytes().len().max(1);
+        let mut queue = self.shared.lock();
+        let start = Instant::now();
+        while queue.unwritten > 0 && queue.unwritten + bytes > UNWRITTEN {
+            queue = unpoisoned(self.shared.written.wait(queue));
+        }
+        queue.unwritten += bytes;
+        drop(queue);
+        self.shared.meter.waited(start.elapsed());
+        self.submit(buffer, pieces, IoDirection::Write, bytes)
+    }
+
+    fn submit<B: TransferBuffer>(
+        &self,
+        buffer: B,
+        pieces: Vec<ArenaPiece>,
+        direction: IoDirection,
+        unwritten: usize,
+    ) -> FileTransfer<B> {
+        let blocks: usize = pieces.iter().map(|p| p.memory.len().div_ceil(self.block_size)).sum();
+        let state = FileTransferState { left: blocks, buffer: Some(buffer), unwritten, error: None };
+        let batch = Arc::new(FileTransferShared { state: Mutex::new(state), over: Condvar::new() });
+        let carried = timeline::carry();
+        let mut queue = self.shared.lock();
+        let mut state = lock(&batch.state);
+        if let Some(buffer) = &mut state.buffer {
+            let bytes = buffer.bytes();
+            for ArenaPiece { arena, at, memory } in pieces {
+                for (i, block) in bytes[memory].chunks_mut(self.block_size).enumerate() {
+                    queue.requests.push_back(IoRequest {
+                        batch: batch.clone(),
+                        arena: arena.clone(),
+                        direction,
+                        at: at + (i * self.block_size) as u64,
+                        memory: block.as_mut_ptr(),
+                        len: block.len(),
+                        carried: carried.clone(),
+                    });
+                }
+            }
+        }
+        if blocks == 0 {
+            state.finish(&mut queue);
+        }
+        drop((state, queue));
+        self.shared.wanted.notify_all();
+        FileTransfer { batch, shared: self.shared.clone() }
+    }
+}
+
+impl Drop for FileIo {
+    /// Carries out what has been asked for, and stops the threads.
+    fn drop(&mut self) {
+        self.shared.lock().is_closed = true;
+        self.shared.wanted.notify_all();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl FileIoShared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, IoRequestQueue> {
+        lock(&self.queue)
+    }
+
+    /// The work of one thread.
+    fn work(&self, thread: usize) {
+        let (mut bounce, mut holds) = (BounceBuffer::default(), false);
+        loop {
+            let mut queue = self.lock();
+            let request = loop {
+                // Also where a request is there already: what it needs must not come on top.
+                if !self.chosen.is_direct() {
+                    bounce = BounceBuffer::default();
+                }
+                if holds && bounce.is_empty() {
+                    holds = false;
+                    queue.holding -= 1;
+                    self.idle.notify_all();
+                }
+                if let Some(request) = queue.requests.pop_front() {
+                    queue.holding += usize::from(!holds);
+                    holds = true;
+                    break request;
+                }
+                if queue.is_closed {
+                    return;
+                }
+                queue = unpoisoned(self.wanted.wait(queue));
+            };
+            drop(queue);
+            let span = request.carried.span(Lane::File(thread), timeline::Kind::File, request.direction.name());
+            let _span = span.with("bytes", request.len as u64);
+            self.carry_out(request, &mut bounce);
+        }
+    }
+
+    fn carry_out(
+        &self,
+        IoRequest { batch, arena, direction, at, memory, len, .. }: IoRequest,
+        bounce: &mut BounceBuffer,
+    ) {
+        let access = self.chosen.of_file(arena.allows_direct());
+        // SAFETY: see the `Send` of requests: these bytes are inside of a live buffer, and nobody else's meanwhile.
+        let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
+        self.meter.begin();
+        let moved = match direction {
+            IoDirection::Read => [len, 0],
+            IoDirection::Write => [0, len],
+        };
+        // Whoever waits learns of a panic too; else it would wait forever.
+        let done = catch_unwind(AssertUnwindSafe(|| match direction {
+            IoDirection::Read => arena.read(access, at, memory, bounce),
+            IoDirection::Write => arena.write(access, at, memory, bounce),
+        }));
+        let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a thread for files panicked")));
+        self.meter.end(moved);
+        batch.is_over(result.map_err(|e| arena.error(direction.name(), e)), self);
+    }
+}
+
+impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
+    fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared) {
+        // Both locks are taken in the order of `submit`.
+        let mut queue = shared.lock();
+        let mut state = lock(&self.state);
+        if let Err(error) = result {
+            state.error.get_or_insert(error);
+        }
+        state.left -= 1;
+        if state.left == 0 {
+            let dropped = state.finish(&mut queue);
+            drop(queue);
+            // Before anybody learns that the transfer is over: its memory counts until it is gone.
+            drop(dropped);
+            drop(state);
+            self.over.notify_all();
+            shared.written.notify_all();
+        }
+    }
+}
+
+impl<B> FileTransferState<B> {
+    /// The last block is over; gives what is to be dropped.
+    fn finish(&mut self, queue: &mut IoRequestQueue) -> Option<B> {
+        queue.unwritten -= self.unwritten;
+        if self.unwritten > 0 { self.buffer.take() } else { None }
+    }
+}
+
+impl<B> FileTransfer<B> {
+    /// Waits for the last block.
+    ///
+    /// # Errors
+    /// The first request that failed.
+    fn finish(self) -> Result<Option<B>> {
+        let start = Instant::now();
+        let mut state = lock(&self.batch.state);
+        let _span = timeline::span(timeline::Kind::Wait, "wait for file");
+        while state.left > 0 {
+            state = unpoisoned(self.batch.over.wait(state));
+        }
+        self.shared.meter.waited(start.elapsed());
+        match state.error.take() {
+            Some(error) => Err(error),
+            None => Ok(state.buffer.take()),
+        }
+    }
+
+    /// Waits until everything is read or written, and gives the buffer back.
+    ///
+    /// # Errors
+    /// The first request that failed.
+    ///
+    /// # Panics
+    /// If the buffer was to be dropped.
+    pub fn wait(self) -> Result<B> {
+        Ok(self.finish()?.expect("the buffer is there until it is taken"))
+    }
+
+    /// Waits until everything is written.
+    ///
+    /// # Errors
+    /// The first request that failed.
+    pub fn written(self) -> Result<()> {
+        self.finish().map(drop)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::memory::{Ledger, MemoryKind};
+    use crate::offload::offload_folder::OffloadFolder;
+    use crate::precision::Flat;
+    use proptest::prelude::*;
+
+    fn arena(path: &std::path::Path, pages: usize) -> Arc<FileArena> {
+        let folder = OffloadFolder::open(path, false).unwrap();
+        let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &Ledger::default()).unwrap();
+        arena.reserve(pages * ALIGN).unwrap();
+        arena
+    }
+
+    fn io(block_size: usize, threads: usize, access: DiskAccess) -> FileIo {
+        FileIo::start(&Aio { block_size, queue_depth: threads, intra_op_parallelism: 1 }, access).unwrap()
+    }
+
+    fn any_access() -> impl Strategy<Value = DiskAccess> {
+        proptest::sample::select(vec![DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn what_is_written_is_read_whatever_the_pieces(
+            // Pages between pieces, elements before each in memory, and elements of each.
+            pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
+            block_size in 0usize..20_000,
+            threads in 0usize..5,
+            ways in (any_access(), any_access()),
+            dropped in any::<bool>(),
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let arena = arena(path.path(), 64);
+            let io = io(block_size, threads, ways.0);
+            let (mut at, mut from, mut places) = (0, 0, vec![]);
+            for (pages, before, len) in pieces {
+                at += pages * ALIGN;
+                let start = from + before;
+                from = start + len;
+                places.push((at as u64, start * 4..from * 4));
+                at += (len * 4).next_multiple_of(ALIGN);
+            }
+            prop_assume!(at <= 64 * ALIGN);
+            let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
+            let all = || -> Vec<ArenaPiece> {
+                places.iter().map(|(at, memory)| ArenaPiece { arena: arena.clone(), at: *at, memory: memory.clone() }).collect()
+            };
+            let flat = Flat::F32(values.clone());
+            if dropped {
+                io.write_and_drop(flat, all()).written().unwrap();
+            } else {
+                prop_assert_eq!(io.write(flat, all()).wait().unwrap(), Flat::F32(values.clone()));
+            }
+            io.choose(ways.1);
+            let found = io.read(Flat::F32(vec![-1.0; from]), all()).wait().unwrap();
+            let is_read = |i: usize| places.iter().any(|(_, memory)| memory.contains(&(i * 4)));
+            let expected = values.iter().enumerate().map(|(i, v)| if is_read(i) { *v } else { -1.0 }).collect();
+            prop_assert_eq!(found, Flat::F32(expected));
+            let bytes: u64 = places.iter().map(|(_, memory)| memory.len() as u64).sum();
+            prop_assert_eq!((io.report().bytes_written, io.report().bytes_read), (bytes, bytes));
+        }
+
+        #[test]
+        fn an_error_in_one_block_is_returned_and_the_next_transfer_works(
+            pages in 1usize..8, bad in 0usize..8, block_pages in 1usize..3, threads in 1usize..4, direct in any::<bool>(),
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let arena = arena(path.path(), 8);
+            let io = io(block_pages * ALIGN, threads, if direct { DiskAccess::Direct } else { DiskAccess::Cached });
+            // One piece lies beyond the end of the file.
+            let piece = |i: usize| {
+                let at = if i == bad { 9 } else { i } * ALIGN;
+                ArenaPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
+            };
+            let read = || io.read(Flat::F32(vec![1.0; pages * ALIGN / 4]), (0..pages).map(piece).collect()).wait();
+            for _ in 0..2 {
+                match read() {
+                    Err(Error::Offload(OffloadError::Io { action: "read", what: "a test", .. })) => prop_assert!(bad < pages),
+                    Err(error) => prop_assert!(false, "{}", error),
+                    Ok(flat) => prop_assert!(bad >= pages && flat == Flat::F32(vec![0.0; pages * ALIGN / 4])),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_waits_to_be_written_is_bounded_and_written_when_the_threads_end() {
+        let path = tempfile::tempdir().unwrap();
+        let arena = arena(path.path(), 64);
+        let io = io(ALIGN, 1, DiskAccess::Cached);
+        for i in 0..64u64 {
+            let piece = ArenaPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
+            // Nobody waits for it.
+            drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
+        }
+        drop(io);
+        let mut found = vec![0u8; 64 * ALIGN];
+        arena.read(DiskAccess::Cached, 0, &mut found, &mut BounceBuffer::default()).unwrap();
+        for (i, page) in found.chunks(ALIGN).enumerate() {
+            assert!(page.chunks(4).all(|v| v == (i as f32).to_le_bytes()), "page {i}");
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
+
+use super::available_memory::available_memory;
+use crate::error::{Error, OffloadError, Result};
+use crate::files::{FolderLock, LOCK, folder_of};
+use crate::notice::say;
+use rustix::fs::{Mode, OFlags};
+use std::fs::{DirBuilder, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Beginning of the names of files on file systems that know no files without a name. They have one for a moment.
+const PREFIX: &str = ".candle-zero-offload-";
+
+/// How long a process that was killed may hold the folder.
+const DYING: Duration = Duration::from_secs(2);
+
+/// The part of the memory that was free which files on tmpfs leave to everything else.
+const LEFT_OVER: u64 = 16;
+
+/// A folder for files of offloaded state.
+#[derive(Debug)]
+pub(crate) struct OffloadFolder {
+    path: PathBuf,
+    /// Locked by the first rank as long as this lives; the engines of a process share the lock.
+    _lock: Option<Arc<FolderLock>>,
+    /// Bytes that this rank's files have been given, and bytes that they have asked for.
+    got: AtomicU64,
+    asked: AtomicU64,
+    /// Whether a file was refused what it asked for.
+    is_full: AtomicBool,
+    /// Bytes that were free when it was opened, and the number of the file system.
+    free: u64,
+    device: u64,
+    /// Where files take memory.
+    memory: Option<TmpfsMemory>,
+}
+
+/// The memory that files take.
+#[derive(Debug)]
+struct TmpfsMemory {
+    /// Bytes that were free when the folder was opened, and what says how many are now.
+    free: u64,
+    now: fn() -> u64,
+    /// Whether a file was refused for it.
+    is_full: AtomicBool,
+}
+
+/// The space that a rank's files have asked of a folder: ranks exchange it to find out how much is missing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SpaceDemand {
+    pub device: u64,
+    pub free: u64,
+    pub asked: u64,
+    pub got: u64,
+    pub is_full: bool,
+    /// Bytes of memory that were free, where a file was refused for it; else 0.
+    pub memory: u64,
+}
+
+impl OffloadFolder {
+    /// Looks at `path`, and creates it where it is clear where; the first rank of a job locks it for all of them. Files
+    /// have no names, so several engines of a process have no need of folders of their own.
+    pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
+        let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
+        let found = match std::fs::metadata(path) {
+            Err(e) if e.kind() == ErrorKind::NotFound => create(path).and_then(|()| std::fs::metadata(path)),
+            found => found,
+        };
+        let metadata = found.map_err(|e| match e.kind() {
+            ErrorKind::NotFound => wrong(format!(
+                "there is no such folder, nor the one that it would be in; create it (mkdir -p {}), or correct nvme_path",
+                path.display()
+            )),
+            _ => wrong(format!("{e}; correct nvme_path")),
+        })?;
+        if !metadata.is_dir() {
+            return Err(wrong("it is a file; nvme_path names a folder".into()));
+        }
+        drop(unnamed_file(path)?);
+        let lock = if is_first { Some(lock(path)?) } else { None };
+        let memory = TmpfsMemory { free: available_memory(), now: available_memory, is_full: false.into() };
+        let folder = Self {
+            path: path.to_owned(),
+            _lock: lock,
+            got: 0.into(),
+            asked: 0.into(),
+            is_full: false.into(),
+            free: free(path),
+            device: metadata.dev(),
+            memory: is_memory(path).then_some(memory),
+        };
+        // What another engine of this process has is none of a dead job's.
+        if folder._lock.as_ref().is_some_and(|lock| Arc::strong_count(lock) == 1) {
+            folder.remove_leftovers();
+        }
+        if is_first && folder.memory.is_some() {
+            say(&format!(
+                "warning: {} is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk",
+                path.display()
+            ));
+        }
+        Ok(Arc::new(folder))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A new file that has no name.
+    pub fn unnamed_file(&self) -> Result<File> {
+        unnamed_file(&self.path)
+    }
+
+    /// Files of a job that died in the moment in which they had a name.
+    fn remove_leftovers(&self) {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(PREFIX)) {
+            // Whoever cannot be removed takes no space.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+
+    /// A file is about to reserve `bytes`: whether it may try. In memory it may not where they would not fit, since the
+    /// system would give them, and kill somebody for it later.
+    pub fn ask_for(&self, bytes: u64) -> bool {
+        self.asked.fetch_add(bytes, Ordering::Relaxed);
+        let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
+        // 0 where the system does not say.
+        let fits = *free == 0 || bytes.saturating_add(free / LEFT_OVER) <= now();
+        is_full.fetch_or(!fits, Ordering::Relaxed);
+        fits
+    }
+
+    /// It has got them.
+    pub fn got(&self, bytes: u64) {
+        self.got.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that this rank's files have reserved.
+    pub fn reserved(&self) -> u64 {
+        self.got.load(Ordering::Relaxed)
+    }
+
+    /// The space that this rank's files have asked for so far.
+    pub(super) fn demand(&self) -> SpaceDemand {
+        let load = |bytes: &AtomicU64| bytes.load(Ordering::Relaxed);
+        SpaceDemand {
+            device: self.device,
+            free: self.free,
+            asked: load(&self.asked),
+            got: load(&self.got),
+            is_full: self.is_full.load(Ordering::Relaxed),
+            memory: self.memory.as_ref().filter(|m| m.is_full.load(Ordering::Relaxed)).map_or(0, |m| m.free),
+        }
+    }
+
+    /// A file was refused what it asked for: the error for this rank alone.
+    pub fn refused(&self) -> Error {
+        self.is_full.store(true, Ordering::Relaxed);
+        let own = self.demand();
+        self.too_small(SpaceDemand { free: own.got.saturating_add(free(&self.path)), ..own })
+    }
+
+    /// The error of files that ask for more than they have got.
+    pub(super) fn too_small(&self, demand: SpaceDemand) -> Error {
+        let SpaceDemand { free, asked, got, memory, .. } = demand;
+        let path = self.path.clone();
+        if memory > 0 {
+            return OffloadError::Memory { path, needed: asked, available: memory }.into();
+        }
+        // With a quota, or where somebody else takes what is free, less can be had than what is free.
+        let available = if free < asked { free } else { got };
+        OffloadError::Space { path, needed: asked, available }.into()
+    }
+
+    /// Bytes that the file system can give to this rank's files, those included that they have.
+    pub fn available(&self) -> u64 {
+        free(&self.path).saturating_add(self.reserved())
+    }
+}
+
+/// A new file in `folder` that has no name.
+fn unnamed_file(folder: &Path) -> Result<File> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let why = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => return Ok(file.into()),
+        Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
+        Err(_) => match tempfile::Builder::new().prefix(PREFIX).tempfile_in(folder) {
+            Ok(file) => return Ok(file.into_file()),
+            // Its own text names a file that the user has not asked for.
+            Err(error) => error.kind().to_string(),
+        },
+    };
+    let problem = format!("no file can be created in it: {why}; give a folder that can be written to");
+    Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
+}
+
+/// Creates the folder where the one that it is in is there, and below the user's home: elsewhere a disk may not be
+/// mounted, or the path be wrong.
+fn create(path: &Path) -> std::io::Result<()> {
+    let parent = folder_of(path);
+    if !parent.is_dir() && std::env::home_dir().is_some_and(|home| home.is_dir() && path.starts_with(home)) {
+        DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(path) {
+        // Of all ranks one has created it.
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(e) => Err(e),
+        Ok(()) => {
+            say(&format!("offload: created the folder {}, which nvme_path names", path.display()));
+            Ok(())
+        }
+    }
+}
+
+fn lock(path: &Path) -> Result<Arc<FolderLock>> {
+    let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
+    let asked = FolderLock::share(path, DYING).map_err(|e| {
+        wrong(format!(
+            "its file {LOCK} cannot be locked: {e}; another user may be its owner: give a folder of your own"
+        ))
+    })?;
+    match asked {
+        Ok(lock) if lock.holds() => Ok(lock),
+        Ok(_) => Err(wrong("its file system knows no locks; give a folder on a local disk".into())),
+        Err(owner) => Err(OffloadError::Busy { path: path.to_owned(), owner }.into()),
+    }
+}
+
+/// Bytes that this user may still write to the disk of `path`, or to that of what it would be in; 0 where it does not
+/// say.
+pub(crate) fn free(path: &Path) -> u64 {
+    let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
+    rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
+}
+
+/// Whether the files of a folder lie in memory.
+pub(crate) fn is_memory(path: &Path) -> bool {
+    const TMPFS: i64 = 0x0102_1994;
+    const RAMFS: i64 = 0x8584_58f6;
+    #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
+    rustix::fs::statfs(path).is_ok_and(|s| [TMPFS, RAMFS].contains(&i64::from(s.f_type)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::memory::{Ledger, MemoryKind};
+    use crate::offload::file_arena::FileArena;
+
+    #[test]
+    fn files_in_memory_that_would_not_fit_are_refused_before_they_take_any() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let folder = OffloadFolder::open(dir.path(), true).unwrap();
+        let mut folder = Arc::into_inner(folder).unwrap();
+        assert!(folder.memory.as_ref().unwrap().free > 0);
+        // As where little memory is free.
+        folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
+        let arena =
+            FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &Ledger::default()).unwrap();
+        arena.reserve(512 << 10).unwrap();
+        let error = arena.reserve(1 << 20).unwrap_err();
+        assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));
+        let text = error.to_string().replace(dir.path().to_str().unwrap(), "FOLDER");
+        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, and 1048576 were free; let nvme_path name a folder on a disk");
+    }
+
+    #[test]
+    fn a_folder_is_created_in_one_that_is_there_and_nowhere_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one");
+        drop(OffloadFolder::open(&path, true).unwrap());
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o700);
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
+        let text = OffloadFolder::open(&dir.path().join("no/such"), true).unwrap_err().to_string();
+        insta::assert_snapshot!(text.replace(dir.path().to_str().unwrap(), "DIR"), @"cannot offload to DIR/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p DIR/no/such), or correct nvme_path");
+        assert!(!dir.path().join("no").exists());
+    }
+}

@@ -1,0 +1,157 @@
+//! The files of one rank: which kinds of state lie in one, and how the step passes through them.
+
+use super::disk_access::DiskAccess;
+use super::file_arena::FileArena;
+use super::file_io::FileIo;
+use super::offload_folder::{OffloadFolder, SpaceDemand};
+use super::offload_report::OffloadReport;
+use super::spill_file::{SpillFile, SpilledTensor};
+use super::window_pipeline::WindowSettings;
+use crate::comm::Communicator;
+use crate::comm::agree::gather_u64;
+use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo};
+use crate::error::Result;
+use crate::memory::{Ledger, MemoryKind};
+use crate::optim::ParamClass;
+use crate::precision::Flat;
+use crate::util::lock;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+/// Offloaded state of one rank. Exists where something is offloaded to `nvme`.
+pub(crate) struct OffloadStore {
+    pub io: Arc<FileIo>,
+    /// Where parameter shards lie.
+    params: Option<Arc<OffloadFolder>>,
+    /// Where master weights, gradients and moments lie.
+    optimizer: Option<Arc<OffloadFolder>>,
+    settings: Option<OffloadOptimizer>,
+    files: Mutex<BTreeMap<StateFileContent, Arc<FileArena>>>,
+    /// Inputs of recomputing units; empty without `cpu_checkpointing`.
+    spill: Arc<SpillFile>,
+    folders: Vec<Arc<OffloadFolder>>,
+    /// The access that the user chose, instead of the fastest.
+    access: Option<DiskAccess>,
+    ledger: Ledger,
+}
+
+/// What a file holds: one kind of state, and of those whose sub-groups grow side by side, of one class of parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StateFileContent {
+    pub kind: MemoryKind,
+    /// For people; of moments, that of the state.
+    pub name: &'static str,
+    pub class: Option<ParamClass>,
+}
+
+impl OffloadStore {
+    /// Opens the folders that `config` asks for. Nothing if there are none.
+    pub fn open(
+        config: &Config,
+        is_first_rank: bool,
+        access: Option<DiskAccess>,
+        ledger: &Ledger,
+    ) -> Result<Option<Arc<Self>>> {
+        let mut folders: Vec<Arc<OffloadFolder>> = Vec::new();
+        let mut folder = |path: &Path| -> Result<Arc<OffloadFolder>> {
+            // One folder by two names is locked once.
+            let same = |known: &&Arc<OffloadFolder>| {
+                std::fs::canonicalize(known.path()).ok() == std::fs::canonicalize(path).ok()
+            };
+            if let Some(known) = folders.iter().find(same) {
+                return Ok(known.clone());
+            }
+            folders.push(OffloadFolder::open(path, is_first_rank)?);
+            Ok(folders[folders.len() - 1].clone())
+        };
+        let zero = &config.zero;
+        let params = match &zero.offload_param {
+            Some(OffloadParam { to: OffloadTo::Nvme { path }, .. }) => Some(folder(path)?),
+            _ => None,
+        };
+        let (optimizer, settings) = match &zero.offload_optimizer {
+            Some(settings @ OffloadOptimizer { to: OffloadTo::Nvme { path }, .. }) => {
+                (Some(folder(path)?), Some(settings.clone()))
+            }
+            _ => (None, None),
+        };
+        let Some(any) = folders.first() else { return Ok(None) };
+        let activations = FileArena::create(any, MemoryKind::Activations, "activations", ledger)?;
+        // Nothing is in the page cache yet, and what is written first is read much later.
+        let io = Arc::new(FileIo::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?);
+        let spill = Arc::new(SpillFile::new(io.clone(), activations));
+        let (files, ledger) = (Mutex::default(), ledger.clone());
+        Ok(Some(Arc::new(Self { io, params, optimizer, settings, files, spill, folders, access, ledger })))
+    }
+
+    /// The file of `content`, which is made when it is first asked for.
+    pub fn file(&self, content: StateFileContent) -> Result<Arc<FileArena>> {
+        let StateFileContent { kind, name, .. } = content;
+        let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };
+        let folder = folder.as_ref().expect("a state that lies in a file has a folder");
+        let mut files = lock(&self.files);
+        if let Some(file) = files.get(&content) {
+            return Ok(file.clone());
+        }
+        let file = FileArena::create(folder, kind, name, &self.ledger)?;
+        files.insert(content, file.clone());
+        Ok(file)
+    }
+
+    /// From now on states get new files; those of today are gone with the last place in them.
+    pub fn begin_anew(&self) {
+        lock(&self.files).clear();
+    }
+
+    /// Everything has its place: chooses how the files are accessed from now on, by their size.
+    pub fn choose_access(&self, world_size: usize) -> DiskAccess {
+        let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
+        // A file that does not allow it is mapped; where none does, that is what is chosen, and told.
+        let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
+        let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
+            DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
+            access => access,
+        };
+        self.io.choose(access);
+        access
+    }
+
+    /// How a pass goes through the files.
+    pub fn windows(&self) -> WindowSettings {
+        WindowSettings::new(self.settings.as_ref(), self.io.access())
+    }
+
+    /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
+    ///
+    /// # Errors
+    /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
+    /// the disk that is too small.
+    pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
+        let numbers = |d: SpaceDemand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
+        let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
+        let demand = |n: &[u64; 6]| {
+            let is_full = n[4] != 0;
+            SpaceDemand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full, memory: n[5] }
+        };
+        let all = gather_u64(comm, &own)?;
+        let all: Vec<SpaceDemand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
+        let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
+        // Folders on one disk share it.
+        let there = || all.iter().filter(|d| d.device == full.device);
+        let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
+        let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
+        // A rank that has no folder there learns of it from the others.
+        let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
+        folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
+    }
+
+    /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.
+    pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
+        self.spill.write(values)
+    }
+
+    pub fn report(&self) -> OffloadReport {
+        self.io.report()
+    }
+}

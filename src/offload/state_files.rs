@@ -1,0 +1,110 @@
+//! The trait behind transfers between files and memory: the threads of a [`FileIo`], or a rehearsal that only counts.
+
+use super::aligned_buffer::AlignedBuffer;
+use super::file_arena::FileExtent;
+use super::file_io::{FileIo, FileTransfer};
+use crate::error::Result;
+use crate::memory::TrackedBuffer;
+use crate::precision::Flat;
+use crate::tensor::flat_buffer::FlatBuffer;
+use candle_core::DType;
+use std::ops::Range;
+
+/// Files of states. Buffers lie on the host. Ranges are elements of an extent, and begin where a file allows it.
+pub(crate) trait StateFiles {
+    /// The place of a state.
+    type Extent: Clone;
+    /// Memory of a window.
+    type Staging;
+    /// A window on its way.
+    type Transfer;
+    /// Elements in memory.
+    type Buffer;
+    /// Elements on their way into a buffer.
+    type Reading;
+    /// A state on its way to its file, after which its memory is free.
+    type Writing;
+
+    /// Element type.
+    fn dtype(extent: &Self::Extent) -> DType;
+    /// Memory of `bytes` bytes.
+    fn staging(bytes: usize) -> Self::Staging;
+    /// Its bytes.
+    fn len(staging: &Self::Staging) -> usize;
+    /// Begins to fill a window from a file, or fills it with zeros.
+    fn read(&self, staging: Self::Staging, from: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
+    /// Begins to bring a window back.
+    fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
+    /// Waits for a window, and gives its memory back.
+    fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
+    /// Begins to fill parts of a buffer: each of `pieces` from an element of the buffer on.
+    fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
+    /// Waits until they are.
+    fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
+    /// Begins to write a state, whose memory is then free. Waits first where much is unwritten yet.
+    fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
+    /// Waits until it is written.
+    fn written(&self, writing: Self::Writing) -> Result<()>;
+}
+
+impl StateFiles for FileIo {
+    type Extent = FileExtent;
+    type Staging = AlignedBuffer;
+    type Transfer = FileTransfer<AlignedBuffer>;
+    type Buffer = FlatBuffer;
+    type Reading = FileTransfer<Flat>;
+    type Writing = FileTransfer<TrackedBuffer>;
+
+    fn dtype(extent: &FileExtent) -> DType {
+        extent.dtype()
+    }
+
+    fn staging(bytes: usize) -> AlignedBuffer {
+        AlignedBuffer::new(bytes)
+    }
+
+    fn len(staging: &AlignedBuffer) -> usize {
+        staging.len()
+    }
+
+    fn read(
+        &self,
+        mut staging: AlignedBuffer,
+        from: Option<(&FileExtent, Range<usize>)>,
+    ) -> FileTransfer<AlignedBuffer> {
+        if from.is_none() {
+            staging.bytes_mut().fill(0);
+        }
+        Self::read(self, staging, from.into_iter().map(|(extent, range)| extent.piece(range, 0)).collect())
+    }
+
+    fn write(&self, staging: AlignedBuffer, extent: &FileExtent, range: Range<usize>) -> FileTransfer<AlignedBuffer> {
+        Self::write(self, staging, vec![extent.piece(range, 0)])
+    }
+
+    fn wait(&self, transfer: FileTransfer<AlignedBuffer>) -> Result<AlignedBuffer> {
+        transfer.wait()
+    }
+
+    fn fill(&self, buffer: FlatBuffer, pieces: Vec<(FileExtent, Range<usize>, usize)>) -> FileTransfer<Flat> {
+        let pieces = pieces.into_iter().map(|(extent, range, at)| extent.piece(range, at)).collect();
+        Self::read(self, buffer.into_host(), pieces)
+    }
+
+    fn filled(&self, reading: FileTransfer<Flat>) -> Result<FlatBuffer> {
+        Ok(reading.wait()?.into())
+    }
+
+    fn store(
+        &self,
+        memory: TrackedBuffer<FlatBuffer>,
+        extent: &FileExtent,
+        range: Range<usize>,
+    ) -> FileTransfer<TrackedBuffer> {
+        self.write_and_drop(memory.map(FlatBuffer::into_host), vec![extent.piece(range, 0)])
+    }
+
+    fn written(&self, writing: FileTransfer<TrackedBuffer>) -> Result<()> {
+        writing.written()
+    }
+}

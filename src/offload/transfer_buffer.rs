@@ -1,0 +1,27 @@
+//! Memory that a transfer between files and memory owns.
+
+use crate::memory::TrackedBuffer;
+use crate::precision::Flat;
+
+/// Memory that a transfer can own.
+///
+/// # Safety
+/// The bytes lie on the heap and stay there when the value moves.
+pub(crate) unsafe trait TransferBuffer: Send + 'static {
+    /// All of it.
+    fn bytes(&mut self) -> &mut [u8];
+}
+
+// SAFETY: the bytes are those of a vector.
+unsafe impl TransferBuffer for Flat {
+    fn bytes(&mut self) -> &mut [u8] {
+        self.as_bytes_mut()
+    }
+}
+
+// SAFETY: the bytes are those of a vector.
+unsafe impl TransferBuffer for TrackedBuffer {
+    fn bytes(&mut self) -> &mut [u8] {
+        self.as_bytes_mut()
+    }
+}

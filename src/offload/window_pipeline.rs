@@ -1,0 +1,359 @@
+//! The windows of the optimizer step.
+//!
+//! ```text
+//!   pipeline_read    read k+1 |
+//!                    update k | at the same time
+//!   pipeline_write  write k-1 |
+//! ```
+//!
+//! Without a flag, its part is waited for. There are as many sets of buffers as windows at a time: one, two or three.
+
+use super::aligned_buffer::ALIGN;
+use super::aligned_buffer::AlignedBuffer;
+use super::disk_access::DiskAccess;
+use super::state_files::StateFiles;
+use crate::config::OffloadOptimizer;
+use crate::error::Result;
+use crate::memory::{Ledger, LedgerEntry, MemoryKind};
+use crate::precision::FlatMut;
+use candle_core::DType;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Elements of a window at most: 16 MiB of f32, at which disks have reached their bandwidth; and where the page cache
+/// holds the files, so few that a window stays in the processor's cache from its reading to its writing.
+fn longest(access: DiskAccess) -> usize {
+    if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
+}
+
+/// Elements after which the position in every file is one that requests may begin at.
+pub(crate) const STEP: usize = ALIGN / 2;
+
+/// How a pass goes through files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WindowSettings {
+    /// `pipeline_read`
+    pub read_ahead: bool,
+    /// `pipeline_write`
+    pub write_behind: bool,
+    /// `buffer_count`, where the optimizer's state lies in files.
+    pub buffer_count: Option<usize>,
+    pub access: DiskAccess,
+}
+
+impl Default for WindowSettings {
+    /// Parameters alone, for which there are no such keys, always travel in a pipeline.
+    fn default() -> Self {
+        Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
+    }
+}
+
+impl WindowSettings {
+    /// `optimizer`: the settings of optimizer state in files, if it lies in some.
+    pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
+        match optimizer {
+            Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {
+                read_ahead: *pipeline_read,
+                write_behind: *pipeline_write,
+                buffer_count: Some(*buffer_count),
+                access,
+            },
+            None => Self { access, ..Self::default() },
+        }
+    }
+
+    /// Windows that are in memory at a time.
+    pub fn at_a_time(self) -> usize {
+        1 + usize::from(self.read_ahead) + usize::from(self.write_behind)
+    }
+
+    /// Elements of a window, of `streams` kinds of state in sub-groups of at most `largest` elements.
+    pub fn len(self, largest: usize, streams: usize) -> usize {
+        let buffers = streams * self.at_a_time();
+        window_len(self.access, largest, self.buffer_count.unwrap_or(buffers), buffers)
+    }
+}
+
+/// One kind of state of a sub-group on its way through memory.
+#[derive(Clone)]
+pub(crate) struct StateStream<E> {
+    pub extent: E,
+    pub reads: bool,
+    pub writes: bool,
+}
+
+/// Elements of a sub-group that are in memory together.
+pub(crate) struct WindowPlan<E> {
+    pub range: Range<usize>,
+    pub streams: Vec<StateStream<E>>,
+}
+
+/// One kind of state in a window.
+pub(crate) struct StagedState<S = AlignedBuffer> {
+    buffer: S,
+    dtype: DType,
+    /// Place of the first element in the sub-group.
+    start: usize,
+}
+
+/// A window whose states are in memory, in the order of its streams.
+pub(crate) struct StateWindow<S = AlignedBuffer> {
+    pub staged: Vec<StagedState<S>>,
+    /// Its place in the plan.
+    index: usize,
+}
+
+impl StagedState {
+    /// Bytes `range`, where each element is one.
+    pub fn bytes(&mut self, range: Range<usize>) -> &mut [u8] {
+        &mut self.buffer.bytes_mut()[range.start - self.start..range.end - self.start]
+    }
+
+    /// Elements `range` of the sub-group.
+    pub fn part(&mut self, range: Range<usize>) -> FlatMut<'_> {
+        self.buffer.elements(self.dtype, range.start - self.start..range.end - self.start)
+    }
+}
+
+/// Elements of a window so that `buffer_count` buffers of `largest` elements, f32, hold all `buffers` of the pipeline.
+fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
+    let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
+    room.next_multiple_of(STEP).max(STEP)
+}
+
+/// Brings windows into memory and back, in order.
+pub(crate) struct WindowPipeline<'a, F: StateFiles> {
+    files: &'a F,
+    ledger: &'a Ledger,
+    plan: Vec<WindowPlan<F::Extent>>,
+    /// Elements of the longest window.
+    window: usize,
+    windows: WindowSettings,
+    /// Windows whose reading has begun.
+    begun: usize,
+    ahead: VecDeque<Vec<F::Transfer>>,
+    behind: VecDeque<Vec<F::Transfer>>,
+    free: Vec<F::Staging>,
+    held: Vec<LedgerEntry>,
+    at: usize,
+}
+
+impl<'a, F: StateFiles> WindowPipeline<'a, F> {
+    pub fn new(files: &'a F, ledger: &'a Ledger, plan: Vec<WindowPlan<F::Extent>>, windows: WindowSettings) -> Self {
+        Self {
+            files,
+            ledger,
+            window: plan.iter().map(|p| p.range.len()).max().unwrap_or(0),
+            plan,
+            windows,
+            begun: 0,
+            ahead: VecDeque::new(),
+            behind: VecDeque::new(),
+            free: Vec::new(),
+            held: Vec::new(),
+            at: 0,
+        }
+    }
+
+    /// The next window, in memory.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
+        let index = self.at;
+        self.at += 1;
+        // What is asked for first is carried out first, so that the disk never waits for the update.
+        let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
+        while self.begun < wanted {
+            // A new window gets the buffers of the one that has been on its way back for longest.
+            while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
+                self.reclaim()?;
+            }
+            self.begin_reading();
+        }
+        let transfers = self.ahead.pop_front().expect("a window is asked for no more often than planned");
+        let WindowPlan { range, streams } = &self.plan[index];
+        let start = range.start;
+        let staged = transfers.into_iter().zip(streams).map(|(transfer, stream)| {
+            Ok(StagedState { buffer: self.files.wait(transfer)?, dtype: F::dtype(&stream.extent), start })
+        });
+        let staged = staged.collect::<Result<_>>()?;
+        Ok(StateWindow { staged, index })
+    }
+
+    /// A window is up to date: brings back what has changed.
+    pub fn done(&mut self, window: StateWindow<F::Staging>) -> Result<()> {
+        let StateWindow { staged, index, .. } = window;
+        let WindowPlan { range, streams } = &self.plan[index];
+        let mut writing = Vec::new();
+        for (staged, stream) in staged.into_iter().zip(streams) {
+            match stream.writes {
+                true => writing.push(self.files.write(staged.buffer, &stream.extent, range.clone())),
+                false => self.free.push(staged.buffer),
+            }
+        }
+        self.behind.push_back(writing);
+        if !self.windows.write_behind {
+            self.reclaim()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until everything is written.
+    pub fn finish(mut self) -> Result<()> {
+        while !self.behind.is_empty() {
+            self.reclaim()?;
+        }
+        Ok(())
+    }
+
+    fn begin_reading(&mut self) {
+        let WindowPlan { range, streams } = &self.plan[self.begun];
+        self.begun += 1;
+        let mut reading = Vec::new();
+        for StateStream { extent, reads, .. } in streams {
+            // All of one dtype are equally long, also where a window is not.
+            let room = self.window * F::dtype(extent).size_in_bytes();
+            let buffer = match self.free.iter().position(|buffer| F::len(buffer) == room) {
+                Some(i) => self.free.swap_remove(i),
+                None => {
+                    self.held.push(self.ledger.hold(MemoryKind::Staging, room + ALIGN - 1));
+                    F::staging(room)
+                }
+            };
+            // Where nothing is read there are zeros: what lies between parameters goes to the file too.
+            reading.push(self.files.read(buffer, reads.then(|| (extent, range.clone()))));
+        }
+        self.ahead.push_back(reading);
+    }
+
+    /// Waits for the oldest window that is on its way back.
+    fn reclaim(&mut self) -> Result<()> {
+        for transfer in self.behind.pop_front().into_iter().flatten() {
+            self.free.push(self.files.wait(transfer)?);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::Aio;
+    use crate::offload::disk_access::DiskAccess;
+    use crate::offload::file_arena::{BounceBuffer, FileArena, FileExtent};
+    use crate::offload::file_io::FileIo;
+    use crate::offload::offload_folder::OffloadFolder;
+    use crate::precision::FlatRef;
+    use crate::util::pieces;
+    use proptest::prelude::*;
+
+    /// The operation of the test's step on an element; an element that was not read counts as zero.
+    fn next(value: f32, stream: usize) -> f32 {
+        value * 0.5 + 1.0 + stream as f32
+    }
+
+    /// Sub-groups of `len` elements and their streams: whether bf16, whether read, whether written.
+    type Groups = Vec<(usize, Vec<(bool, bool, bool)>)>;
+
+    fn groups() -> impl Strategy<Value = Groups> {
+        let streams = proptest::collection::vec(any::<(bool, bool, bool)>(), 1..4);
+        proptest::collection::vec((1..4 * STEP, streams), 1..4)
+    }
+
+    proptest! {
+        #[test]
+        fn windows_cover_a_group_once_and_begin_where_a_file_allows_it(
+            len in 0..10 * STEP, largest in 0..10 * STEP, count in 0usize..6, buffers in 0usize..16,
+        ) {
+            let window = window_len(DiskAccess::Direct, largest.max(len), count, buffers);
+            prop_assert!(window.is_multiple_of(STEP) && window >= STEP);
+            // Their memory is what buffer_count allows, but for the rounding to whole steps.
+            prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);
+            let mut end = 0;
+            for range in pieces(len, window) {
+                prop_assert!(range.start == end && range.start.is_multiple_of(STEP) && !range.is_empty());
+                prop_assert!(range.len() <= window);
+                end = range.end;
+            }
+            prop_assert_eq!(end, len);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn a_pipeline_leaves_files_as_a_plain_loop_does(
+            groups in groups(),
+            window in 1usize..4,
+            flags in any::<[bool; 2]>(),
+            access in proptest::sample::select(vec![DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped]),
+            block_pages in 1usize..4,
+            threads in 1usize..4,
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let folder = OffloadFolder::open(path.path(), true).unwrap();
+            let ledger = Ledger::default();
+            let aio = Aio { block_size: block_pages * ALIGN, queue_depth: threads, intra_op_parallelism: 1 };
+            let io = FileIo::start(&aio, access).unwrap();
+            let arena = FileArena::create(&folder, MemoryKind::Moments, "a test", &ledger).unwrap();
+            let mut bounce = BounceBuffer::default();
+            let window = window * STEP;
+            let mut plan = vec![];
+            let mut expected: Vec<(FileExtent, Vec<f32>)> = vec![];
+            for (len, streams) in &groups {
+                let len = len.next_multiple_of(STEP);
+                let mut extents = vec![];
+                for (s, (is_half, reads, writes)) in streams.iter().enumerate() {
+                    let dtype = if *is_half { DType::BF16 } else { DType::F32 };
+                    let extent = FileExtent::at_end_of(&arena, dtype);
+                    extent.grow(len).unwrap();
+                    let mut values = AlignedBuffer::new(len * dtype.size_in_bytes());
+                    // Small numbers that bf16 has exactly.
+                    let numbers: Vec<f32> = (0..len).map(|i| ((i * 7 + expected.len()) % 32) as f32).collect();
+                    values.elements(dtype, 0..len).copy_scaled(FlatRef::F32(&numbers), 1.0);
+                    io.write(values, vec![extent.piece(0..len, 0)]).written().unwrap();
+                    let after = |v: &f32| if *writes { next(if *reads { *v } else { 0.0 }, s) } else { *v };
+                    expected.push((extent.clone(), numbers.iter().map(after).collect()));
+                    extents.push(StateStream { extent, reads: *reads, writes: *writes });
+                }
+                plan.extend(pieces(len, window).map(|range| WindowPlan { range, streams: extents.clone() }));
+            }
+            let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
+            let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();
+            let passes = WindowSettings { read_ahead: flags[0], write_behind: flags[1], ..WindowSettings::default() };
+            let mut pipeline = WindowPipeline::new(&io, &ledger, plan, passes);
+            for range in ranges {
+                let mut window = pipeline.next().unwrap();
+                for (s, staged) in window.staged.iter_mut().enumerate() {
+                    match staged.part(range.clone()) {
+                        FlatMut::F32(values) => values.iter_mut().for_each(|v| *v = next(*v, s)),
+                        FlatMut::BF16(values) => {
+                            values.iter_mut().for_each(|v| *v = half::bf16::from_f32(next(v.to_f32(), s)));
+                        }
+                        FlatMut::F16(_) => unreachable!(),
+                    }
+                }
+                pipeline.done(window).unwrap();
+            }
+            pipeline.finish().unwrap();
+            for (extent, expected) in expected {
+                let size = extent.dtype().size_in_bytes();
+                let mut found = AlignedBuffer::new(expected.len() * size);
+                let piece = extent.piece(0..expected.len(), 0);
+                // Whatever wrote it, every way reads it.
+                piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
+                let mut same = AlignedBuffer::new(expected.len() * size);
+                same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
+                prop_assert!(found.bytes_mut() == same.bytes_mut());
+            }
+            let sets = passes.at_a_time();
+            // Each dtype may need a buffer for every stream.
+            let room = sets * 2 * most * (window * 4 + ALIGN - 1);
+            prop_assert!(ledger.bytes(MemoryKind::Staging).peak <= room);
+            prop_assert_eq!(ledger.bytes(MemoryKind::Staging).held, 0);
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! Parameter groups: which parameters have a learning rate, a weight decay or betas of their own.
+//!
+//! ```text
+//!   name, shape -> the first group that selects them, else the rest -> the optimizer itself, or its auxiliary
+//! ```
+//!
+//! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
+//! the empty ones are dropped, as in DeepSpeed, and the others are counted.
+
+use super::{Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightFormat};
+use crate::error::{OptimError, Result};
+use crate::precision::Packing;
+use crate::util::matches;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+/// Parameters that have numbers of their own, for
+/// [`EngineBuilder::parameter_groups`](crate::EngineBuilder::parameter_groups). A parameter belongs to the first group
+/// that selects it; what none selects forms a last group, with the optimizer's own numbers.
+///
+/// ```
+/// use candle_zero::Engine;
+/// use candle_zero::optim::ParameterGroup;
+///
+/// let groups = vec![
+///     ParameterGroup::new().names(["*.bias"]).lr(2e-3).weight_decay(0.0),
+///     ParameterGroup::no_decay(),
+/// ];
+/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}"#;
+/// let builder = Engine::builder().parameter_groups(groups);
+/// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
+/// // The second group is empty (the one vector is in the first), so it is dropped.
+/// assert_eq!(engine.get_lr(), [2e-3, 1e-3]);
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ParameterGroup {
+    names: Option<Vec<String>>,
+    dims: Option<RangeInclusive<usize>>,
+    use_muon: Option<bool>,
+    lr: Option<f64>,
+    numbers: GroupOverrides,
+    is_frozen: bool,
+    keeps_f32: bool,
+}
+
+/// The settings that a group may have instead of the optimizer's own.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct GroupOverrides {
+    pub betas: Option<(f64, f64)>,
+    pub eps: Option<f64>,
+    pub weight_decay: Option<f64>,
+}
+
+impl ParameterGroup {
+    /// All parameters, with the optimizer's own numbers.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// All parameters of at most one dimension, which are norms and biases, without weight decay.
+    pub fn no_decay() -> Self {
+        Self::new().dims(0..=1).weight_decay(0.0)
+    }
+
+    /// Only parameters whose name is one of `patterns`, in which `*` stands for any characters: `h.*.ln_*`.
+    #[must_use]
+    pub fn names<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.names = Some(patterns.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Only parameters with this many dimensions.
+    #[must_use]
+    pub fn dims(mut self, dims: RangeInclusive<usize>) -> Self {
+        self.dims = Some(dims);
+        self
+    }
+
+    /// Learning rate without a schedule, and the base of one (WarmupCosineLR, WarmupLR without `warmup_max_lr`). Other
+    /// schedules give all groups the rates of their own parameters, as in DeepSpeed; so does one of your own that has
+    /// no [`lr_of_group`](super::LrSchedule::lr_of_group).
+    #[must_use]
+    pub fn lr(mut self, lr: f64) -> Self {
+        self.lr = Some(lr);
+        self
+    }
+
+    /// Weight decay.
+    #[must_use]
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.numbers.weight_decay = Some(weight_decay);
+        self
+    }
+
+    /// Betas, of an optimizer that has some.
+    #[must_use]
+    pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
+        self.numbers.betas = Some((beta1, beta2));
+        self
+    }
+
+    /// The number that an adaptive optimizer adds to its denominator; without effect on one that has no such number
+    /// (SGD, Lion).
+    #[must_use]
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.numbers.eps = Some(eps);
+        self
+    }
+
+    /// DeepSpeed's attribute of parameters: whether Muon itself trains the matrices of this group, or AdamW, whatever
+    /// their names. (What is no matrix AdamW trains.) Without it names with `embed` or `lm_head` are AdamW's, as in
+    /// DeepSpeed, so GPT-2's embeddings, `wte` and `wpe`, are trained as matrices. Other optimizers train all
+    /// parameters.
+    #[must_use]
+    pub fn use_muon(mut self, use_muon: bool) -> Self {
+        self.use_muon = Some(use_muon);
+        self
+    }
+
+    /// Its parameters are frozen: they have no gradients, master weights or optimizer states.
+    /// [`Engine::set_trainable`](crate::Engine::set_trainable) may change that later.
+    #[must_use]
+    pub fn frozen(mut self) -> Self {
+        self.is_frozen = true;
+        self
+    }
+
+    /// In a model of 16 bits its parameters stay in f32, as norms and routers may want it: tensors, gradients of the
+    /// model and shares. They have no master weights then, and are
+    /// gathered in f32; their gradients are reduced in `communication_data_type`, as all are. The model has to compute with tensors of both dtypes;
+    /// layers of [`candle_zero::nn`](crate::nn) do, candle-nn's need a cast around them. In the configuration:
+    /// `data_types.keep_in_fp32_modules`.
+    #[must_use]
+    pub fn keep_f32(mut self) -> Self {
+        self.keeps_f32 = true;
+        self
+    }
+
+    fn selects(&self, name: &str, shape: &[usize]) -> bool {
+        self.names.as_ref().is_none_or(|patterns| patterns.iter().any(|pattern| matches(pattern, name)))
+            && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
+    }
+
+    /// The problem with its numbers, if any.
+    fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
+        let GroupOverrides { betas, eps, weight_decay } = self.numbers;
+        for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
+            if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
+                return Some(format!("{what} is {number}; allowed is a finite number of at least 0"));
+            }
+        }
+        let (beta1, beta2) = betas?;
+        // Kernels see them in f32.
+        if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(&(*beta as f32))) {
+            return Some(format!("betas are {beta1}, {beta2}; each has to be at least 0 and below 1"));
+        }
+        let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
+        let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
+        (!somebody_has).then(|| format!("it has betas, and {} has none: leave them out", optimizer.name()))
+    }
+}
+
+/// Says of a parameter's name and shape whether it is trained.
+pub(crate) type TrainableFilter = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
+
+/// An engine's optimizer, and the rules that put parameters into groups and freeze them.
+#[derive(Default)]
+pub(crate) struct ParameterGrouping {
+    optimizer: Option<Arc<dyn Optimizer>>,
+    given: Vec<ParameterGroup>,
+    trainable: Option<TrainableFilter>,
+    quantized: Option<(Packing, TrainableFilter)>,
+    kept_modules: Vec<String>,
+}
+
+/// A group that has parameters.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GroupSettings {
+    pub role: OptimizerRole,
+    pub lr: Option<f64>,
+    pub numbers: GroupOverrides,
+}
+
+impl ParameterGrouping {
+    /// # Errors
+    /// [`OptimError::ParameterGroup`] for numbers that no optimizer can work with; [`OptimError::States`] for names of
+    /// states that a checkpoint cannot tell apart.
+    pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
+        if let Some(optimizer) = &optimizer {
+            for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
+                check_states(half)?;
+            }
+            for (index, group) in given.iter().enumerate() {
+                if let Some(problem) = group.problem(&**optimizer) {
+                    return Err(OptimError::ParameterGroup { index, problem }.into());
+                }
+            }
+        }
+        Ok(Self { optimizer, given, ..Self::default() })
+    }
+
+    /// Only what `rule` says is trained.
+    #[must_use]
+    pub fn trainable(self, rule: Option<TrainableFilter>) -> Self {
+        Self { trainable: rule, ..self }
+    }
+
+    /// Frozen parameters are packed so where `rule` says so.
+    #[must_use]
+    pub fn quantized(self, rule: Option<(Packing, TrainableFilter)>) -> Self {
+        Self { quantized: rule, ..self }
+    }
+
+    /// Whether frozen parameters are packed.
+    pub fn packs(&self) -> bool {
+        self.quantized.is_some()
+    }
+
+    /// These modules keep their parameters in f32 in a 16-bit model, whatever their groups say.
+    #[must_use]
+    pub fn keep_f32(self, modules: &[String]) -> Self {
+        Self { kept_modules: modules.to_vec(), ..self }
+    }
+
+    /// The modules that stay in f32, by name.
+    pub fn kept_modules(&self) -> Fp32Modules<'_> {
+        Fp32Modules(&self.kept_modules)
+    }
+
+    /// How a parameter's weights are held: packed, before anything else.
+    pub fn weights(&self, name: &str, shape: &[usize]) -> WeightFormat {
+        let packing = self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing);
+        let group = || self.given.iter().find(|group| group.selects(name, shape));
+        let keeps_f32 = || self.kept_modules().keep(name) || group().is_some_and(|group| group.keeps_f32);
+        match packing {
+            Some(packing) => WeightFormat::Packed(packing),
+            None if keeps_f32() => WeightFormat::F32,
+            None => WeightFormat::Model,
+        }
+    }
+
+    /// Whether a parameter begins as one that is trained.
+    pub fn trains(&self, name: &str, shape: &[usize]) -> bool {
+        self.trains_rule()(name, shape)
+    }
+
+    /// The same as a rule of its own.
+    pub fn trains_rule(&self) -> TrainableFilter {
+        let (given, trainable) = (self.given.clone(), self.trainable.clone());
+        Arc::new(move |name, shape| {
+            let group = given.iter().find(|group| group.selects(name, shape));
+            !group.is_some_and(|group| group.is_frozen) && trainable.as_ref().is_none_or(|rule| rule(name, shape))
+        })
+    }
+
+    /// The given groups, by number, that freeze parameters.
+    pub fn freezing(&self) -> impl Iterator<Item = usize> + '_ {
+        self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
+    }
+
+    /// The number, before groups are [settled](Self::settle), of a parameter's group.
+    pub fn group(&self, name: &str, shape: &[usize]) -> usize {
+        let given = self.given.iter().position(|group| group.selects(name, shape));
+        let use_muon = given.and_then(|i| self.given[i].use_muon);
+        let main = match (&self.optimizer, use_muon) {
+            (Some(optimizer), Some(use_muon)) if optimizer.auxiliary().is_some() => {
+                // No name stands for any name: only the shape decides.
+                use_muon && optimizer.takes("", shape)
+            }
+            (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.takes(name, shape),
+            (None, _) => true,
+        };
+        given.unwrap_or(self.given.len()) * OptimizerRole::ALL.len() + usize::from(!main)
+    }
+
+    /// The half that trains the parameters of a group that is not settled.
+    pub fn role(group: usize) -> OptimizerRole {
+        OptimizerRole::ALL[group % OptimizerRole::ALL.len()]
+    }
+
+    /// The optimizer of a role.
+    pub fn optimizer(&self, role: OptimizerRole) -> Option<&dyn Optimizer> {
+        let optimizer = self.optimizer.as_deref()?;
+        match role {
+            OptimizerRole::Main => Some(optimizer),
+            OptimizerRole::Auxiliary => optimizer.auxiliary(),
+        }
+    }
+
+    /// Whether every optimizer computes an element from its own values alone.
+    pub fn updates_by_elements(&self) -> bool {
+        let mut optimizers = OptimizerRole::ALL.into_iter().filter_map(|role| self.optimizer(role));
+        optimizers.all(|optimizer| matches!(optimizer.needs(), OptimizerNeeds::Elements))
+    }
+
+    /// The states of parameters of a role.
+    pub fn state_names(&self, role: OptimizerRole) -> &'static [&'static str] {
+        self.optimizer(role).map_or(&[], |optimizer| optimizer.state_names())
+    }
+
+    /// All names of states, each once, in order.
+    pub fn all_state_names(&self) -> Vec<&'static str> {
+        let mut all = Vec::new();
+        for name in OptimizerRole::ALL.into_iter().flat_map(|role| self.state_names(role)) {
+            if !all.contains(name) {
+                all.push(*name);
+            }
+        }
+        all
+    }
+
+    /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of
+    /// each the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group,
+    /// before and after. Tells which of the given groups are dropped.
+    pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<GroupSettings>, Vec<usize>) {
+        let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
+        used.sort_unstable();
+        used.dedup();
+        for group in &mut groups {
+            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is among those used"));
+        }
+        let given = |group: &usize| group / OptimizerRole::ALL.len();
+        let settled = used.iter().map(|group| {
+            let ParameterGroup { lr, numbers, .. } = self.given.get(given(group)).cloned().unwrap_or_default();
+            GroupSettings { role: Self::role(*group), lr, numbers }
+        });
+        let empty = (0..self.given.len()).filter(|index| !used.iter().any(|group| given(group) == *index));
+        (settled.collect(), empty.collect())
+    }
+}
+
+/// Names of states become names in checkpoints.
+fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
+    let names = optimizer.state_names();
+    for (i, name) in names.iter().enumerate() {
+        let problem = match *name {
+            "" => "one has no name",
+            "fp32" => "fp32 is what checkpoints call the weights",
+            name if names[..i].contains(&name) => "two have the same name",
+            // A checkpoint's tensors are named STATE.PARAMETER.
+            name if name.contains(['.', '\0']) => "a dot in a name makes it one with the parameter's",
+            _ => continue,
+        };
+        let (optimizer, names) = (optimizer.name().into(), names.join(", "));
+        return Err(OptimError::States { optimizer, names, problem }.into());
+    }
+    Ok(())
+}

@@ -1,0 +1,60 @@
+//! OneCycle: the rate goes up and down once while beta1 goes down and up; then both decay.
+
+use crate::config::OneCycleConfig;
+
+/// beta2 while the momentum cycles, whatever the optimizer's own.
+const BETA2: f64 = 0.99;
+
+/// Where a counter is.
+enum OneCyclePhase {
+    /// The place in the cycle: 0 at its ends, 1 at its top.
+    Cycle(f64),
+    /// After it: steps of the decay, in units of `decay_step_size`.
+    Decay(f64),
+}
+
+/// The rate of a parameter group at counter `it`.
+pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
+    let decay_lr_rate = config.decay_lr_rate;
+    let (min, max) = (config.cycle_min_lr.of(group), config.cycle_max_lr.of(group));
+    match phase(config, it) {
+        OneCyclePhase::Cycle(height) => min + (max - min) * height,
+        OneCyclePhase::Decay(k) => min / (1.0 + decay_lr_rate * k),
+    }
+}
+
+/// The betas at counter `it`, unless `cycle_momentum` is false.
+pub(super) fn betas(config: &OneCycleConfig, it: f64) -> Option<(f64, f64)> {
+    let OneCycleConfig { cycle_min_mom: min, cycle_max_mom: max, decay_mom_rate, cycle_momentum, .. } = *config;
+    let beta1 = match phase(config, it) {
+        // The constructor sets the least momentum, although the rate is at its least too.
+        _ if it < 0.0 => min,
+        OneCyclePhase::Cycle(height) => max - (max - min) * height,
+        OneCyclePhase::Decay(k) => max * (1.0 + decay_mom_rate * k),
+    };
+    cycle_momentum.then_some((beta1, BETA2))
+}
+
+fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
+    let (first, second) = (config.cycle_first_step_size, config.cycle_second_step_size);
+    let total = first + second;
+    let done = it + 1.0;
+    if it >= total {
+        let steps = done - total;
+        return OneCyclePhase::Decay(if config.decay_step_size == 0.0 { 0.0 } else { steps / config.decay_step_size });
+    }
+    let up = first / total;
+    // 1 comes and goes as in DeepSpeed: it rounds.
+    let turn = 1.0 + done / total;
+    let x = turn - turn.floor();
+    let (height, stairs, steps, size) = if x <= up {
+        (x / up, config.cycle_first_stair_count, done % total, first)
+    } else {
+        ((x - 1.0) / (up - 1.0), config.cycle_second_stair_count, total - done, second)
+    };
+    OneCyclePhase::Cycle(match stairs {
+        0 => height,
+        // From whole numbers: `height` may be a hair below the edge of a stair.
+        stairs => (steps * stairs as f64 / size).floor() / stairs as f64,
+    })
+}

@@ -1,0 +1,58 @@
+//! The leaf under a parameter's tensor, which receives the parameter's gradient.
+//!
+//! ```text
+//!   empty leaf --Capture--> token --> parameter --> the model's operations --> loss
+//!                  ^ bwd: the complete gradient, once per backward, when every use has been differentiated
+//! ```
+//!
+//! Candle visits nodes in reverse order of their making, so the last layer's gradients come first. The gradient is
+//! handed to the engine and nothing goes to the leaf (`None`, which Candle allows for leaves). When it has arrived, no
+//! operation of this backward needs the parameter's values any more. See [`crate::graph`] for the token.
+//!
+//! Gradients count in the backward of the engine that owns the parameter. Any other that passes through (Candle's own
+//! `loss.backward()`, another engine's) only hears that it is done with the parameter.
+
+use super::ParamId;
+use crate::graph::prepared_op::{one, prepared};
+use crate::graph::{Grad, GradSlot, only_while, with_token};
+use crate::tensor::residency::empty_leaf;
+use candle_core::{Device, Result, Shape, Storage, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Takes the gradients of parameters as they become complete.
+pub(crate) trait GradientSink: Send + Sync {
+    /// Whether gradients count in the backward that this thread runs; others are dropped, and not even computed where
+    /// an operation can do without.
+    fn takes_gradients(&self) -> bool;
+    /// The gradient of `param` is complete, as far as this backward goes.
+    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> Result<()>;
+    /// A backward in which gradients do not count has differentiated all uses of `param`.
+    fn passed_by(&self, param: ParamId) -> Result<()>;
+}
+
+/// Makes a parameter's tensor that begins with `storage`; its gradients go to `sink`. This library's operations make
+/// none while it is not `trained`; Candle's do, and the sink leaves them out.
+pub(crate) fn capture(
+    param: ParamId,
+    trained: Arc<AtomicBool>,
+    sink: Arc<dyn GradientSink>,
+    device: &Device,
+    (storage, shape): (Storage, Shape),
+) -> Result<Tensor> {
+    let gate = sink.clone();
+    let slot = Arc::new(GradSlot::behind(Box::new(move || gate.takes_gradients())));
+    let complete = slot.clone();
+    let leaf = empty_leaf(device, &Shape::from(1))?;
+    let token = prepared("capture-gradient", &leaf, one(device)?, move |_, _| {
+        match complete.take() {
+            _ if !sink.takes_gradients() => sink.passed_by(param)?,
+            Some(grad) => sink.gradient_arrived(param, grad)?,
+            None => {}
+        }
+        Ok(None)
+    })?;
+    let tensor = with_token(token, slot, "parameter", (storage, shape))?;
+    only_while(&tensor, trained);
+    Ok(tensor)
+}

@@ -1,0 +1,121 @@
+//! Where initial values come from: a random rule, safetensors files, or what the caller gives.
+
+use super::init::init_values;
+use super::weight_files::WeightFiles;
+use crate::error::{ParamError, Result};
+use crate::tensor::bytes;
+use crate::util::fnv1a;
+use candle_core::{DType, Shape};
+use candle_nn::Init;
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// First values of parameters by their names, for what files in another format, under other names or in several places hold.
+/// All ranks have the same; each asks for what it keeps.
+pub trait InitialValues: Debug + Send + Sync {
+    /// Whether parameter `name` has its values here. Others begin as their hints and the seed say.
+    fn has(&self, name: &str) -> bool;
+
+    /// Elements `range`, in row-major order, of parameter `name` of `shape`, in f32.
+    ///
+    /// # Errors
+    /// A tensor of another shape, or one that cannot be read.
+    fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>>;
+
+    /// A hash by which ranks see that they begin with the same values.
+    fn fingerprint(&self) -> u64;
+}
+
+/// Where initial values come from.
+#[derive(Debug)]
+pub enum WeightSource {
+    /// A rule of seed and name, with the model's own init hints.
+    Random {
+        /// The seed.
+        seed: u64,
+    },
+    /// Safetensors files with exactly the model's parameters.
+    Files(WeightFiles),
+    /// What the caller has, and the rule for others.
+    Given {
+        /// The caller's.
+        values: Arc<dyn InitialValues>,
+        /// The seed.
+        seed: u64,
+    },
+}
+
+impl WeightSource {
+    /// Opens a safetensors file, an index of several or a folder with either.
+    pub fn files(path: &Path) -> Result<Self> {
+        Ok(Self::Files(WeightFiles::open(path)?))
+    }
+
+    /// A hash by which ranks see that they begin with the same weights. Of a file: its header and a thousand places of
+    /// its data, not all of it, which may be larger than memory.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        match self {
+            Self::Random { seed } => fnv1a(&seed.to_le_bytes()),
+            Self::Files(files) => files.fingerprint(),
+            Self::Given { values, seed } => {
+                let numbers = [values.fingerprint(), *seed].map(u64::to_le_bytes);
+                fnv1a(numbers.as_flattened())
+            }
+        }
+    }
+
+    /// Elements `range` of parameter `name`, in f32.
+    pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
+        // A size beyond all memory is an error rather than the end of the process.
+        let mut probe = Vec::<f32>::new();
+        if probe.try_reserve_exact(range.len()).is_err() {
+            return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());
+        }
+        drop(probe);
+        match self {
+            Self::Files(files) => files.values(name, shape.dims(), range),
+            Self::Given { values, .. } if values.has(name) => values.values(name, shape.dims(), range),
+            Self::Random { seed } | Self::Given { seed, .. } => Ok(init_values(*seed, name, shape, init, range)),
+        }
+    }
+
+    /// What a parameter is asked to begin with, as far as that decides it: a file does not heed it.
+    pub(crate) fn hint(&self, init: Init) -> Init {
+        if let Self::Files(_) = self { Init::Const(0.0) } else { init }
+    }
+
+    /// The bytes of buffer `name` in `dtype`.
+    pub(crate) fn buffer(&self, name: &str, shape: &Shape, init: Init, dtype: DType) -> Result<Vec<u8>> {
+        let numel = shape.elem_count();
+        match (self, init) {
+            (Self::Files(files), _) => files.buffer(name, shape, dtype),
+            (Self::Given { values, .. }, _) if values.has(name) => {
+                let values = values.values(name, shape.dims(), 0..numel)?;
+                Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
+            }
+            // Not by way of f32, which has not all integers.
+            (_, Init::Const(value)) => Ok(bytes::encode(dtype, std::iter::repeat_n(value, numel))),
+            (Self::Random { seed } | Self::Given { seed, .. }, init) => {
+                let values = init_values(*seed, name, shape, init, 0..numel);
+                Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
+            }
+        }
+    }
+
+    /// Whether a parameter of that name is known to exist.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        match self {
+            Self::Random { .. } => false,
+            Self::Files(files) => files.find(name).is_some(),
+            Self::Given { values, .. } => values.has(name),
+        }
+    }
+
+    /// An error if files hold tensors that the model has not asked for, but for buffers that say nothing.
+    pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
+        if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
+    }
+}

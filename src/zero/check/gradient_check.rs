@@ -1,0 +1,193 @@
+//! A check of gradients, as far as the core goes: parameters that are moved for a forward and put back, and what a backward
+//! brings along the way.
+//!
+//! ```text
+//!   forward    each unit's parameters moved up while it runs | moved down | as they are
+//!   backward   an output has its gradient v: v times half of the difference that the moves made
+//!              a parameter has its gradient g: g times half of the difference that was made to it
+//! ```
+//!
+//! Summed up, both are the change of the loss along one direction, if every operation's backward is true. No collective is
+//! needed for them, beyond those of two more forwards.
+
+use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
+use super::perturbation::{DirectionalGradient, PerturbationDirection};
+use crate::error::Result;
+use crate::graph::{Grad, node_of};
+use crate::memory::{LedgerEntry, MemoryKind, MemoryTier};
+use crate::param::{ParamId, ROOT, UnitId};
+use crate::precision::Flat;
+use crate::tensor::residency;
+use crate::util::lock;
+use crate::zero::rank_core::RankCore;
+use candle_core::Tensor;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Methods for the engine.
+impl RankCore {
+    /// From now on outputs of forwards give their gradients to the check, along the direction that `seed` chooses.
+    pub fn arm_check(&self, seed: u64) {
+        *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
+        self.check.armed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a forward runs for a check: as training, but nothing comes of it.
+    pub fn is_checking(&self) -> bool {
+        self.check.shifts.load(Ordering::Relaxed)
+    }
+
+    /// Runs a forward with parameters moved. Everything is as it was afterwards, and nothing can be differentiated.
+    ///
+    /// # Errors
+    /// That of `run`; a failed collective.
+    pub fn forward_again(
+        self: &Arc<Self>,
+        &Perturbation { sign, size, only }: &Perturbation<'_>,
+        run: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        {
+            let mut state = lock(&self.check.state);
+            (state.relative, state.sign) = (size, sign);
+            state.only = only.map(<[_]>::to_vec);
+            state.directions.resize(self.params.len(), None);
+        }
+        let buffers = self.buffers.all()?;
+        let traces = lock(&self.gather).exchange_traces(Default::default());
+        // With a graph, as the model may differentiate something in its forward; it goes before the forward that counts.
+        let output = {
+            let _shifted = PerturbedParams::begin(self);
+            self.forward(run).map(|output| output.detach())
+        };
+        self.evaluating.store(true, Ordering::Relaxed);
+        let released = self.release_all();
+        self.evaluating.store(false, Ordering::Relaxed);
+        lock(&self.gather).exchange_traces(traces);
+        self.buffers.exchange(&buffers)?;
+        released?;
+        output
+    }
+
+    /// The coming backward is measured.
+    pub fn begin_measuring(&self) {
+        let mut state = lock(&self.check.state);
+        state.along = vec![DirectionalGradient::default(); self.params.len()];
+        state.directions.resize(self.params.len(), None);
+        self.check.measures.store(true, Ordering::Relaxed);
+    }
+
+    /// It is over; so is the check.
+    pub fn end_measuring(&self) -> MeasuredGradients {
+        self.check.measures.store(false, Ordering::Relaxed);
+        self.check.armed.store(false, Ordering::Relaxed);
+        let GradientCheckState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
+        MeasuredGradients { outputs, along, unprobed }
+    }
+}
+
+/// Methods for units and parameters.
+impl RankCore {
+    /// A unit's parameters are in memory and about to be used.
+    pub(in crate::zero) fn shift_unit(&self, unit: UnitId) -> Result<()> {
+        // Where parameters stay whole, a unit's may be used outside of it too.
+        let all = !self.shards_params();
+        if !self.is_checking() || (all && unit != ROOT) {
+            return Ok(());
+        }
+        let mut state = lock(&self.check.state);
+        if state.sign == 0.0 {
+            return Ok(());
+        }
+        for (id, param) in self.params.iter().enumerate() {
+            let is_meant = state.only.as_ref().is_none_or(|only| only.contains(&id));
+            let is_moved = || state.kept.iter().any(|(kept, ..)| *kept == id);
+            if (param.unit != unit && !all)
+                || !param.is_trained()
+                || param.numel == 0
+                || !is_meant
+                || is_moved()
+                || !param.is_whole()
+            {
+                continue;
+            }
+            let (relative, seed, sign) = (state.relative, state.seed, state.sign);
+            let still = node_of(&param.tensor).map_or(0..0, |node| node.still);
+            let (direction, kept) = residency::with_values(&param.tensor, |values| {
+                let kept = values.clone();
+                let direction =
+                    PerturbationDirection::new((&param.name, seed), &param.shape, values.as_ref(), relative);
+                let direction = direction.without(still);
+                direction.shift(values.as_mut(), sign);
+                (direction, kept)
+            })?;
+            let held = self.ledger.hold_in(MemoryTier::Host, MemoryKind::GradientCheck, kept.capacity_in_bytes());
+            state.directions[id] = Some(direction);
+            state.kept.push((id, kept, held));
+        }
+        Ok(())
+    }
+
+    /// A unit has run: its parameters have their own values again.
+    pub(in crate::zero) fn unshift_unit(&self, unit: UnitId) -> Result<()> {
+        let all = !self.shards_params();
+        if !self.is_checking() || (all && unit != ROOT) {
+            return Ok(());
+        }
+        self.put_back(|param| all || self.params[param].unit == unit)
+    }
+
+    /// A backward that the model itself runs in its forward no longer needs a parameter. Those of the root still run.
+    pub(in crate::zero) fn unshift_passed(&self, param: ParamId) -> Result<()> {
+        match self.is_checking() && self.params[param].unit != ROOT {
+            true => self.put_back(|kept| kept == param),
+            false => Ok(()),
+        }
+    }
+
+    fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
+        let mut state = lock(&self.check.state);
+        let (back, kept) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
+        state.kept = kept;
+        let back: Vec<(ParamId, Flat, LedgerEntry)> = back;
+        for (param, values, _held) in back {
+            let param = &self.params[param];
+            if param.is_whole() {
+                residency::with_values(&param.tensor, |moved| *moved = values)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A parameter's gradient has come in the backward that is measured.
+    pub(in crate::zero) fn measure(&self, param: ParamId, grad: &Grad) -> candle_core::Result<()> {
+        let mut state = lock(&self.check.state);
+        let Some(direction) = state.directions.get(param).copied().flatten() else { return Ok(()) };
+        let about = &self.params[param];
+        let found = grad.view(|grad| match about.is_whole() {
+            true => residency::with_view(&about.tensor, |values| direction.along(grad, Some(values))),
+            false => Ok(direction.along(grad, None)),
+        })??;
+        let along = &mut state.along[param];
+        along.product += found.product;
+        along.squares += found.squares;
+        Ok(())
+    }
+}
+
+/// Parameters are moved; whatever happens, they are put back.
+struct PerturbedParams<'a>(&'a RankCore);
+
+impl<'a> PerturbedParams<'a> {
+    fn begin(core: &'a RankCore) -> Self {
+        core.check.shifts.store(true, Ordering::Relaxed);
+        Self(core)
+    }
+}
+
+impl Drop for PerturbedParams<'_> {
+    fn drop(&mut self) {
+        // What cannot be put back was not taken out.
+        let _ = self.0.put_back(|_| true);
+        self.0.check.shifts.store(false, Ordering::Relaxed);
+    }
+}

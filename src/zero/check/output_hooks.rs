@@ -1,0 +1,125 @@
+//! What forwards have given: a backward knows by it whether its loss is one of this step, and a check gets its gradient.
+//!
+//! An output runs a function when its gradient is complete: as a hook of the operation that made it where that is one of this
+//! library's, else in an operation of its own, which copies it. Where the copy would be large, a backward that has met no
+//! output looks for it in the loss's graph.
+
+use super::forward_outputs::ForwardOutput;
+use crate::error::{EngineError, Result};
+use crate::graph::prepared_op::{copy_of, prepared};
+use crate::graph::{Grad, node_of};
+use crate::util::lock;
+use crate::zero::hooks::on_big_stack;
+use crate::zero::rank_core::RankCore;
+use candle_core::{DType, Tensor, TensorId};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Elements of an output of which a copy costs nothing.
+const SMALL: usize = 1 << 12;
+
+impl RankCore {
+    /// The output of the engine's last forward, if it has a gradient.
+    pub fn last_output(&self) -> Option<Arc<ForwardOutput>> {
+        lock(&self.outputs.0).last.clone()
+    }
+
+    /// Has `output` tell when its gradient is there.
+    pub(in crate::zero) fn watch_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
+        let mut outputs = lock(&self.outputs.0);
+        outputs.last = None;
+        if !output.track_op() {
+            return Ok(output);
+        }
+        if !matches!(output.dtype(), DType::F32 | DType::BF16 | DType::F16) {
+            outputs.unmarked.push(output.id());
+            outputs.any_unmarked = true;
+            return Ok(output);
+        }
+        let about = Arc::new(ForwardOutput {
+            updates: outputs.updates,
+            is_differentiated: AtomicBool::new(false),
+            probe: Mutex::default(),
+        });
+        let core = Arc::downgrade(self);
+        let told = about.clone();
+        let tell = move |grad: &Grad| core.upgrade().map_or(Ok(()), |core| core.output_arrived(&told, grad));
+        // A parameter is made by no operation that could run hooks.
+        let node = node_of(&output).filter(|node| !node.slot.is_behind_a_gate());
+        if let Some(node) = node {
+            let slot = Arc::downgrade(&node.slot);
+            node.slot.before_backward(Box::new(move || match slot.upgrade() {
+                Some(slot) => slot.with_grad(&tell).unwrap_or(Ok(())),
+                None => Ok(()),
+            }));
+            outputs.last = Some(about);
+            return Ok(output);
+        }
+        if output.elem_count() > SMALL && !self.check.is_armed() {
+            outputs.unmarked.push(output.id());
+            outputs.any_unmarked = true;
+            return Ok(output);
+        }
+        outputs.last = Some(about);
+        prepared("forward-output", &output, copy_of(&output)?, move |_, grad| {
+            tell(&Grad::Shared(grad.clone()))?;
+            Ok(Some(grad.clone()))
+        })
+    }
+
+    fn output_arrived(&self, output: &ForwardOutput, grad: &Grad) -> candle_core::Result<()> {
+        if !self.is_in_backward() {
+            return Ok(());
+        }
+        let mut outputs = lock(&self.outputs.0);
+        outputs.met += 1;
+        let is_old = output.updates != outputs.updates;
+        drop(outputs);
+        if is_old || output.is_differentiated.swap(true, Ordering::Relaxed) {
+            return Err(self.stash(EngineError::OldLoss { is_old }.into()));
+        }
+        if self.check.is_measuring() {
+            let probe = lock(&output.probe).take();
+            self.check.output_arrived(probe.as_ref(), grad)?;
+        }
+        Ok(())
+    }
+
+    /// A backward begins.
+    pub(in crate::zero) fn begin_counting(&self) {
+        let mut outputs = lock(&self.outputs.0);
+        (outputs.met, outputs.reached) = (0, 0);
+    }
+
+    /// It has reached a parameter.
+    pub(in crate::zero) fn count_reached(&self) {
+        lock(&self.outputs.0).reached += 1;
+    }
+
+    /// The backward of `loss` has met all that it meets.
+    ///
+    /// # Errors
+    /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].
+    pub(in crate::zero) fn judge_reached(&self, loss: &Tensor) -> Result<()> {
+        let outputs = lock(&self.outputs.0);
+        if outputs.reached == 0 && !self.zero.ignore_unused_parameters {
+            return Err(EngineError::LossReachesNothing.into());
+        }
+        if outputs.met > 0 || !outputs.any_unmarked {
+            return Ok(());
+        }
+        let own: HashSet<TensorId> = outputs.unmarked.iter().copied().collect();
+        drop(outputs);
+        let is_met = on_big_stack(|| loss.sorted_nodes().iter().any(|node| own.contains(&node.id())));
+        if is_met { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
+    }
+
+    /// A micro step is over; `updated`: by an update of the weights.
+    pub fn forget_outputs(&self, updated: bool) {
+        let mut outputs = lock(&self.outputs.0);
+        outputs.updates += u64::from(updated);
+        outputs.unmarked.clear();
+        outputs.last = None;
+    }
+}

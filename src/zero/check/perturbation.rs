@@ -1,0 +1,205 @@
+//! The direction of a check of gradients: every element of a parameter up or down by one step, as chance has it.
+//!
+//! The signs follow from the parameter's name and the element's number, so they are the same at all stages, on all ranks
+//! and in every run. The step is the same for all elements of a parameter, a part of the root mean square of its values.
+//! In 16 bits both moves are rounded to what the parameter can hold, and the difference of what is held is what counts.
+
+use crate::kernels::par;
+use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
+use crate::util::{fnv1a, mix};
+use candle_core::{DType, Shape};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Elements that one task works on.
+const CHUNK: usize = 1 << 15;
+/// Signs that one random number has; chunks begin with a new one.
+const SIGNS: usize = 64;
+
+/// The direction of one parameter.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PerturbationDirection {
+    seed: u64,
+    /// The length of the move of each element.
+    pub step: f32,
+    /// The elements between these two are not moved.
+    still: (usize, usize),
+}
+
+/// A gradient along a direction.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct DirectionalGradient {
+    /// The product of the gradient and half of the difference between both moves.
+    pub product: f64,
+    /// The sum of the squares of its terms: the variance of the product, if signs are by chance.
+    pub squares: f64,
+}
+
+impl PerturbationDirection {
+    /// The direction of the parameter `name`, whose values are these; another one for each seed. `relative`: the step, as a part of
+    /// their root mean square.
+    pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
+        let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
+        let (size, usual) = (mean_square.sqrt(), usual_size(shape));
+        // What begins with zeros, as a bias or LoRA's B, is moved too.
+        let size = if size > usual / 32.0 { size } else { usual };
+        Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
+    }
+
+    /// The same with these elements left where they are.
+    pub fn without(self, still: Range<usize>) -> Self {
+        Self { still: (still.start, still.end), ..self }
+    }
+
+    /// Moves `values` up (`sign` 1) or down (-1) along the direction.
+    pub fn shift(&self, values: FlatMut<'_>, sign: f32) {
+        match values {
+            FlatMut::F32(values) => self.shift_each(values, |value, by| value + by, sign),
+            FlatMut::BF16(values) => self.shift_each(values, |value, by| bf16::from_f32(value.to_f32() + by), sign),
+            FlatMut::F16(values) => self.shift_each(values, |value, by| f16::from_f32(value.to_f32() + by), sign),
+        }
+    }
+
+    fn shift_each<T: Copy + Send + Sync>(&self, values: &mut [T], moved: impl Fn(T, f32) -> T + Sync, sign: f32) {
+        par::for_each_part(values.len().div_ceil(CHUNK), par::Chunks::new(values, CHUNK), |number, part: &mut [T]| {
+            let first = number * CHUNK;
+            for (block, values) in part.chunks_mut(SIGNS).enumerate() {
+                let from = first + block * SIGNS;
+                let signs = self.signs_from(from);
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = moved(*value, sign * self.move_by(signs, from + i));
+                }
+            }
+        });
+    }
+
+    /// The gradient along the direction. `values`: those that the parameter has without it, where they are known.
+    pub fn along(&self, gradient: FlatRef<'_>, values: Option<FlatRef<'_>>) -> DirectionalGradient {
+        let chunks = gradient.len().div_ceil(CHUNK);
+        let part = |number: usize| {
+            let range = number * CHUNK..gradient.len().min((number + 1) * CHUNK);
+            self.part_along(range, gradient, values)
+        };
+        par::map(chunks, part).into_iter().fold(DirectionalGradient::default(), |sum, part| DirectionalGradient {
+            product: sum.product + part.product,
+            squares: sum.squares + part.squares,
+        })
+    }
+
+    fn part_along(
+        &self,
+        range: Range<usize>,
+        gradient: FlatRef<'_>,
+        values: Option<FlatRef<'_>>,
+    ) -> DirectionalGradient {
+        let wide = |values: FlatRef<'_>| {
+            let mut wide = Flat::with_capacity(DType::F32, range.len());
+            wide.extend_cast(values.slice(range.clone()));
+            wide
+        };
+        let dtype = values.map_or(DType::F32, |values| values.dtype());
+        let (gradient, values) = (wide(gradient), values.map(wide));
+        let mut along = DirectionalGradient::default();
+        let mut signs = 0;
+        for i in 0..range.len() {
+            if i % SIGNS == 0 {
+                signs = self.signs_from(range.start + i);
+            }
+            let by = self.move_by(signs, range.start + i);
+            let by = match &values {
+                Some(values) => half_difference(values.as_ref().get(i), by, dtype),
+                None => f64::from(by),
+            };
+            let term = f64::from(gradient.as_ref().get(i)) * by;
+            along.product += term;
+            along.squares += term * term;
+        }
+        along
+    }
+
+    /// The signs of the elements from `i`, which is a multiple of their number, on.
+    fn signs_from(&self, i: usize) -> u64 {
+        mix(self.seed.wrapping_add(((i / SIGNS) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    }
+
+    /// The move of element `i` upwards, by the signs of its block.
+    fn move_by(&self, signs: u64, i: usize) -> f32 {
+        if (self.still.0..self.still.1).contains(&i) {
+            return 0.0;
+        }
+        if signs >> (i % SIGNS) & 1 == 0 { self.step } else { -self.step }
+    }
+}
+
+/// Half of the difference between a value moved up and moved down, each rounded as it is held.
+fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
+    let held = |value: f32| match dtype {
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
+    };
+    (f64::from(held(value + by)) - f64::from(held(value - by))) / 2.0
+}
+
+/// The size that values of such a shape usually have.
+fn usual_size(shape: &Shape) -> f64 {
+    match shape.dims() {
+        [first, rest @ ..] if !rest.is_empty() => {
+            0.5 / (shape.elem_count() as f64 / (*first).max(1) as f64).max(1.0).sqrt()
+        }
+        _ => 0.02,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn direction(values: &Flat) -> PerturbationDirection {
+        PerturbationDirection::new(("weight", 0), &Shape::from(values.len()), values.as_ref(), 1.0 / 16.0)
+    }
+
+    #[test]
+    fn up_and_down_differ_by_what_the_product_counts_in_every_format() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let values: Vec<f32> = (0..70_000).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
+            let values = Flat::from_f32(values, dtype);
+            let direction = direction(&values);
+            let moved = |sign| {
+                let mut moved = values.clone();
+                direction.shift(moved.as_mut(), sign);
+                moved
+            };
+            let (up, down) = (moved(1.0), moved(-1.0));
+            let gradient = Flat::F32((0..values.len()).map(|i| (i % 7) as f32).collect());
+            let differences = (0..values.len()).map(|i| {
+                let half = (f64::from(up.as_ref().get(i)) - f64::from(down.as_ref().get(i))) / 2.0;
+                half * f64::from(gradient.as_ref().get(i))
+            });
+            let expected: f64 = differences.sum();
+            let found = direction.along(gradient.as_ref(), Some(values.as_ref())).product;
+            assert!((found - expected).abs() <= 1e-9 * expected.abs().max(1.0), "{dtype:?}: {found} {expected}");
+        }
+    }
+
+    #[test]
+    fn as_many_elements_go_up_as_down_and_neighbours_have_nothing_to_do_with_each_other() {
+        let direction = direction(&Flat::F32(vec![1.0; 1 << 16]));
+        let signs: Vec<f64> = (0..1 << 16)
+            .map(|i| f64::from(direction.move_by(direction.signs_from(i / SIGNS * SIGNS), i).signum()))
+            .collect();
+        let mean: f64 = signs.iter().sum::<f64>() / signs.len() as f64;
+        assert!(mean.abs() < 0.02, "{mean}");
+        for distance in [1, 64, 256] {
+            let pairs = signs.iter().zip(&signs[distance..]).map(|(a, b)| a * b).sum::<f64>() / signs.len() as f64;
+            assert!(pairs.abs() < 0.02, "{distance}: {pairs}");
+        }
+    }
+
+    #[test]
+    fn what_begins_with_zeros_is_moved() {
+        let zeros = Flat::zeros(DType::F32, 64);
+        assert!(direction(&zeros).step > 0.0);
+        assert!(PerturbationDirection::new(("b", 0), &Shape::from((8, 8)), zeros.as_ref(), 1e-3).step > 0.0);
+    }
+}

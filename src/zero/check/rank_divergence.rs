@@ -1,0 +1,48 @@
+//! The parts of a model that ranks were in when their collectives differed, by name.
+
+use crate::comm::{Kind as Collective, content_of};
+use crate::error::{CommError, EngineError, Error};
+use crate::param::ParamId;
+use crate::util::lock;
+use crate::zero::rank_core::RankCore;
+
+impl RankCore {
+    /// The same error; where ranks have run different parts of the model, with their names and what to do.
+    pub fn name_parts(&self, error: Error) -> Error {
+        let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
+        let parts = (self.part(here), self.part(there));
+        let are_gradients = is_reduction(here) && is_reduction(there);
+        if parts == (None, None) && !are_gradients {
+            return error;
+        }
+        let (here, there) = (parts.0.unwrap_or_else(|| here.clone()), parts.1.unwrap_or_else(|| there.clone()));
+        EngineError::PartsDiverged { rank: *rank, here, peer: *peer, there }.into()
+    }
+
+    /// A collective, and what it carries; nothing where that is no unit and no parameter.
+    fn part(&self, call: &str) -> Option<String> {
+        let content = content_of(call)?;
+        let carries = |params: &[ParamId]| self.tag(params) as u32 == content;
+        let of = if collective_of(call).starts_with(Collective::AllGather.name()) {
+            let unit = lock(&self.gather).unit_that(carries)?;
+            format!("the gather of unit {}", self.unit_name(unit))
+        } else if is_reduction(call) {
+            let param = (0..self.params.len()).find(|param| carries(&[*param]))?;
+            format!("the reduction of {}'s gradient", self.params[param].name)
+        } else {
+            return None;
+        };
+        Some(format!("{of}, {call}"))
+    }
+}
+
+/// The collective in a text that may begin with the engine's call.
+fn collective_of(call: &str) -> &str {
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
+    kinds.iter().filter_map(|kind| call.find(kind.name())).min().map_or(call, |at| &call[at..])
+}
+
+fn is_reduction(call: &str) -> bool {
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter];
+    kinds.iter().any(|kind| collective_of(call).starts_with(kind.name()))
+}

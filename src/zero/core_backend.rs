@@ -1,0 +1,132 @@
+//! The engine's core as the rank that trains.
+
+use super::rank_backend::{RankBackend, RankInfo};
+use super::rank_core::RankCore;
+use super::share::share_memory::ShareMemory;
+use super::share::sub_group::SubGroup;
+use super::transfer::device_copy::{CopyKind, DeviceCopy};
+use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
+use crate::comm::Wire;
+use crate::error::Result;
+use crate::memory::Ledger;
+use crate::offload::{FileIo, WindowSettings};
+use crate::param::{Param, ParamId};
+use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::tensor::part::with_part;
+use crate::tensor::residency;
+use crate::util::lock;
+use std::ops::Range;
+use std::sync::MutexGuard;
+#[cfg(feature = "cuda")]
+use {crate::tensor::on_device::with_each, candle_core::Storage};
+
+impl ShareMemory for RankCore {
+    type Buffer = FlatBuffer;
+    type Files = FileIo;
+
+    fn share_place(&self) -> &BufferPlace {
+        &self.share_place
+    }
+
+    fn model_place(&self) -> &BufferPlace {
+        &self.model_place
+    }
+
+    fn files(&self) -> Option<&FileIo> {
+        self.offload.as_ref().map(|offload| &*offload.io)
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+}
+
+impl RankBackend for RankCore {
+    type Pending = PendingCollective;
+    type PendingCopy = DeviceCopy;
+
+    fn info(&self) -> RankInfo<'_> {
+        RankInfo {
+            rank: self.comm.rank(),
+            mesh: self.share_plan.mesh,
+            second_group: self.second_group,
+            params: &self.params,
+            zero: &self.zero,
+            dtype: self.dtype,
+            tier: self.tensor_tier,
+        }
+    }
+
+    fn is_evaluating(&self) -> bool {
+        Self::is_evaluating(self)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>> {
+        lock(&self.groups)
+    }
+
+    fn place(&self, param: ParamId) -> (usize, usize) {
+        self.place_of(param)
+    }
+
+    fn windows(&self) -> WindowSettings {
+        self.offload.as_ref().map_or_else(WindowSettings::default, |offload| offload.windows())
+    }
+
+    fn launch(
+        &self,
+        collective: CollectiveOp,
+        wire: Wire,
+        buffer: FlatBuffer,
+        params: &[ParamId],
+    ) -> Result<PendingCollective> {
+        let transport = CollectiveTransport {
+            comm: self.comm(),
+            #[cfg(feature = "cuda")]
+            gpus: self.gpus.get(),
+            #[cfg(feature = "cuda")]
+            ledger: &self.ledger,
+        };
+        PendingCollective::launch(&transport, collective, wire, buffer, self.tag(params))
+    }
+
+    fn wait(&self, pending: PendingCollective) -> Result<FlatBuffer> {
+        pending.wait()
+    }
+
+    fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<DeviceCopy> {
+        #[cfg(feature = "cuda")]
+        if let Some(copies) = &self.copies {
+            return copies.send(kind, buffer, to, capacity);
+        }
+        _ = (kind, to, capacity);
+        Ok(DeviceCopy::There(buffer))
+    }
+
+    fn arrived(&self, moving: DeviceCopy) -> Result<FlatBuffer> {
+        moving.wait()
+    }
+
+    fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
+        self.comm.gather_f64(values).wait()
+    }
+
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
+        match to {
+            FlatBuffer::Host(to) => Ok(with_part(&param.tensor, range, |values| to.extend_cast(values))?),
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
+        }
+    }
+
+    fn put(&self, param: &Param, whole: FlatBuffer) -> Result<()> {
+        match whole {
+            FlatBuffer::Host(whole) => Ok(residency::put(&param.tensor, whole)?),
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(whole) => {
+                assert_eq!((whole.len(), whole.dtype()), (param.numel, param.tensor.dtype()));
+                Ok(residency::fill(&param.tensor, Storage::Cuda(whole.into_storage()))?)
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The layout of shards or gradients that travel in one flat buffer, through one collective, and how whole parameters are made
+//! of it.
+//!
+//! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
+//! parameters share a buffer, and are copied out of it piece by piece.
+
+use crate::comm::Wire;
+use crate::error::Result;
+use crate::layout::{PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
+use crate::optim::WeightFormat;
+use crate::param::{Param, ParamId};
+use crate::precision::Elements;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::packed_weights;
+use candle_core::DType;
+use std::collections::BTreeMap;
+
+/// How the shards or gradients of some parameters lie in one flat buffer.
+pub(crate) struct CoalescedLayout {
+    pub params: Vec<ParamId>,
+    /// Offset of each parameter's shard, or piece, in a rank's chunk. What lies between two of them is zeros.
+    pub offsets: Vec<usize>,
+    /// Elements of a rank's chunk.
+    pub chunk: usize,
+    /// How its weights are held, where it carries weights: elements of packed ones are words.
+    weights: WeightFormat,
+}
+
+impl CoalescedLayout {
+    /// One layout for each large parameter and one for all others that are packed alike.
+    pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: Wire) -> Vec<Self> {
+        let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
+        let alone = large.into_iter().map(|p| vec![p]);
+        alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
+    }
+
+    /// Parameters whose weights are held alike, and can travel together.
+    pub fn alike(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
+        let mut alike: BTreeMap<WeightFormat, Vec<ParamId>> = BTreeMap::new();
+        params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));
+        alike.into_values()
+    }
+
+    /// Weights on the wire, some of which are packed already.
+    pub fn of_weights(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+        let weights = params.first().map_or(WeightFormat::Model, |p| all[*p].weights);
+        let Some(packing) = weights.packing() else {
+            return Self { weights, ..Self::new(params, all, mesh, wire) };
+        };
+        let mut chunk = 0;
+        let offset = |p: &ParamId| {
+            let offset = chunk;
+            chunk += packed_weights::words(packing, all[*p].shard_len(mesh));
+            offset
+        };
+        let offsets = params.iter().map(offset).collect();
+        Self { params, offsets, chunk, weights }
+    }
+
+    /// The dtype of its elements, for weights in `dtype`.
+    pub fn dtype(&self, dtype: DType) -> DType {
+        self.weights.packing().map_or(self.weights.dtype(dtype), |_| DType::F32)
+    }
+
+    /// Whether it carries packed weights, which lie on the host.
+    pub fn is_packed(&self) -> bool {
+        self.weights.packing().is_some()
+    }
+
+    /// How it travels, if weights go by `wire`: what is packed is coded already.
+    pub fn wire(&self, wire: Wire) -> Wire {
+        self.weights.packing().map_or(wire, |_| Wire::Exact)
+    }
+
+    /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
+    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+        let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
+        let (offsets, chunk) = chunk_offsets(&cuts, mesh, wire.alignment());
+        Self { params, offsets, chunk, weights: WeightFormat::Model }
+    }
+
+    /// Gives each whole parameter to `install`. `chunks` are those of all shards, in their order.
+    pub fn unpack<R: RankBackend>(
+        &self,
+        rank: &R,
+        mut chunks: R::Buffer,
+        mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
+    ) -> Result<()> {
+        if let Some(packing) = self.weights.packing() {
+            for (p, offset) in self.params.iter().zip(&self.offsets) {
+                let param = &rank.params()[*p];
+                let at = (self.chunk, *offset);
+                // Words lie on the host.
+                let whole = packed_weights::whole(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
+                install(param, whole.moved_to(rank.model_place())?)?;
+            }
+            return Ok(());
+        }
+        if let [param] = &self.params[..] {
+            let param = &rank.params()[*param];
+            // What is left over is padding, less than an element for each rank.
+            chunks.truncate(param.numel);
+            return install(param, chunks);
+        }
+        let mesh = rank.mesh();
+        for (p, offset) in self.params.iter().zip(&self.offsets) {
+            let param = &rank.params()[*p];
+            let mut whole = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;
+            for shard in 0..mesh.shards() {
+                let start = shard * self.chunk + offset;
+                whole.extend_from(&chunks, start..start + param.shard(mesh, shard).len())?;
+            }
+            install(param, whole)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,242 @@
+//! Parameters that are gathered and released together, and how: from all ranks, or from this host's second copy.
+
+use super::coalesced_layout::CoalescedLayout;
+use crate::comm::Wire;
+use crate::error::Result;
+use crate::layout::ShardMesh;
+use crate::memory::{LedgerEntry, MemoryKind};
+use crate::offload::StateFiles;
+use crate::param::{Param, ParamId, Residency};
+use crate::precision::Elements;
+use crate::tensor::residency;
+use crate::timeline;
+use crate::util::lock;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::share_memory::{BufferPlaceOf, ShareMemory};
+use crate::zero::share::state_storage::StateStorage;
+use crate::zero::transfer::device_copy::CopyKind;
+use crate::zero::transfer::pending_collective::CollectiveOp;
+
+/// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
+pub(super) struct GatherGroup {
+    pub params: Vec<ParamId>,
+    pub layouts: Vec<CoalescedLayout>,
+    pub numel: usize,
+    pub wire: Wire,
+}
+
+/// The all-gathers of a group that are under way, one for each of its layouts.
+pub(super) type PendingGather<R> = Vec<(GatherProgress<R>, LedgerEntry)>;
+
+/// How far an all-gather has come.
+pub(super) enum GatherProgress<R: RankBackend> {
+    /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
+    /// issue it at the same point.
+    Reading(<R::Files as StateFiles>::Reading),
+    /// They are on their way from the host to the GPU. Likewise.
+    Moving(R::PendingCopy),
+    /// The all-gather is under way.
+    Travelling(R::Pending),
+}
+
+/// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep, one buffer
+/// for each layout of a group; none until a forward has gathered it.
+pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareMemory>::Buffer, LedgerEntry)>>;
+
+/// What to do with a group after it has been gathered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum AfterGather {
+    /// It is used, and gathered in the same way the next time.
+    Used,
+    /// This rank's group keeps a copy of it, to gather it from.
+    Kept,
+}
+
+impl GatherGroup {
+    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+        let numel = params.iter().map(|p| all[*p].numel).sum();
+        let layouts = CoalescedLayout::split(&params, all, mesh, wire);
+        Self { params, layouts, numel, wire }
+    }
+
+    /// Empties the parameters' tensors.
+    pub fn release(&self, all: &[Param]) -> Result<()> {
+        self.params.iter().try_for_each(|param| release(&all[*param]).map(drop))
+    }
+
+    /// Begins the all-gathers inside of this rank's group.
+    ///
+    /// # Errors
+    /// A GPU without memory.
+    pub fn launch_within<R: RankBackend>(
+        &self,
+        core: &R,
+        second: &[(R::Buffer, LedgerEntry)],
+    ) -> Result<PendingGather<R>> {
+        let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, LedgerEntry))| {
+            let _about = timeline::about(|| core.names(&layout.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&layout.params));
+            let room = layout.chunk * core.mesh().shards();
+            let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
+            buffer.extend_from(part, 0..part.len())?;
+            let held = core.hold(MemoryKind::Gathered, &buffer);
+            let within = CollectiveOp::GatherWithin(core.second_group());
+            Ok((GatherProgress::Travelling(core.launch(within, Wire::Exact, buffer, &layout.params)?), held))
+        };
+        self.layouts.iter().zip(second).map(launch).collect()
+    }
+
+    /// Begins the all-gathers of this rank's shares, or to read them.
+    ///
+    /// # Errors
+    /// A GPU without memory.
+    pub fn launch<R: RankBackend>(&self, core: &R) -> Result<PendingGather<R>> {
+        let groups = core.groups();
+        let launch = |layout: &CoalescedLayout| {
+            let _about = timeline::about(|| core.names(&layout.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&layout.params));
+            // They lie in one place, as they are of one kind.
+            let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
+                Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
+                _ => None,
+            });
+            let place = place.unwrap_or_else(R::Buffer::host);
+            let goes_on = goes_to_gpu(core, layout, &place);
+            // Room for the chunks of all shards, where they are gathered: the others' arrive in the same buffer.
+            let room = if goes_on { layout.chunk } else { layout.chunk * core.mesh().shards() };
+            let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
+            let mut pieces = Vec::new();
+            for (p, offset) in layout.params.iter().zip(&layout.offsets) {
+                chunk.extend_zeros(offset - chunk.len())?;
+                let (group, slot) = core.place(*p);
+                let share = groups[group].slots[slot].padded();
+                match &groups[group].weights {
+                    Some(StateStorage::Memory(weights)) => chunk.extend_from(weights.buffer(), share)?,
+                    Some(StateStorage::File(weights)) => {
+                        pieces.push((weights.clone(), share.clone(), chunk.len()));
+                        chunk.extend_zeros(share.len())?;
+                    }
+                    None => unreachable!("sharded parameters lie in their sub-group"),
+                }
+            }
+            let held = core.hold(MemoryKind::Gathered, &chunk);
+            let way = match core.files() {
+                Some(files) if !pieces.is_empty() => GatherProgress::Reading(files.fill(chunk, pieces)),
+                _ if goes_on => return self.send(core, layout, chunk),
+                _ => GatherProgress::Travelling(self.gather(core, layout, chunk)?),
+            };
+            Ok((way, held))
+        };
+        self.layouts.iter().map(launch).collect()
+    }
+
+    /// Begins to bring this rank's shards to the GPU. On the way they are entered already.
+    fn send<R: RankBackend>(
+        &self,
+        core: &R,
+        layout: &CoalescedLayout,
+        chunk: R::Buffer,
+    ) -> Result<(GatherProgress<R>, LedgerEntry)> {
+        let room = layout.chunk * core.mesh().shards();
+        let moving = core.send(CopyKind::Shards, chunk, core.model_place(), room)?;
+        Ok((GatherProgress::Moving(moving), core.ledger().hold(MemoryKind::Gathered, 0)))
+    }
+
+    fn gather<R: RankBackend>(&self, core: &R, layout: &CoalescedLayout, chunk: R::Buffer) -> Result<R::Pending> {
+        core.gather(layout.wire(self.wire), chunk, &layout.params)
+    }
+
+    /// Waits for the all-gathers and puts the whole parameters into their tensors. Gives this rank's part of a second copy, if
+    /// one is to be kept.
+    pub fn install<R: RankBackend>(
+        &self,
+        core: &R,
+        gathering: PendingGather<R>,
+        kind: MemoryKind,
+        after: AfterGather,
+    ) -> Result<SecondaryShards<R>> {
+        // All of them are on their way to the GPU, and then travel, before the first is waited for.
+        let read = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, LedgerEntry))| {
+            let _about = timeline::about(|| core.names(&layout.params));
+            match (way, core.files()) {
+                (GatherProgress::Reading(reading), Some(files)) => {
+                    let chunk = files.filled(reading)?;
+                    if goes_to_gpu(core, layout, &chunk.place()) {
+                        return self.send(core, layout, chunk);
+                    }
+                    Ok((GatherProgress::Travelling(self.gather(core, layout, chunk)?), held))
+                }
+                (way, _) => Ok((way, held)),
+            }
+        };
+        let read = self.layouts.iter().zip(gathering).map(read).collect::<Result<Vec<_>>>()?;
+        let gather = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, LedgerEntry))| {
+            let _about = timeline::about(|| core.names(&layout.params));
+            match way {
+                GatherProgress::Moving(moving) => {
+                    let chunk = core.arrived(moving)?;
+                    let held = core.hold(MemoryKind::Gathered, &chunk);
+                    Ok((self.gather(core, layout, chunk)?, held))
+                }
+                GatherProgress::Travelling(pending) => Ok((pending, held)),
+                GatherProgress::Reading(_) => unreachable!("what is read lies in files"),
+            }
+        };
+        let gathering = self.layouts.iter().zip(read).map(gather).collect::<Result<Vec<_>>>()?;
+        let mut second = Vec::new();
+        for (layout, (pending, held)) in self.layouts.iter().zip(gathering) {
+            let chunks = core.wait(pending)?;
+            drop(held);
+            if after == AfterGather::Kept {
+                second.push(part_of_group(core, &chunks)?);
+            }
+            let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&layout.params));
+            // Small parameters are copied out of the buffer, which a GPU has no room to spare for.
+            let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
+            let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));
+            layout.unpack(core, chunks, |param, whole| {
+                let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
+                core.put(param, whole)?;
+                *lock(&param.residency) = Residency::Whole(held);
+                Ok(())
+            })?;
+        }
+        Ok((after == AfterGather::Kept).then_some(second))
+    }
+}
+
+/// Whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they have to be brought. Packed ones are
+/// unpacked on the host.
+fn goes_to_gpu<R: RankBackend>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
+    R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
+}
+
+/// This rank's part of a layout's chunks, as its group divides them.
+fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, LedgerEntry)> {
+    let ranks = core.second_group();
+    let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
+    let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;
+    part.extend_from(chunks, place * len..(place + 1) * len)?;
+    let held = core.hold(MemoryKind::SecondCopy, &part);
+    Ok((part, held))
+}
+
+/// Waits for all-gathers that nobody came for: also for what is only being read, since the step may write there.
+pub(super) fn forget<R: RankBackend>(core: &R, gathering: PendingGather<R>) -> Result<()> {
+    gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
+        (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
+        (GatherProgress::Moving(moving), _) => core.arrived(moving).map(drop),
+        (GatherProgress::Reading(reading), Some(files)) => files.filled(reading).map(drop),
+        (GatherProgress::Reading(_), None) => unreachable!("what is read lies in files"),
+    })
+}
+
+/// Empties a parameter's tensor; false if it was empty already.
+pub(in crate::zero) fn release(param: &Param) -> Result<bool> {
+    if !param.is_whole() {
+        return Ok(false);
+    }
+    residency::clear(&param.tensor)?;
+    *lock(&param.residency) = Residency::Absent;
+    Ok(true)
+}

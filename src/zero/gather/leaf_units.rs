@@ -1,0 +1,120 @@
+//! Leaf units: gathered as one with all units inside, whichever of them a rank runs.
+//!
+//! DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and others do not; gathered each
+//! for itself, ranks would wait for different ones. Inside of a leaf nothing is gathered for itself: all ranks that
+//! enter the leaf gather everything in it, and what a rank's experts did not learn counts as zeros.
+
+use crate::config::{LeafModule, ZeroConfig};
+use crate::param::{Param, UnitId};
+
+/// Where a unit is, as far as leaves go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeafPosition {
+    /// It is gathered for itself, as any unit.
+    Outside,
+    /// It is a leaf, and in no other.
+    Leaf,
+    /// It lies in a leaf, and is gathered with it.
+    Inside,
+}
+
+/// Which unit lies in which, and which of them are leaves.
+#[derive(Debug, Clone)]
+pub(crate) struct LeafUnits {
+    /// The unit around each unit; the root's is itself.
+    around: Vec<UnitId>,
+    is_marked: Vec<bool>,
+}
+
+impl Default for LeafUnits {
+    /// The root alone.
+    fn default() -> Self {
+        Self { around: vec![crate::param::ROOT], is_marked: vec![false] }
+    }
+}
+
+impl LeafUnits {
+    /// A unit is built inside of the unit `around`, and gets the next number.
+    pub fn push(&mut self, around: UnitId) {
+        self.around.push(around);
+        self.is_marked.push(false);
+    }
+
+    pub fn mark(&mut self, unit: UnitId) {
+        self.is_marked[unit] = true;
+    }
+
+    /// Marks the units that the configuration means, by `units`, the names of all; gives what names none of them.
+    pub fn mark_named<'a>(&mut self, units: &[String], named: &'a LeafModule) -> Vec<&'a str> {
+        let mut mark = |means: &dyn Fn(&str) -> bool| {
+            let meant: Vec<UnitId> = (1..units.len()).filter(|unit| means(&units[*unit])).collect();
+            meant.iter().for_each(|unit| self.mark(*unit));
+            meant.is_empty()
+        };
+        let names = named.names.iter().filter(|name| mark(&|unit| unit == **name)).collect::<Vec<_>>();
+        let suffixes = named.name_suffixes.iter().filter(|suffix| mark(&|unit| unit.ends_with(&***suffix)));
+        names.into_iter().chain(suffixes).map(String::as_str).collect()
+    }
+
+    /// For each unit the outermost leaf around it; where there is none, itself.
+    pub fn outermost(&self) -> Vec<UnitId> {
+        let mut outermost: Vec<UnitId> = Vec::new();
+        for (unit, around) in self.around.iter().enumerate() {
+            // Units are numbered from the outside in.
+            let lies_in_leaf = *around < unit && self.is_marked[outermost[*around]];
+            outermost.push(if lies_in_leaf { outermost[*around] } else { unit });
+        }
+        outermost
+    }
+
+    /// The place of each unit.
+    pub fn places(&self) -> Vec<LeafPosition> {
+        let place = |(unit, leaf): (UnitId, UnitId)| match (self.is_marked[leaf], unit == leaf) {
+            (false, _) => LeafPosition::Outside,
+            (true, true) => LeafPosition::Leaf,
+            (true, false) => LeafPosition::Inside,
+        };
+        self.outermost().into_iter().enumerate().map(place).collect()
+    }
+
+    /// The parameters that ranks may miss in a backward.
+    pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
+        let places = self.places();
+        let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;
+        params.iter().map(is_optional).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LeafPosition::{Inside, Leaf, Outside};
+    use super::*;
+
+    /// Root, a (with a.x, a.x.y and a.z inside), b.
+    fn nested() -> (LeafUnits, Vec<String>) {
+        let mut leaves = LeafUnits::default();
+        [0, 1, 2, 1, 0].into_iter().for_each(|around| leaves.push(around));
+        (leaves, ["", "a", "a.x", "a.x.y", "a.z", "b"].map(String::from).to_vec())
+    }
+
+    #[test]
+    fn all_that_lies_in_a_leaf_belongs_to_the_outermost() {
+        let (mut leaves, _) = nested();
+        assert_eq!(leaves.outermost(), [0, 1, 2, 3, 4, 5]);
+        leaves.mark(2);
+        assert_eq!(leaves.outermost(), [0, 1, 2, 2, 4, 5]);
+        assert_eq!(leaves.places(), [Outside, Outside, Leaf, Inside, Outside, Outside]);
+        leaves.mark(1);
+        assert_eq!(leaves.outermost(), [0, 1, 1, 1, 1, 5]);
+        assert_eq!(leaves.places(), [Outside, Leaf, Inside, Inside, Inside, Outside]);
+    }
+
+    #[test]
+    fn leaves_are_named_whole_or_by_their_ending() {
+        let (mut leaves, units) = nested();
+        let strings = |names: &[&str]| names.iter().map(|name| (*name).to_string()).collect();
+        let named = LeafModule { names: strings(&["b", "x"]), name_suffixes: strings(&[".z", "q"]) };
+        assert_eq!(leaves.mark_named(&units, &named), ["x", "q"]);
+        assert_eq!(leaves.places(), [Outside, Outside, Outside, Outside, Leaf, Leaf]);
+    }
+}

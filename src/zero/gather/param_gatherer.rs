@@ -1,0 +1,502 @@
+//! Stage 3: units are gathered when they are needed, released when they are not, and gathered ahead in the recorded
+//! order.
+//!
+//! ```text
+//!   forward    gather u0 | run u0 | release u0 | gather u1 | run u1 | release u1 | ...
+//!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
+//! ```
+//!
+//! Where shards lie in a file, a gather begins with reading them. With `zero_quantized_weights` it carries int8: all
+//! ranks, the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the
+//! optimizer changes.
+//!
+//! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank lets go of values when
+//! its own gradients arrive, but counts and state of the unit follow its events alone, which all ranks have in common.
+//! Where unused parameters are ignored, this holds for all units.
+//!
+//! On several hosts, with `zero_hpz_partition_size`, each rank of a group inside of a host keeps a part of what a forward
+//! has gathered, and the unit is gathered from these parts until weights change: nothing of it crosses to other hosts.
+//!
+//! From the second micro step on, while one unit runs the next ones are already on their way, as far as
+//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
+//! never on time, so all ranks issue the same collectives in the same order.
+
+use super::gather_group::{AfterGather, GatherGroup, PendingGather, SecondaryShards, forget, release};
+use super::leaf_units::{LeafPosition, LeafUnits};
+use super::unit_trace::{UnitEvent, UnitTrace};
+use crate::comm::{Code, Wire};
+use crate::config::ZeroConfig;
+use crate::error::Result;
+use crate::memory::MemoryKind;
+use crate::param::{Param, ParamId, ROOT, UnitId};
+use crate::precision::Ints;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::share_plan::SharePlan;
+
+/// Gathers and releases the sharded parameters of every unit.
+pub(crate) struct ParamGatherer<R: RankBackend> {
+    units: Vec<UnitState<R>>,
+    /// The unit with which each unit is gathered: itself, or the leaf around it.
+    outermost: Vec<UnitId>,
+    /// Ranks may use different parameters: of leaves, or of all units.
+    ranks_differ: Vec<bool>,
+    /// Units of those whose backward has begun, until another one's begins.
+    spent: Vec<UnitId>,
+    persistent: GatherGroup,
+    /// Whether each parameter is persistent.
+    is_persistent: Vec<bool>,
+    /// The persistent parameters were released too, and have not been needed since.
+    persistent_is_released: bool,
+    /// The trace of training, and that of evaluation, which has forwards only.
+    traces: [UnitTrace; 2],
+    /// Elements of gathered parameters, without the persistent ones.
+    live: usize,
+    /// Elements of gathers under way, and at most of those ahead of use.
+    in_flight: usize,
+    ahead: usize,
+    /// What is packed is not gathered ahead: it is here.
+    unpacks_in_place: bool,
+    /// Units of this micro step will run again in backward.
+    recomputes: bool,
+    /// Backwards that run inside of others: a recomputing unit runs one of its own.
+    depth: usize,
+    /// The unit that each of these backwards, the engine's first, was the last to enter.
+    entered: Vec<UnitId>,
+    /// Those of them that run inside of a backward that is not the engine's.
+    passing: usize,
+}
+
+struct UnitState<R: RankBackend> {
+    group: GatherGroup,
+    second: SecondaryShards<R>,
+    state: GatherState<R>,
+    /// Elements of it that count as live.
+    live: usize,
+    /// The least depth at which a backward has entered the unit in this micro step.
+    outermost: usize,
+    /// Depth of the backward that was the last to enter the unit.
+    depth: usize,
+    /// That backward has gone on to another unit.
+    is_behind: bool,
+    /// Gathered for a backward that is not the engine's, and nothing else.
+    passed: bool,
+    /// It has parameters that are packed at rest.
+    is_packed: bool,
+}
+
+/// The parts of a unit's parameters that are in memory.
+enum GatherState<R: RankBackend> {
+    /// Only this rank's shares.
+    Released,
+    /// A gather is under way.
+    InFlight(PendingGather<R>),
+    /// All of them.
+    Gathered,
+    /// Some of them, or all: backward releases one after the other.
+    Partly,
+}
+
+impl<R: RankBackend> ParamGatherer<R> {
+    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
+    pub fn new(params: &[Param], leaves: &LeafUnits, zero: &ZeroConfig, plan: &SharePlan) -> Self {
+        let mut persistent = Vec::new();
+        let outermost = leaves.outermost();
+        let mut by_unit = vec![Vec::new(); outermost.len()];
+        let mut persistent_elements = 0usize;
+        // What is whole all the time is never released either.
+        let mut is_persistent: Vec<bool> = params.iter().map(|param| !plan.shards(param.weights)).collect();
+        for (id, param) in params.iter().enumerate() {
+            if is_persistent[id] {
+                continue;
+            }
+            let small = param.numel <= zero.param_persistence_threshold && param.packing().is_none();
+            if small && persistent_elements + param.numel <= zero.model_persistence_threshold {
+                persistent_elements += param.numel;
+                persistent.push(id);
+                is_persistent[id] = true;
+            } else {
+                by_unit[outermost[param.unit]].push(id);
+            }
+        }
+        let wire = match (zero.quantized_weights, zero.compress_between_hosts_only) {
+            (false, _) => Wire::Exact,
+            (true, false) => Wire::Blocks(Ints::Int8),
+            (true, true) => Wire::BetweenHosts(Code::Blocks(Ints::Int8)),
+        };
+        let group = |p| GatherGroup::new(p, params, plan.mesh, wire);
+        let unit = |p| UnitState {
+            group: group(p),
+            second: None,
+            state: GatherState::Released,
+            live: 0,
+            outermost: usize::MAX,
+            depth: 0,
+            is_behind: false,
+            passed: false,
+            is_packed: false,
+        };
+        let differ = |place: &LeafPosition| zero.ignore_unused_parameters || *place == LeafPosition::Leaf;
+        Self {
+            units: by_unit
+                .into_iter()
+                .map(|p| {
+                    let is_packed = p.iter().any(|p| params[*p].packing().is_some());
+                    UnitState { is_packed, ..unit(p) }
+                })
+                .collect(),
+            ranks_differ: leaves.places().iter().map(differ).collect(),
+            outermost,
+            spent: Vec::new(),
+            persistent: group(persistent),
+            is_persistent,
+            persistent_is_released: false,
+            traces: Default::default(),
+            live: 0,
+            in_flight: 0,
+            ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
+            unpacks_in_place: plan.unpacks_in_place(),
+            recomputes: false,
+            depth: 0,
+            entered: vec![ROOT],
+            passing: 0,
+        }
+    }
+
+    /// Gathers the persistent parameters again, after the weights have changed; second copies are out of date.
+    pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
+        self.units.iter_mut().for_each(|unit| unit.second = None);
+        if self.persistent.params.is_empty() {
+            return Ok(());
+        }
+        self.persistent_is_released = false;
+        let gathering = self.persistent.launch(core)?;
+        self.persistent.release(core.params())?;
+        self.persistent.install(core, gathering, MemoryKind::Persistent, AfterGather::Used).map(drop)
+    }
+
+    /// A unit is about to run: gathers it if need be, and begins to gather what comes next. What lies in a leaf is
+    /// there.
+    pub fn enter(&mut self, core: &R, event: UnitEvent) -> Result<()> {
+        let unit = event.unit();
+        if self.outermost[unit] != unit {
+            return Ok(());
+        }
+        if self.passing > 0 {
+            return self.pass(core, unit);
+        }
+        self.trace(core).advance(event);
+        if let UnitEvent::Backward(unit) = event {
+            let depth = self.depth;
+            let state = &mut self.units[unit];
+            (state.depth, state.outermost) = (depth, state.outermost.min(depth));
+            state.is_behind = false;
+            let before = std::mem::replace(&mut self.entered[self.depth], unit);
+            if before != unit {
+                self.leave_behind(core, before)?;
+            }
+            for spent in std::mem::take(&mut self.spent) {
+                self.live -= std::mem::take(&mut self.units[spent].live);
+            }
+        }
+        let in_training = matches!(event, UnitEvent::Forward(_)) && !core.is_evaluating();
+        self.ensure_gathered(
+            core,
+            unit,
+            if in_training && core.second_group() > 1 { AfterGather::Kept } else { AfterGather::Used },
+        )?;
+        self.units[unit].passed = false;
+        if matches!(event, UnitEvent::Backward(_)) && self.ranks_differ[unit] {
+            // From here on this rank releases what it has used.
+            self.units[unit].state = GatherState::Partly;
+            self.spent.push(unit);
+        }
+        self.prefetch(core)
+    }
+
+    /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
+    /// and the record of the engine's own order stays as it is.
+    pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.outermost[unit] != unit {
+            return Ok(());
+        }
+        let before = std::mem::replace(&mut self.entered[self.depth], unit);
+        if before != unit && self.units[before].passed {
+            self.leave_behind(core, before)?;
+        }
+        let UnitState { state, depth, is_behind, passed, .. } = &mut self.units[unit];
+        *passed |= matches!(state, GatherState::Released);
+        *depth = self.depth;
+        *is_behind = false;
+        let passed = *passed;
+        // What is left of it in memory is released on the way.
+        self.ensure_gathered(core, unit, AfterGather::Used)?;
+        let differs = self.ranks_differ[unit];
+        let state = &mut self.units[unit];
+        state.passed = passed;
+        if differs {
+            state.state = GatherState::Partly;
+        }
+        Ok(())
+    }
+
+    /// A backward that is not the engine's no longer needs a parameter: releases it if it was gathered for that.
+    pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
+        if self.units[self.outermost[core.params()[param].unit]].passed {
+            self.release_param(core, param)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Releases what backwards that are not the engine's have left.
+    pub fn release_passed(&mut self, core: &R) -> Result<()> {
+        for unit in 0..self.units.len() {
+            if self.units[unit].passed {
+                self.release_unit(core, unit)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a unit has parameters that are gathered and released.
+    pub fn has_params(&self, unit: UnitId) -> bool {
+        !self.units[unit].group.params.is_empty()
+    }
+
+    /// A unit of this micro step will run again in backward.
+    pub fn will_recompute(&mut self) {
+        self.recomputes = true;
+    }
+
+    /// A backward inside of a backward begins; `passes` if that one is not the engine's.
+    pub fn nest(&mut self, passes: bool) {
+        self.depth += 1;
+        self.passing += usize::from(passes);
+        self.entered.push(ROOT);
+    }
+
+    /// It is over, that of `unit`: what this rank has not used of it is released too.
+    pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
+        let last = self.entered.pop().unwrap_or(ROOT);
+        let left = self.leave_behind(core, last);
+        let (unit, depth) = (self.outermost[unit], self.depth);
+        self.depth -= 1;
+        self.passing -= usize::from(passes);
+        // A backward around this one may have entered the unit too.
+        if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
+            self.release_unit(core, unit)?;
+        }
+        left
+    }
+
+    /// The backward under way has gone on from a unit, whose input has its gradient: nothing needs the unit's frozen
+    /// parameters any more, unless a trained one still waits for its gradient.
+    fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if unit == ROOT || self.units[unit].depth < self.depth {
+            return Ok(());
+        }
+        self.units[unit].is_behind = true;
+        self.release_frozen(core, unit)
+    }
+
+    fn release_frozen(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { group, is_behind, .. } = &self.units[unit];
+        let params = || group.params.iter().map(|p| &core.params()[*p]);
+        let is_over = *is_behind && !params().any(|p| p.is_trained() && p.is_whole());
+        match (is_over, self.ranks_differ[unit]) {
+            (false, _) => Ok(()),
+            (true, false) => self.release_unit(core, unit),
+            (true, true) => group.release(core.params()),
+        }
+    }
+
+    /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`. What is packed would
+    /// not be worth packing if all of it were unpacked between forward and backward: it is released whatever the distance.
+    pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.outermost[unit] != unit {
+            return Ok(());
+        }
+        if self.passing > 0 {
+            return if self.units[unit].passed { self.release_unit(core, unit) } else { Ok(()) };
+        }
+        let stays = !self.units[unit].is_packed && self.is_needed_soon(core, unit);
+        if stays { Ok(()) } else { self.release_unit(core, unit) }
+    }
+
+    /// A parameter's gradient has arrived: the backward that made it no longer needs the values.
+    ///
+    /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
+    /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
+    pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
+        let params = core.params();
+        let id = self.outermost[params[param].unit];
+        let unit = &mut self.units[id];
+        if self.is_persistent[param] || unit.depth < self.depth || (id == ROOT && self.recomputes) {
+            return Ok(());
+        }
+        if release(&params[param])? && !self.ranks_differ[id] {
+            self.live -= params[param].numel;
+            unit.live -= params[param].numel;
+            let any = unit.group.params.iter().any(|p| params[*p].is_whole());
+            unit.state = if any { GatherState::Partly } else { GatherState::Released };
+        }
+        self.release_frozen(core, id)
+    }
+
+    /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
+    pub fn end(&mut self, core: &R) -> Result<()> {
+        for unit in 0..self.units.len() {
+            self.settle(core, unit)?;
+            self.release_unit(core, unit)?;
+            self.units[unit].is_behind = false;
+            self.units[unit].outermost = usize::MAX;
+        }
+        self.entered.fill(ROOT);
+        self.spent.clear();
+        self.trace(core).end();
+        self.recomputes &= core.is_evaluating();
+        Ok(())
+    }
+
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        self.traces[0].changes()
+    }
+
+    /// The trace of what the model is used for now.
+    fn trace(&mut self, core: &R) -> &mut UnitTrace {
+        &mut self.traces[usize::from(core.is_evaluating())]
+    }
+
+    /// Goes by other records from now on. Gives those before.
+    pub fn exchange_traces(&mut self, traces: [UnitTrace; 2]) -> [UnitTrace; 2] {
+        std::mem::replace(&mut self.traces, traces)
+    }
+
+    fn ensure_gathered(&mut self, core: &R, unit: UnitId, after: AfterGather) -> Result<()> {
+        if self.persistent_is_released {
+            self.refresh_persistent(core)?;
+        }
+        if matches!(self.units[unit].state, GatherState::Partly) {
+            self.release_unit(core, unit)?;
+        }
+        if matches!(self.units[unit].state, GatherState::Released) {
+            self.launch(core, unit)?;
+        }
+        let UnitState { group, second, state, live, .. } = &mut self.units[unit];
+        if let GatherState::InFlight(gathering) = std::mem::replace(state, GatherState::Gathered) {
+            self.in_flight -= group.numel;
+            self.live += group.numel;
+            *live = group.numel;
+            let after = if second.is_some() { AfterGather::Used } else { after };
+            let kept = group.install(core, gathering, MemoryKind::Gathered, after)?;
+            *second = second.take().or(kept);
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { group, second, state, .. } = &mut self.units[unit];
+        if group.params.is_empty() {
+            *state = GatherState::Gathered;
+            return Ok(());
+        }
+        *state = GatherState::InFlight(match second {
+            Some(second) => group.launch_within(core, second)?,
+            None => group.launch(core)?,
+        });
+        self.in_flight += group.numel;
+        Ok(())
+    }
+
+    fn prefetch(&mut self, core: &R) -> Result<()> {
+        if !core.zero().overlap_comm {
+            return Ok(());
+        }
+        let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
+        let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
+        for unit in coming {
+            let state = &self.units[unit];
+            if !matches!(state.state, GatherState::Released) || (self.unpacks_in_place && state.is_packed) {
+                continue;
+            }
+            let numel = self.units[unit].group.numel;
+            if self.in_flight + numel > bucket || self.live + self.in_flight + numel > max_live {
+                break;
+            }
+            self.launch(core, unit)?;
+        }
+        Ok(())
+    }
+
+    fn is_needed_soon(&self, core: &R, unit: UnitId) -> bool {
+        let mut distance = 0usize;
+        for event in self.traces[usize::from(core.is_evaluating())].coming() {
+            if event.unit() == unit {
+                // A distance of 0 elements keeps nothing, not even what is used again at once.
+                let zero = core.zero();
+                return distance < zero.max_reuse_distance && self.live <= zero.max_live_parameters;
+            }
+            distance = distance.saturating_add(self.units[event.unit()].group.numel);
+        }
+        false
+    }
+
+    /// Gathers parameters that are not whole, whatever unit they are of; gives those that it has gathered.
+    pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
+        let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
+        if !absent.is_empty() {
+            let group = GatherGroup::new(absent.clone(), core.params(), core.mesh(), self.persistent.wire);
+            let gathering = group.launch(core)?;
+            group.install(core, gathering, MemoryKind::Gathered, AfterGather::Used)?;
+        }
+        Ok(absent)
+    }
+
+    /// Releases parameters that [`gather_params`](Self::gather_params) has gathered.
+    pub fn release_params(&mut self, core: &R, params: &[ParamId]) -> Result<()> {
+        params.iter().try_for_each(|param| release(&core.params()[*param]).map(drop))
+    }
+
+    /// Releases all parameters, the persistent ones until they are needed, and forgets the recorded order.
+    pub fn release_everything(&mut self, core: &R) -> Result<()> {
+        self.end(core)?;
+        self.release_passed(core)?;
+        self.units.iter_mut().for_each(|unit| unit.second = None);
+        self.persistent.release(core.params())?;
+        self.persistent_is_released = !self.persistent.params.is_empty();
+        self.traces = Default::default();
+        Ok(())
+    }
+
+    /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
+    fn settle(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { group, state, .. } = &mut self.units[unit];
+        match std::mem::replace(state, GatherState::Released) {
+            GatherState::InFlight(gathering) => {
+                self.in_flight -= group.numel;
+                forget(core, gathering)
+            }
+            other => {
+                *state = other;
+                Ok(())
+            }
+        }
+    }
+
+    fn release_unit(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { group, state, live, passed, .. } = &mut self.units[unit];
+        *passed = false;
+        if matches!(state, GatherState::Gathered | GatherState::Partly) {
+            group.release(core.params())?;
+            self.live -= std::mem::take(live);
+            *state = GatherState::Released;
+        }
+        Ok(())
+    }
+
+    /// The unit of which a gather carries these parameters.
+    pub fn unit_that(&self, carries: impl Fn(&[ParamId]) -> bool) -> Option<UnitId> {
+        self.units.iter().position(|unit| unit.group.layouts.iter().any(|layout| carries(&layout.params)))
+    }
+}

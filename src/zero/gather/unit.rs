@@ -1,0 +1,420 @@
+//! A unit is what is gathered and released together: one transformer block.
+//!
+//! ```text
+//!   forward    gather | inner.forward | release | mark the output
+//!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
+//! ```
+//!
+//! The mark runs before the unit's last operation is differentiated, and so before any of its operations: as a hook of
+//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an
+//! engine, and where parameters are not sharded, a unit passes through.
+//!
+//! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
+
+use super::leaf_units::LeafPosition;
+use super::recompute_check::OutputDigest;
+use super::recompute_input::RecomputeInput;
+use super::unit_trace::UnitEvent;
+use crate::error::EngineError;
+use crate::graph::prepared_op::{copy_of, prepared};
+use crate::graph::{
+    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, stream_position,
+    without_gradients,
+};
+use crate::param::UnitId;
+use crate::precision::Flat;
+use crate::profiler::spans::{self, Half};
+use crate::tensor::residency::{empty_leaf, storage_on, to_storage};
+use crate::timeline;
+use crate::zero::hooks::before_backward;
+use crate::zero::model_buffers::SavedBuffers;
+use crate::zero::rank_core::{EngineLink, RankCore};
+use candle_core::{DType, Result, Shape, Tensor, Var};
+use candle_nn::{Module, VarBuilder};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+thread_local! {
+    /// Where the model that this thread is building for an engine has its units.
+    static BUILDING: RefCell<Option<Arc<dyn UnitRegistrar>>> = const { RefCell::new(None) };
+}
+
+/// The units of a model under construction.
+pub(crate) trait UnitRegistrar {
+    /// Begins a unit of this name, and gives its number and the way to the engine.
+    fn open_unit(&self, name: String) -> Result<(UnitId, EngineLink)>;
+    /// The unit is built.
+    fn close_unit(&self);
+    /// A unit is gathered as one with all units inside.
+    fn mark_leaf(&self, unit: UnitId);
+    /// The way to the engine.
+    fn link(&self) -> EngineLink;
+}
+
+/// The way to the engine for which this thread is building a model; a way to nowhere where there is none.
+pub(crate) fn link_under_construction() -> EngineLink {
+    BUILDING.with_borrow(|units| units.as_ref().map(|units| units.link())).unwrap_or_default()
+}
+
+/// Runs `build` with `units` as those that [`unit()`] finds.
+pub(crate) fn building<T>(units: &(impl UnitRegistrar + Clone + 'static), build: impl FnOnce() -> T) -> T {
+    struct RegistrarReset(Option<Arc<dyn UnitRegistrar>>);
+    impl Drop for RegistrarReset {
+        fn drop(&mut self) {
+            BUILDING.set(self.0.take());
+        }
+    }
+    let _reset = RegistrarReset(BUILDING.replace(Some(Arc::new(units.clone()))));
+    build()
+}
+
+/// A part of a model whose parameters are gathered and released together at stage 3.
+pub struct Unit<M> {
+    inner: Arc<M>,
+    /// The unit's number and the way to the engine; nothing outside of an engine.
+    hook: Option<(UnitId, EngineLink)>,
+    recompute: bool,
+}
+
+/// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
+/// take by the same name belongs to none of them: it is in memory during the whole forward and backward.
+///
+/// ```
+/// use candle_core::{Result, Tensor};
+/// use candle_nn::{Linear, Module, VarBuilder, linear};
+/// use candle_zero::zero::{Unit, unit};
+///
+/// struct Mlp {
+///     layers: Vec<Unit<Linear>>,
+/// }
+///
+/// impl Mlp {
+///     fn new(vb: VarBuilder) -> Result<Self> {
+///         let layer = |i| unit(vb.pp(format!("layer.{i}")), |vb| linear(16, 16, vb));
+///         Ok(Self { layers: (0..4).map(layer).collect::<Result<_>>()? })
+///     }
+///
+///     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+///         self.layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())
+///     }
+/// }
+/// ```
+pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<M>) -> Result<Unit<M>> {
+    let units = BUILDING.with_borrow(|units| units.clone());
+    let Some(units) = units else {
+        return Ok(Unit { inner: Arc::new(build(vb)?), hook: None, recompute: false });
+    };
+    let hook = units.open_unit(vb.prefix())?;
+    let inner = build(vb);
+    units.close_unit();
+    Ok(Unit { inner: Arc::new(inner?), hook: Some(hook), recompute: false })
+}
+
+impl<M> Unit<M> {
+    /// With `true`, backward runs the unit's forward again instead of keeping its activations: memory falls to the
+    /// unit's input, and a step takes about a third longer. Without an engine it has no effect.
+    ///
+    /// Losses are the same bits. So are gradients, unless a sum of them has parts from inside of the unit and from
+    /// outside: that of an input which the unit uses several times and others use too, or that of a parameter which
+    /// other parts of the model use. The unit then adds up its own parts first, and last bits may differ.
+    ///
+    /// The second forward must give what the first one gave, which every backward checks
+    /// ([`EngineError::RecomputationDiffers`]): what a module draws at random comes from
+    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Candle's own (`candle_nn::Dropout`,
+    /// `Tensor::rand`) cannot be.
+    #[must_use]
+    pub fn checkpointed(mut self, recompute: bool) -> Self {
+        self.recompute = recompute;
+        self
+    }
+
+    /// Makes this unit a leaf: it is gathered as one with all units inside, for modules of which ranks run different
+    /// parts, as the experts of a mixture. All ranks have to run the leaf itself; what a rank's run of it does not use
+    /// has a gradient of zeros. Also by [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
+    /// `zero_optimization.leaf_module`. Called while the model is built; without an engine it has no effect.
+    ///
+    /// The gradients of a leaf are held until backward ends, and so are, at stage 3, the values that a rank has not used,
+    /// unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    #[must_use]
+    pub fn leaf(self) -> Self {
+        if let Some((unit, _)) = &self.hook {
+            BUILDING.with_borrow(|units| units.iter().for_each(|units| units.mark_leaf(*unit)));
+        }
+        self
+    }
+
+    /// The module inside. Its parameters may be used only while the unit's forward runs, or [`evaluate`](Self::evaluate).
+    pub fn inner(&self) -> &M {
+        &self.inner
+    }
+
+    /// Runs something else than the module's forward, with its parameters in memory: what a module computes in evaluation
+    /// alone, as of one more token of a text, from what it has kept of the others. The result has no graph. All ranks run
+    /// it, as they run a forward.
+    ///
+    /// # Errors
+    /// That of `run`, and what keeps the parameters from being gathered.
+    pub fn evaluate(&self, run: impl FnOnce(&M) -> Result<Tensor>) -> Result<Tensor> {
+        let result = without_gradients(|| match self.connected() {
+            Some(hook) => self.run(&hook, run),
+            None => run(&self.inner),
+        });
+        Ok(result?.detach())
+    }
+}
+
+impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
+    /// Runs the module on `x`, with its parameters in memory.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_by(x, M::forward)
+    }
+}
+
+impl<M: Send + Sync + 'static> Unit<M> {
+    /// A forward that is not the module's own: `run` is given the module and `x`, and may know more, as where in a row of a
+    /// batch another text begins. Where the unit recomputes, `run` runs again in backward. What it knows of tensors has no
+    /// gradient.
+    ///
+    /// # Errors
+    /// That of `run`, and what keeps the parameters from being gathered.
+    pub fn forward_by(
+        &self,
+        x: &Tensor,
+        run: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let Some(hook) = self.connected() else { return run(&self.inner, x) };
+        if hook.core.is_evaluating() {
+            return Ok(self.run(&hook, |inner| run(inner, &x.detach()))?.detach());
+        }
+        if !x.track_op() && hook.core.is_frozen(hook.unit) {
+            // Nothing in it or below it is trained: no graph, and no backward.
+            return Ok(without_gradients(|| self.run(&hook, |inner| run(inner, x)))?.detach());
+        }
+        // Where every unit recomputes, a leaf does as one.
+        let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != LeafPosition::Inside);
+        // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
+        // untracked input would keep the operation's backward from ever being called.
+        if recomputes && x.track_op() {
+            return self.forward_to_recompute(&hook, x, run);
+        }
+        let y = self.run(&hook, |inner| run(inner, x))?;
+        hook.profile_input(x);
+        if hook.place() == LeafPosition::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
+    }
+}
+
+impl<M> Clone for Unit<M> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), hook: self.hook.clone(), recompute: self.recompute }
+    }
+}
+
+impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Unit").field("inner", &self.inner).field("recompute", &self.recompute).finish_non_exhaustive()
+    }
+}
+
+impl<M> Unit<M> {
+    /// The way to the engine, where there is one.
+    fn connected(&self) -> Option<UnitContext> {
+        let (unit, link) = self.hook.clone()?;
+        let core = link.core()?;
+        Some(UnitContext { unit, link, core })
+    }
+
+    /// Forward: the unit's parameters are in memory while the module runs.
+    fn run(
+        &self,
+        UnitContext { unit, core, .. }: &UnitContext,
+        forward: impl FnOnce(&M) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let _profile = spans::enter(Half::Forward, *unit);
+        core.enter(UnitEvent::Forward(*unit))?;
+        let looks = core.shards_params();
+        if looks {
+            core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
+        }
+        let span = core.forward_span(*unit);
+        let y = forward(&self.inner)?;
+        drop(span);
+        if looks {
+            core.look_for_writes_in(*unit).map_err(|e| core.stash(e))?;
+        }
+        core.leave_forward(*unit)?;
+        Ok(y)
+    }
+}
+
+impl<M> Unit<M> {
+    /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
+    /// and a backward of its own.
+    fn run_again(
+        &self,
+        run: &impl Fn(&M, &Tensor) -> Result<Tensor>,
+        first: &FirstForward,
+        grad: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(UnitContext { unit, core, .. }) = self.connected() else {
+            candle_core::bail!(
+                "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
+            )
+        };
+        let _profile = spans::enter(Half::Backward, unit);
+        let forward = || {
+            let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
+            let x = if first.adds_up { adding_up(&input)? } else { input.as_tensor().clone() };
+            let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, &x))?;
+            if !first.output.is_again(&y)? {
+                return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
+            }
+            Ok((input, y))
+        };
+        core.nested_backward(unit, forward, |(input, y)| {
+            // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
+            let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
+            let grad = grad.clone();
+            let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
+            Ok(once(|| seed.backward())?.remove(input.as_tensor()))
+        })
+    }
+}
+
+impl<M: Send + Sync + 'static> Unit<M> {
+    /// Forward without a graph, as one operation whose backward runs the unit again.
+    fn forward_to_recompute(
+        &self,
+        hook: &UnitContext,
+        x: &Tensor,
+        run: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        hook.core.will_recompute();
+        let (draws, format) = (stream_position(), autocast_format());
+        // As it will lie in memory the second time: the order of a sum may follow from that.
+        let input = x.detach().contiguous()?;
+        let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));
+        let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
+        let (output, (storage, shape)) = (OutputDigest::of(&y)?, copy_of(&y)?);
+        drop(y);
+        let first =
+            FirstForward { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
+        let (unit, device) = (self.clone(), x.device().clone());
+        let unused = (hook.place() == LeafPosition::Leaf).then(|| ZeroGradient::like(x));
+        OpInputs::of([Some(x)])?.result("recompute-unit", ResultStorage(storage), shape.clone(), move |grad, [to_x]| {
+            let grad = grad.into_tensor(&shape, &device)?;
+            match autocast(format, || draw_from(draws, || unit.run_again(&run, &first, &grad)))? {
+                Some(grad) => to_x.give(Grad::Shared(grad)),
+                None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
+            }
+        })
+    }
+}
+
+/// What a unit that recomputes keeps of its first run.
+struct FirstForward {
+    input: RecomputeInput,
+    /// The gradients of the input's uses are added up by this library's layers, not by Candle, which rounds each before.
+    adds_up: bool,
+    output: OutputDigest,
+    /// As they were before it.
+    buffers: SavedBuffers,
+}
+
+/// The variable as the result of an operation of this library.
+fn adding_up(input: &Var) -> Result<Tensor> {
+    let (storage, shape) = copy_of(input)?;
+    OpInputs::of([Some(input.as_tensor())])?
+        .result("unit-input", ResultStorage(storage), shape, |grad, [to_x]| to_x.give(grad))
+}
+
+/// A unit's number and its engine.
+struct UnitContext {
+    unit: UnitId,
+    link: EngineLink,
+    core: Arc<RankCore>,
+}
+
+/// The gradient of an input that a leaf makes nothing of.
+struct ZeroGradient {
+    dtype: DType,
+    numel: usize,
+}
+
+impl ZeroGradient {
+    fn like(x: &Tensor) -> Self {
+        Self { dtype: x.dtype(), numel: x.elem_count() }
+    }
+
+    fn gradient(&self) -> Grad {
+        Grad::Own(Flat::zeros(self.dtype, self.numel))
+    }
+}
+
+impl UnitContext {
+    fn place(&self) -> LeafPosition {
+        self.core.leaves[self.unit]
+    }
+
+    /// Begins the unit's backward.
+    fn begin_backward(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
+        let (unit, link) = (self.unit, self.link.clone());
+        move || {
+            let Some(core) = link.core() else { return Ok(()) };
+            if core.is_in_backward() {
+                spans::begin_backward(unit);
+            }
+            core.begin_backward(unit)
+        }
+    }
+
+    /// [`mark_output`](Self::mark_output) of a leaf: its backward begins on all ranks, and goes on to what lies before
+    /// the leaf, whether or not this rank's run has used its parameters or its input.
+    fn mark_leaf(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        let begin = self.begin_backward();
+        if !x.track_op() && !y.track_op() {
+            let anchor = empty_leaf(y.device(), &Shape::from(1))?;
+            return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
+        }
+        let ((storage, shape), unused) = (copy_of(y)?, ZeroGradient::like(x));
+        // Of two inputs the second is differentiated first: what the output alone depends on.
+        let y = OpInputs::of([Some(x), Some(y)])?.result(
+            "leaf-output",
+            ResultStorage(storage),
+            shape,
+            move |grad, [to_x, to_y]| {
+                if to_x.is_wanted() {
+                    to_x.give(unused.gradient())?;
+                }
+                to_y.give(grad)
+            },
+        )?;
+        if let Some(node) = node_of(&y) {
+            node.slot.before_backward(Box::new(begin));
+        }
+        Ok(y)
+    }
+
+    /// For the profile, the unit's backward ends when its input has its gradient.
+    fn profile_input(&self, x: &Tensor) {
+        let unit = self.unit;
+        if let (true, Some(node)) = (spans::is_recording(), node_of(x)) {
+            node.slot.before_backward(Box::new(move || {
+                spans::end_backward(unit);
+                Ok(())
+            }));
+        }
+    }
+
+    /// Lets the unit's backward begin before the last of its operations is differentiated.
+    fn mark_output(&self, y: Tensor) -> Result<Tensor> {
+        let shards_params = self.core.shards_params() && self.place() != LeafPosition::Inside;
+        if !shards_params && !spans::is_recording() && !timeline::is_recording() {
+            return Ok(y);
+        }
+        let begin = self.begin_backward();
+        if !shards_params && node_of(&y).is_none() {
+            return Ok(y);
+        }
+        before_backward(y, "unit-output", begin)
+    }
+}

@@ -1,0 +1,107 @@
+//! The order in which units are needed, recorded in the first micro step and followed in the next ones.
+
+use crate::param::UnitId;
+
+/// A unit is about to be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum UnitEvent {
+    /// Its forward.
+    Forward(UnitId),
+    /// Its backward.
+    Backward(UnitId),
+}
+
+impl UnitEvent {
+    pub fn unit(self) -> UnitId {
+        match self {
+            Self::Forward(unit) | Self::Backward(unit) => unit,
+        }
+    }
+}
+
+/// Recording, or following what was recorded. A micro step that differs from the record replaces it.
+#[derive(Debug, Default)]
+pub(crate) struct UnitTrace {
+    events: Vec<UnitEvent>,
+    /// Events of this micro step so far.
+    at: usize,
+    complete: bool,
+    /// Micro steps that differed from the record.
+    changes: u64,
+    /// This micro step does.
+    differs: bool,
+}
+
+impl UnitTrace {
+    /// `event` happens now.
+    pub fn advance(&mut self, event: UnitEvent) {
+        if self.complete && self.events.get(self.at) != Some(&event) {
+            self.events.truncate(self.at);
+            self.complete = false;
+            self.differs = true;
+        }
+        if !self.complete {
+            self.events.push(event);
+        }
+        self.at += 1;
+    }
+
+    /// The micro step is over.
+    pub fn end(&mut self) {
+        if self.complete && self.at != self.events.len() {
+            self.events.truncate(self.at);
+            self.differs = true;
+        }
+        self.changes += u64::from(std::mem::take(&mut self.differs));
+        self.complete = !self.events.is_empty();
+        self.at = 0;
+    }
+
+    /// Micro steps so far that used units in another order than the one before, or only some of them.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// The units that will be needed next, in order; empty while recording.
+    pub fn coming(&self) -> &[UnitEvent] {
+        if self.complete { &self.events[self.at..] } else { &[] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::UnitEvent::{Backward, Forward};
+    use super::*;
+
+    fn run(trace: &mut UnitTrace, events: &[UnitEvent]) -> Vec<usize> {
+        let known = events
+            .iter()
+            .map(|e| {
+                trace.advance(*e);
+                trace.coming().len()
+            })
+            .collect();
+        trace.end();
+        known
+    }
+
+    #[test]
+    fn the_second_micro_step_knows_what_comes() {
+        let mut trace = UnitTrace::default();
+        let events = [Forward(0), Forward(1), Backward(1), Backward(0)];
+        assert_eq!(run(&mut trace, &events), [0, 0, 0, 0]);
+        assert_eq!(run(&mut trace, &events), [3, 2, 1, 0]);
+    }
+
+    #[test]
+    fn a_changed_order_is_recorded_anew() {
+        let mut trace = UnitTrace::default();
+        run(&mut trace, &[Forward(0), Forward(1), Backward(1)]);
+        let other = [Forward(0), Forward(2), Backward(2)];
+        assert_eq!(run(&mut trace, &other), [2, 0, 0]);
+        assert_eq!(run(&mut trace, &other), [2, 1, 0]);
+        assert_eq!(run(&mut trace, &other[..2]), [2, 1]);
+        assert_eq!(run(&mut trace, &other[..2]), [1, 0]);
+        assert_eq!(trace.changes(), 2);
+    }
+}

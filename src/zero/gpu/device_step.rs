@@ -1,0 +1,73 @@
+//! The optimizer step of a share that lies on a GPU, by that GPU's kernels.
+
+use crate::cuda::DeviceMut;
+use crate::cuda::optimizer::Steps;
+use crate::error::Result;
+use crate::optim::GroupStepSettings;
+use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::on_device::change;
+use crate::timeline;
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::share_memory::ShareMemory;
+use crate::zero::share::state_storage::StateStorage;
+use crate::zero::share::sub_group::{GradientShare, SubGroup};
+use crate::zero::step::hyperparameters::Hyperparameters;
+use std::ops::Range;
+
+/// Updates a sub-group, if it lies on a GPU.
+pub(in crate::zero) fn update(
+    core: &RankCore,
+    group: &mut SubGroup<RankCore>,
+    hyperparameters: &Hyperparameters<'_>,
+) -> Result<bool> {
+    let BufferPlace::Device(device) = core.share_place() else { return Ok(false) };
+    let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", group.len as u64);
+    let SubGroup { slots, weights, master, grads, moments, .. } = group;
+    let mut steps = Steps::new(device);
+    for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
+        let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+        let rule = optimizer.elementwise(&ctx).expect("a share lies on a GPU where kernels can update it");
+        let GradientShare::Memory(grads) = grads else { unreachable!("a vote leaves no gradient absent") };
+        let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
+        let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
+        let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;
+        let weights = weights.as_mut().map(|storage| storage.on_device(slot.range())).transpose()?;
+        let master = master.as_mut().map(|storage| storage.on_device(slot.range())).transpose()?;
+        let add = |weights: DeviceMut<'_>| {
+            let (param, half) = match master {
+                Some(master) => (master, Some(weights)),
+                None => (weights, None),
+            };
+            // SAFETY: the steps run below. Till then the buffers are this function's, and the tensors of parameters, whose memory
+            // nothing but this engine replaces, the core's. Slots share no elements. All of them are used on Candle's stream, or by
+            // collectives, which wait for it and for which it waits; a tensor that is used on another one is told of below.
+            unsafe { steps.add(&rule, param, &grad, moments, half) }
+        };
+        match weights {
+            Some(weights) => add(weights)?,
+            None => change(&core.params[slot.param].tensor, |mut whole| add(whole.part(slot.owned.clone())?))?,
+        }
+    }
+    steps.run()?;
+    if weights.is_none() {
+        // Streams that are not this library's may use tensors, and wait for what is launched by now.
+        let stream = device.cuda_stream();
+        for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
+            change(&core.params[slot.param].tensor, |mut whole| {
+                whole.address(&stream);
+                Ok(())
+            })?;
+        }
+    }
+    Ok(true)
+}
+
+impl StateStorage<RankCore> {
+    /// Elements `range` of the sub-group, which lies on a GPU.
+    fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceMut<'_>> {
+        match self {
+            Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),
+            Self::File(_) => unreachable!("what lies on a GPU is not offloaded"),
+        }
+    }
+}

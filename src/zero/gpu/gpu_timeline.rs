@@ -1,0 +1,47 @@
+//! The model's work on a GPU in a timeline: when it ran there, which is later than when the host launched it.
+
+use crate::cuda::Moment;
+use crate::error::Result;
+use crate::timeline::{self, Kind, Lane};
+use crate::zero::rank_core::RankCore;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use std::sync::Arc;
+
+/// Work on the stream of Candle's device.
+pub(in crate::zero) struct GpuTimelineSpan {
+    stream: Arc<CudaStream>,
+    moments: [Moment; 2],
+}
+
+impl GpuTimelineSpan {
+    /// What is launched from now on; nothing where the model is elsewhere, or nothing is recorded.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn begin(core: &RankCore) -> Result<Option<Self>> {
+        let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
+        let stream = device.cuda_stream();
+        let moments = [Moment::behind(&stream)?, Moment::behind(&stream)?];
+        Ok(Some(Self { stream, moments }))
+    }
+
+    /// It has been launched by now.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn end(mut self) -> Result<Self> {
+        self.moments[1] = Moment::behind(&self.stream)?;
+        Ok(self)
+    }
+
+    /// Records it. Waits for the GPU.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn record(self, name: &'static str) -> Result<()> {
+        let [begin, end] = &self.moments;
+        let times = Moment::when([begin, end], &self.stream)?;
+        timeline::carry().past(Lane::Gpu, Kind::Engine, name, times, ("", 0));
+        Ok(())
+    }
+}

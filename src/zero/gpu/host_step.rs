@@ -1,0 +1,124 @@
+//! Weights that lie on a GPU while the step that changes them runs on the host (ZeRO-Offload, arXiv 2101.06840).
+//!
+//! ```text
+//!   master weights, moments, gradients on the host -> step -> new weights -> GPU, while the next piece is updated -> in their place
+//!   without master weights: weights -> host, before the step
+//! ```
+
+use crate::cuda;
+use crate::error::Result;
+use crate::param::ParamId;
+use crate::precision::{Elements, Flat, FlatMut};
+use crate::tensor::flat_buffer::FlatBuffer;
+use crate::tensor::on_device::change;
+use crate::tensor::part::with_part;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::state_storage::{StateStorage, lie_on_gpu};
+use crate::zero::share::sub_group::SweepMode;
+use crate::zero::transfer::device_copy::{CopyKind, DeviceCopy, UPDATED_TOGETHER};
+use candle_core::CudaDevice;
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Pieces on their way at a time.
+const IN_FLIGHT: usize = 1;
+
+/// A sweep through weights that lie on a GPU.
+pub(in crate::zero) struct HostStep<'a> {
+    core: &'a RankCore,
+    /// Where shards of weights are; nothing where weights are whole, in the parameters' tensors.
+    storage: Option<&'a mut StateStorage<RankCore>>,
+    device: &'a CudaDevice,
+    mode: SweepMode,
+    /// The step makes them anew, from master weights.
+    made_anew: bool,
+    under_way: VecDeque<(WeightRange, DeviceCopy)>,
+}
+
+/// Some weights of a parameter.
+#[derive(Clone)]
+pub(in crate::zero) struct WeightRange {
+    pub param: ParamId,
+    /// The elements in the parameter's tensor, where it is whole.
+    pub in_tensor: Range<usize>,
+    /// The elements in the sub-group.
+    pub in_group: Range<usize>,
+}
+
+impl<'a> HostStep<'a> {
+    /// For the weights of a sub-group, which lie in its `storage` or in the parameters' tensors. Where they are not on a GPU, or a sweep
+    /// does without them, gives their storage back.
+    pub fn for_weights(
+        core: &'a RankCore,
+        storage: &'a mut Option<StateStorage<RankCore>>,
+        mode: SweepMode,
+        made_anew: bool,
+    ) -> (Option<Self>, Option<&'a mut StateStorage<RankCore>>) {
+        let is_away = mode.has_weights() && lie_on_gpu(core, storage.as_ref());
+        let (storage, under_way) = (storage.as_mut(), VecDeque::new());
+        match core.model_place.gpu() {
+            Some(device) if is_away => (Some(Self { core, storage, device, mode, made_anew, under_way }), None),
+            _ => (None, storage),
+        }
+    }
+
+    /// Elements that are visited together. What is only looked at is looked at as a whole.
+    pub fn piece(&self) -> usize {
+        if self.mode.changes() { UPDATED_TOGETHER } else { usize::MAX }
+    }
+
+    /// Calls `visit` with weights on the host, and begins to bring them back if the sweep changes them.
+    pub fn visit(&mut self, place: WeightRange, visit: impl FnOnce(FlatMut<'_>)) -> Result<()> {
+        let mut weights = match self.made_anew {
+            true => Flat::zeros(self.core.params[place.param].weights.dtype(self.core.dtype), place.in_group.len()),
+            false => self.read(&place)?,
+        };
+        visit(weights.as_mut());
+        if !self.mode.changes() {
+            return Ok(());
+        }
+        let (len, weights) = (weights.len(), FlatBuffer::Host(weights));
+        let moving = self.core.send(CopyKind::Updates, weights, &self.core.model_place, len)?;
+        self.under_way.push_back((place, moving));
+        self.settle(IN_FLIGHT)
+    }
+
+    /// Waits until all weights are in their place.
+    pub fn finish(mut self) -> Result<()> {
+        self.settle(0)
+    }
+
+    /// Waits for the oldest until at most `left` are on their way, and puts them in their place.
+    fn settle(&mut self, left: usize) -> Result<()> {
+        while self.under_way.len() > left {
+            let Some((place, moving)) = self.under_way.pop_front() else { break };
+            let weights = moving.wait()?;
+            let from = weights.on_device().part(0..weights.len())?;
+            match &mut self.storage {
+                Some(StateStorage::Memory(storage)) => {
+                    let to = storage.buffer_mut().on_device_mut().part_mut(place.in_group)?;
+                    cuda::copy(self.device, to, &from)?;
+                }
+                Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
+                None => change(&self.core.params[place.param].tensor, |mut whole| {
+                    cuda::copy(self.device, whole.part(place.in_tensor)?, &from)
+                })?,
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, place: &WeightRange) -> Result<Flat> {
+        match &self.storage {
+            Some(StateStorage::Memory(storage)) => {
+                storage.buffer().read(place.in_group.clone(), |values| values.to_flat())
+            }
+            Some(StateStorage::File(_)) => unreachable!("what lies in files is not on a GPU"),
+            None => {
+                let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());
+                Ok(with_part(tensor, range, |values| values.to_flat())?)
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The buffers of a model on this rank: what ranks have in common, and what a recomputing unit puts back.
+
+use crate::comm::Communicator;
+use crate::error::Result;
+use crate::param::{BufferSync, ModelBuffer, UnitId};
+use crate::tensor::bytes::{decode, encode};
+use crate::util::fnv1a;
+
+/// All buffers of a model, in order of registration.
+#[derive(Debug, Default)]
+pub(crate) struct ModelBuffers {
+    list: Vec<ModelBuffer>,
+    sync: BufferSync,
+}
+
+/// The values that buffers of a unit had before its forward, by their numbers: those that it changed.
+#[derive(Default)]
+pub(super) struct SavedBuffers(Vec<(usize, Vec<u8>)>);
+
+impl ModelBuffers {
+    pub fn new(list: Vec<ModelBuffer>, sync: BufferSync) -> Self {
+        Self { list, sync }
+    }
+
+    /// The buffers.
+    pub fn list(&self) -> &[ModelBuffer] {
+        &self.list
+    }
+
+    /// A hash of each one's name, type, shape and values.
+    pub fn hashes(&self) -> Result<Vec<u64>> {
+        let hash = |buffer: &ModelBuffer| {
+            let mut bytes = buffer.bytes()?;
+            let tensor = &buffer.tensor;
+            bytes.extend(format!("{} {:?} {:?}", buffer.name, tensor.dtype(), tensor.dims()).bytes());
+            Ok(fnv1a(&bytes))
+        };
+        self.list.iter().map(hash).collect()
+    }
+
+    /// Whether ranks exchange buffers before each training forward.
+    pub(super) fn are_taken_in_forward(&self) -> bool {
+        self.sync == BufferSync::FromRankZero && !self.list.is_empty()
+    }
+
+    /// Collective: a training forward is about to begin.
+    pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
+        self.list.iter().try_for_each(ModelBuffer::check)?;
+        if self.sync == BufferSync::FromRankZero { self.take_rank_zeros(comm) } else { Ok(()) }
+    }
+
+    /// Collective: an optimizer step is over.
+    pub(super) fn after_step(&self, comm: &dyn Communicator) -> Result<()> {
+        if self.sync == BufferSync::Mean { self.take_mean(comm) } else { Ok(()) }
+    }
+
+    /// Collective: all ranks get the same values, by the rule; without a rule, rank 0's.
+    pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
+        if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
+    }
+
+    fn take_rank_zeros(&self, comm: &dyn Communicator) -> Result<()> {
+        if comm.size() == 1 || self.list.is_empty() {
+            return Ok(());
+        }
+        let own = match comm.rank() {
+            0 => self.bytes_of(&self.list)?,
+            // Room for rank 0's: nobody reads these.
+            _ => vec![0; self.list.iter().map(ModelBuffer::size).sum()],
+        };
+        let all = comm.gather_bytes(own).wait()?;
+        if comm.rank() == 0 { Ok(()) } else { self.set(&self.list, &all[0]) }
+    }
+
+    fn take_mean(&self, comm: &dyn Communicator) -> Result<()> {
+        let floats = || self.list.iter().filter(|buffer| buffer.tensor.dtype().is_float());
+        if comm.size() == 1 || floats().next().is_none() {
+            return Ok(());
+        }
+        let all = comm.gather_bytes(self.bytes_of(floats())?).wait()?;
+        let mut at = 0;
+        for buffer in floats() {
+            let (range, dtype) = (at..at + buffer.size(), buffer.tensor.dtype());
+            let mut ranks = all.iter().map(|bytes| decode(dtype, &bytes[range.clone()]));
+            let mut mean = ranks.next().unwrap_or_default();
+            ranks.for_each(|values| mean.iter_mut().zip(values).for_each(|(sum, value)| *sum += value));
+            let count = comm.size() as f64;
+            buffer.set(&encode(dtype, mean.into_iter().map(|sum| sum / count)))?;
+            at = range.end;
+        }
+        Ok(())
+    }
+
+    fn bytes_of<'a>(&self, buffers: impl IntoIterator<Item = &'a ModelBuffer>) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        buffers.into_iter().try_for_each(|buffer| {
+            bytes.extend(buffer.bytes()?);
+            Ok::<_, crate::Error>(())
+        })?;
+        Ok(bytes)
+    }
+
+    fn set(&self, buffers: &[ModelBuffer], mut bytes: &[u8]) -> Result<()> {
+        for buffer in buffers {
+            let (own, rest) = bytes.split_at(buffer.size());
+            buffer.set(own)?;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// The values of the buffers of a unit that is about to run.
+    pub(super) fn of_unit(&self, unit: UnitId) -> Result<SavedBuffers> {
+        let own = self.list.iter().enumerate().filter(|(_, buffer)| buffer.units.contains(&unit));
+        own.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
+    }
+
+    /// The values of all buffers.
+    pub(super) fn all(&self) -> Result<SavedBuffers> {
+        let all = self.list.iter().enumerate();
+        all.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
+    }
+
+    /// Only those that have changed since.
+    pub(super) fn that_changed(&self, SavedBuffers(mut kept): SavedBuffers) -> Result<SavedBuffers> {
+        let mut failure = Ok(());
+        kept.retain(|(number, before)| match self.list[*number].bytes() {
+            Ok(now) => now != *before,
+            Err(error) => {
+                failure = Err(error);
+                false
+            }
+        });
+        failure.map(|()| SavedBuffers(kept))
+    }
+
+    pub(super) fn exchange(&self, SavedBuffers(kept): &SavedBuffers) -> Result<SavedBuffers> {
+        let exchange = |(number, before): &(usize, Vec<u8>)| {
+            let now = self.list[*number].bytes()?;
+            self.list[*number].set(before)?;
+            Ok((*number, now))
+        };
+        kept.iter().map(exchange).collect::<Result<_>>().map(SavedBuffers)
+    }
+}

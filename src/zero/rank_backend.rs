@@ -1,0 +1,184 @@
+//! One rank, as the decisions of a training step see it.
+//!
+//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or the rehearsal of an
+//! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
+//! and states stands, as the traits `GradientBackend` and `StepBackend`, next to the decisions: in
+//! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
+
+use super::share::share_memory::{BufferPlaceOf, ShareMemory};
+use super::share::sub_group::SubGroup;
+use super::transfer::device_copy::CopyKind;
+use super::transfer::pending_collective::CollectiveOp;
+use crate::comm::Wire;
+use crate::config::ZeroConfig;
+use crate::error::Result;
+use crate::layout::{Placement, ShardMesh};
+use crate::memory::{LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
+use crate::offload::WindowSettings;
+use crate::param::{Param, ParamId};
+use crate::precision::{Elements, Packing};
+use candle_core::DType;
+use std::ops::Range;
+use std::sync::MutexGuard;
+
+/// The constants of a rank while it trains.
+pub(crate) struct RankInfo<'a> {
+    pub rank: usize,
+    pub mesh: ShardMesh,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub second_group: usize,
+    pub params: &'a [Param],
+    pub zero: &'a ZeroConfig,
+    /// The model's.
+    pub dtype: DType,
+    /// Where whole parameters are.
+    pub tier: MemoryTier,
+}
+
+/// A rank that trains, or rehearses it.
+pub(crate) trait RankBackend: ShareMemory {
+    /// A collective under way.
+    type Pending;
+    /// A buffer on its way between the host and the GPU on which the model computes.
+    type PendingCopy;
+
+    fn info(&self) -> RankInfo<'_>;
+    /// A model is only evaluated.
+    fn is_evaluating(&self) -> bool;
+    /// This rank's share.
+    fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
+    /// Sub-group and slot of a parameter.
+    fn place(&self, param: ParamId) -> (usize, usize);
+    /// How a pass goes through files.
+    fn windows(&self) -> WindowSettings;
+    /// Begins a collective on what belongs to `params`.
+    fn launch(
+        &self,
+        collective: CollectiveOp,
+        wire: Wire,
+        buffer: Self::Buffer,
+        params: &[ParamId],
+    ) -> Result<Self::Pending>;
+    /// Waits for its result, which lies in the memory of its argument.
+    fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
+    /// Begins to bring a buffer to a place, if it is not there. On a GPU there will be room for `capacity` elements.
+    fn send(
+        &self,
+        kind: CopyKind,
+        buffer: Self::Buffer,
+        to: &BufferPlaceOf<Self>,
+        capacity: usize,
+    ) -> Result<Self::PendingCopy>;
+    /// Waits until it is there.
+    fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
+    /// A few numbers of every rank, in rank order.
+    fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
+    /// Appends elements `range` of a whole parameter to a buffer.
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
+    /// Puts a whole parameter into its tensor.
+    fn put(&self, param: &Param, whole: Self::Buffer) -> Result<()>;
+
+    fn rank(&self) -> usize {
+        self.info().rank
+    }
+
+    fn mesh(&self) -> ShardMesh {
+        self.info().mesh
+    }
+
+    /// All ranks, over which means and sums are.
+    fn world_size(&self) -> usize {
+        self.mesh().world_size()
+    }
+
+    /// Begins to join the shards of all places.
+    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+        let collective = match self.mesh() {
+            mesh if mesh.copies() == 1 => CollectiveOp::AllGather,
+            mesh => CollectiveOp::GatherWithin(mesh.shards()),
+        };
+        self.launch(collective, wire, shard, params)
+    }
+
+    /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
+    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+        let collective = match self.mesh() {
+            mesh if mesh.copies() == 1 => CollectiveOp::ReduceScatter,
+            mesh => CollectiveOp::ReduceToGroups(mesh.shards()),
+        };
+        self.launch(collective, wire, pieces, params)
+    }
+
+    fn second_group(&self) -> usize {
+        self.info().second_group
+    }
+
+    fn params(&self) -> &[Param] {
+        self.info().params
+    }
+
+    fn zero(&self) -> &ZeroConfig {
+        self.info().zero
+    }
+
+    fn placement(&self) -> Placement {
+        self.zero().stage.placement()
+    }
+
+    fn dtype(&self) -> DType {
+        self.info().dtype
+    }
+
+    fn tier(&self) -> MemoryTier {
+        self.info().tier
+    }
+
+    /// Enters a buffer in the ledger until the result is dropped.
+    fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> LedgerEntry {
+        self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
+    }
+
+    /// Parameters that travel together, for people.
+    fn names(&self, params: &[ParamId]) -> String {
+        match params {
+            [] => String::new(),
+            [param] => self.params()[*param].name.clone(),
+            [first, rest @ ..] => format!("{} + {}", self.params()[*first].name, rest.len()),
+        }
+    }
+
+    /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
+    fn ledger_report(&self, accumulate: DType) -> MemoryReport {
+        let RankInfo { mesh, params, zero, dtype, .. } = self.info();
+        let mut bytes = ModelBytes::default();
+        for group in self.groups().iter() {
+            let numel: usize = group.slots.iter().map(|s| params[s.param].numel).sum();
+            let of = |size: usize| StateBytes { whole: numel * size, own: group.len * size };
+            let add = |sum: &mut StateBytes, more: StateBytes| {
+                *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
+            };
+            let packed = |packing: Packing| {
+                let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
+                StateBytes { whole, own: group.len * size_of::<f32>() }
+            };
+            let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
+            let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
+            add(&mut bytes.params, weights);
+            if group.class.is_trained() {
+                add(&mut bytes.grads, of(accumulate.size_in_bytes()));
+                add(&mut bytes.master, of(if group.master.is_some() { 4 } else { 0 }));
+                for format in group.moments.iter().map(|moment| moment.format) {
+                    let own = format.bytes(group.len);
+                    let whole = match zero.stage.placement().optim.is_sharded() {
+                        true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
+                        // A block that is not full takes its whole place.
+                        false => own,
+                    };
+                    add(&mut bytes.moments, StateBytes { whole, own });
+                }
+            }
+        }
+        let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();
+        MemoryReport::new(self.ledger(), zero.stage, mesh, (elements(false), elements(true)), bytes)
+    }
+}

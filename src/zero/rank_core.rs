@@ -1,0 +1,472 @@
+//! The partitioned state of one rank, which the engine and the operations inside the autograd graph share.
+//!
+//! Operations hold an [`EngineLink`]: it leads to the [`RankCore`] while the engine lives, and to nothing before and after, so
+//! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
+//! are known inside of `zero/` alone.
+
+use super::check::forward_outputs::ForwardOutputs;
+use super::check::gradient_check_state::GradientCheck;
+use super::check::weight_samples::WeightSamples;
+use super::gather::leaf_units::{LeafPosition, LeafUnits};
+use super::gather::param_gatherer::ParamGatherer;
+use super::model_buffers::ModelBuffers;
+use super::rank_backend::RankBackend;
+use super::reduce::gradient_reducer::{GradientReducer, ReducePlan};
+use super::reduce::unreduced_gradients::UnreducedGradients;
+use super::share::share_plan::SharePlan;
+use super::share::sub_group::{SubGroup, places};
+#[cfg(feature = "cuda")]
+use super::transfer::device_copy::DeviceCopyQueues;
+use crate::comm::Communicator;
+#[cfg(feature = "cuda")]
+use crate::comm::gpus::Gpus;
+use crate::config::ZeroConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::pool;
+use crate::error::{EngineError, Error, ParamError, Result};
+use crate::graph::Grad;
+use crate::layout::Placement;
+use crate::memory::{Ledger, MemoryReport, MemoryTier};
+use crate::offload::{OffloadReport, OffloadStore};
+use crate::param::gradient_capture::GradientSink;
+use crate::param::{BufferSync, ModelBuffer, Param, ParamId, ROOT, UnitId};
+use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::residency;
+use crate::util::{binary, list, lock, unpoisoned};
+use candle_core::DType;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::WrapErr;
+use candle_nn::Init;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
+use std::thread::ThreadId;
+#[cfg(feature = "cuda")]
+use {crate::memory::TrackedBuffer, crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
+
+/// The partitioned state of one rank.
+pub(crate) struct RankCore {
+    pub(super) comm: Arc<dyn Communicator>,
+    pub(super) placement: Placement,
+    pub(super) zero: ZeroConfig,
+    pub(super) dtype: DType,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub(super) second_group: usize,
+    /// Where whole parameters are.
+    pub(super) tensor_tier: MemoryTier,
+    /// Where this rank's share lies, if not in files.
+    pub(super) share_place: BufferPlace,
+    /// Where the model computes.
+    pub(super) model_place: BufferPlace,
+    /// The ways between the host and the GPU on which the model computes.
+    #[cfg(feature = "cuda")]
+    pub(super) copies: Option<DeviceCopyQueues>,
+    /// The update that has begun, where updates are delayed.
+    #[cfg(feature = "cuda")]
+    pub(super) delayed: Mutex<DelayedUpdate>,
+    /// The thread that has launched the model's work so far.
+    #[cfg(feature = "cuda")]
+    pub(super) launches_on: Mutex<ThreadId>,
+    /// The GPUs of all ranks, where NCCL joins them.
+    #[cfg(feature = "cuda")]
+    pub(super) gpus: OnceLock<Gpus>,
+    pub(super) ledger: Ledger,
+    /// The files of offloaded state.
+    pub(super) offload: Option<Arc<OffloadStore>>,
+    pub(super) params: Vec<Param>,
+    /// Names of the units, the root (an empty name) first.
+    pub(super) units: Vec<String>,
+    /// Whether each unit is a leaf, and whether it lies in one.
+    pub(super) leaves: Vec<LeafPosition>,
+    pub(super) buffers: ModelBuffers,
+    /// Sub-group and slot of each parameter.
+    pub(super) places: RwLock<Vec<(usize, usize)>>,
+    pub(super) share_plan: SharePlan,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
+    pub(super) groups: Mutex<Vec<SubGroup<RankCore>>>,
+    pub(super) gather: Mutex<ParamGatherer<RankCore>>,
+    pub(super) gradients: Mutex<GradientReducer<RankCore>>,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: Mutex<UnreducedGradients>,
+    pub(super) recomputation: RecomputeSettings,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub(super) rounding: Option<AtomicU64>,
+    /// The number of the update under way, on which rounding depends.
+    pub(super) update: AtomicU64,
+    /// A model is only evaluated: nothing is recorded or kept.
+    pub(super) evaluating: AtomicBool,
+    /// The engine's forward is running.
+    pub(super) in_forward: AtomicBool,
+    /// A check of gradients.
+    pub(super) check: GradientCheck,
+    /// What forwards have given.
+    pub(super) outputs: ForwardOutputs,
+    /// The thread that runs the engine's backward: gradients count in that one alone.
+    pub(super) backward_on: Mutex<Option<ThreadId>>,
+    /// The first error inside an operation; Candle's own error type cannot carry it.
+    failure: Mutex<Option<Error>>,
+    /// Weights as the engine has left them.
+    pub(super) weight_samples: Mutex<WeightSamples>,
+}
+
+/// An update that goes on beside the next step.
+#[cfg(feature = "cuda")]
+#[derive(Default)]
+pub(crate) enum DelayedUpdate {
+    #[default]
+    None,
+    /// A thread has the states of all trained sub-groups, and their gradients.
+    Running(JoinHandle<Result<Vec<SubGroup<RankCore>>>>),
+    /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
+    Ready(Vec<Option<TrackedBuffer<FlatBuffer>>>),
+    /// It could not be made, which ends training: states are gone. Why.
+    Failed(String),
+}
+
+/// The parts that a core is made of.
+pub(crate) struct RankCoreParts {
+    pub comm: Arc<dyn Communicator>,
+    pub zero: ZeroConfig,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub second_group: usize,
+    pub reduce_plan: ReducePlan,
+    pub share_plan: SharePlan,
+    pub dtype: DType,
+    pub recomputation: RecomputeSettings,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub rounding: Option<u64>,
+    pub registered: RegisteredModel,
+    pub buffer_sync: BufferSync,
+    pub ledger: Ledger,
+    pub offload: Option<Arc<OffloadStore>>,
+}
+
+/// A model's parameters and units, and this rank's share of them.
+pub(crate) struct RegisteredModel {
+    pub params: Vec<Param>,
+    /// Names of the units, the root (an empty name) first.
+    pub units: Vec<String>,
+    pub leaves: LeafUnits,
+    /// The parameters that each unit uses, its own and others'.
+    pub used_by: Vec<BTreeSet<ParamId>>,
+    pub groups: Vec<SubGroup<RankCore>>,
+    pub buffers: Vec<ModelBuffer>,
+    /// What each parameter was asked to begin with; of a file, the file says it.
+    pub inits: Vec<Init>,
+}
+
+impl RegisteredModel {
+    /// The names of all parameters and buffers.
+    pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        let params = self.params.iter().map(|param| param.name.as_str());
+        params.chain(self.buffers.iter().map(|buffer| buffer.name.as_str()))
+    }
+}
+
+/// The configuration's `activation_checkpointing`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RecomputeSettings {
+    /// Every unit recomputes its forward in backward.
+    pub every_unit: bool,
+    /// The inputs that recomputing units keep leave the model's memory.
+    pub cpu_checkpointing: bool,
+}
+
+/// The way from an operation to the engine.
+#[derive(Clone, Default)]
+pub(crate) struct EngineLink(Arc<OnceLock<Weak<RankCore>>>);
+
+impl EngineLink {
+    /// The engine's core, if there is an engine.
+    pub fn core(&self) -> Option<Arc<RankCore>> {
+        self.0.get().and_then(Weak::upgrade)
+    }
+
+    /// The engine is there.
+    pub fn connect(&self, core: &Arc<RankCore>) {
+        assert!(self.0.set(Arc::downgrade(core)).is_ok(), "a link is connected once");
+    }
+}
+
+impl std::fmt::Debug for EngineLink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Link").field("is_connected", &self.core().is_some()).finish()
+    }
+}
+
+impl GradientSink for EngineLink {
+    fn takes_gradients(&self) -> bool {
+        self.core().is_some_and(|core| core.is_in_backward())
+    }
+
+    fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.passed_by(param))
+    }
+
+    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.gradient_arrived(param, grad))
+    }
+}
+
+/// The error, or, if a GPU has no memory left, one that says what of the model holds it.
+pub(crate) fn naming_what_is_held(error: Error, ledger: &Ledger, rank: usize) -> Error {
+    match error {
+        Error::Candle(error) if residency::is_out_of_memory(&error) => {
+            let held = ledger.held_in(MemoryTier::Device);
+            let held: Vec<_> = held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
+            let held = if held.is_empty() { "nothing".into() } else { held.join(", ") };
+            EngineError::DeviceMemory { rank, held }.into()
+        }
+        error => error,
+    }
+}
+
+impl RankCore {
+    /// The core of a registered model.
+    pub fn new(parts: RankCoreParts) -> Self {
+        let RankCoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
+        let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
+        let RegisteredModel { params, units, leaves, used_by, groups, buffers, .. } = registered;
+        let places = places(&groups, params.len());
+        let gather = ParamGatherer::new(&params, &leaves, &zero, &share_plan);
+        let optional = leaves.optional(&params, &zero);
+        let gradients = GradientReducer::new(reduce_plan, zero.reduce_bucket_size, optional);
+        let model_place = params.first().map_or(BufferPlace::Host, |p| BufferPlace::of(p.tensor.device()));
+        Self {
+            comm,
+            placement: zero.stage.placement(),
+            dtype,
+            second_group,
+            tensor_tier: params.first().map_or(MemoryTier::Host, |p| MemoryTier::of(p.tensor.device())),
+            share_place: params.first().map_or(BufferPlace::Host, |p| share_plan.devices(p.tensor.device()).states),
+            #[cfg(feature = "cuda")]
+            delayed: Mutex::default(),
+            #[cfg(feature = "cuda")]
+            copies: model_place.gpu().map(|device| DeviceCopyQueues::new(device, &zero, &ledger)),
+            model_place,
+            #[cfg(feature = "cuda")]
+            launches_on: Mutex::new(std::thread::current().id()),
+            #[cfg(feature = "cuda")]
+            gpus: OnceLock::new(),
+            zero,
+            ledger,
+            offload,
+            params,
+            units,
+            leaves: leaves.places(),
+            buffers: ModelBuffers::new(buffers, buffer_sync),
+            places: RwLock::new(places),
+            share_plan,
+            used_by,
+            groups: Mutex::new(groups),
+            gather: Mutex::new(gather),
+            gradients: Mutex::new(gradients),
+            unreduced: Mutex::default(),
+            recomputation,
+            rounding: rounding.map(AtomicU64::new),
+            update: AtomicU64::new(0),
+            evaluating: AtomicBool::new(false),
+            in_forward: AtomicBool::new(false),
+            check: GradientCheck::default(),
+            outputs: ForwardOutputs::default(),
+            backward_on: Mutex::new(None),
+            failure: Mutex::new(None),
+            weight_samples: Mutex::default(),
+        }
+    }
+
+    /// The piece of everything that this rank answers for: the number of its file in checkpoints.
+    pub fn piece(&self) -> usize {
+        self.share_plan.mesh.piece_of(self.comm.rank())
+    }
+
+    /// What all ranks have, in the order of their pieces.
+    pub fn by_piece<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
+        self.share_plan.mesh.by_piece(of_ranks)
+    }
+
+    /// Tells the other ranks that this one gives up, and why.
+    pub fn abort(&self, why: &str) {
+        self.comm.abort(why);
+        #[cfg(feature = "cuda")]
+        self.gpus.get().into_iter().for_each(Gpus::abort);
+    }
+
+    /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where models compute on them and
+    /// it can. What would make the GPU wait for all its work later is made before.
+    ///
+    /// # Errors
+    /// NCCL's, and the driver's; a failed collective.
+    #[cfg(feature = "cuda")]
+    pub fn join_gpus(&self) -> Result<()> {
+        if let (Some(device), Some(copies)) = (self.model_place.gpu(), &self.copies) {
+            pool::keep(device)?;
+            for kind in self.share_plan.copy_kinds(self.params.iter().any(Param::is_trained)) {
+                copies.prepare(kind)?;
+            }
+        }
+        if let Some(gpus) = Gpus::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
+            self.gpus.get_or_init(|| gpus);
+        }
+        Ok(())
+    }
+
+    /// To be called before a thread goes on with the model: a GPU does in order what one thread has launched, and waits where it is
+    /// another one than before.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn follow_thread(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.model_place.gpu() {
+            let (mut before, here) = (lock(&self.launches_on), std::thread::current().id());
+            if *before != here {
+                device.cuda_stream().context().synchronize().w()?;
+                *before = here;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the model's device has done all that this thread has launched.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn synchronize(&self) -> Result<()> {
+        Ok(self.params.first().map_or(Ok(()), |param| param.tensor.device().synchronize())?)
+    }
+
+    /// The rank's communicator.
+    pub fn comm(&self) -> &dyn Communicator {
+        &*self.comm
+    }
+
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        lock(&self.gather).order_changes()
+    }
+
+    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    pub fn rounds_loaded_weights_to(&self) -> DType {
+        if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
+    }
+
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub fn rounding_seed(&self) -> Option<u64> {
+        self.rounding.as_ref().map(|seed| seed.load(Ordering::Relaxed))
+    }
+
+    /// Where states are rounded by chance, the chances of `seed` from now on.
+    pub fn go_on_rounding(&self, seed: u64) {
+        self.rounding.iter().for_each(|own| own.store(seed, Ordering::Relaxed));
+    }
+
+    /// The model's dtype.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The model's parameters, in order of registration.
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// Name and elements of each unit, the root (an empty name) first.
+    pub fn units(&self) -> Vec<(String, usize)> {
+        let mut units: Vec<(String, usize)> = self.units.iter().map(|name| (name.clone(), 0)).collect();
+        self.params.iter().for_each(|param| units[param.unit].1 += param.numel);
+        units
+    }
+
+    /// Where each unit is, as far as leaves go.
+    pub fn leaves(&self) -> &[LeafPosition] {
+        &self.leaves
+    }
+
+    /// Whether parameters are gathered and released; else they stay whole.
+    pub fn shards_params(&self) -> bool {
+        self.placement.params.is_sharded()
+    }
+
+    /// Whether parameter `param` is.
+    pub fn shards(&self, param: ParamId) -> bool {
+        self.share_plan.shards(self.params[param].weights)
+    }
+
+    /// Bytes of model state, beside the ZeRO formula.
+    pub fn memory_report(&self) -> MemoryReport {
+        #[cfg(feature = "cuda")]
+        drop(self.join_update());
+        let accumulate = lock(&self.gradients).accumulate_dtype();
+        self.ledger_report(accumulate)
+    }
+
+    /// File access so far; nothing where nothing is offloaded to files.
+    pub fn offload_report(&self) -> Option<OffloadReport> {
+        self.offload.as_ref().map(|offload| offload.report())
+    }
+
+    /// Sub-group and slot of a parameter.
+    pub(super) fn place_of(&self, param: ParamId) -> (usize, usize) {
+        unpoisoned(self.places.read())[param]
+    }
+
+    /// Whether a unit uses parameters, and all of them are frozen.
+    pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
+        let used = &self.used_by[unit];
+        !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
+    }
+
+    /// The unit of this name.
+    pub(super) fn unit_named(&self, name: &str) -> Option<UnitId> {
+        self.units.iter().skip(1).position(|unit| unit == name).map(|at| at + 1)
+    }
+
+    /// A unit's name for people.
+    pub(super) fn unit_name(&self, unit: UnitId) -> String {
+        if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
+    }
+
+    /// A hash of which parameters travel together, for the collectives' fingerprints.
+    pub(super) fn tag(&self, params: &[ParamId]) -> u64 {
+        let bytes: Vec<u8> = params.iter().flat_map(|param| param.to_le_bytes()).collect();
+        crate::util::fnv1a(&bytes)
+    }
+
+    /// Keeps `error` for the engine and gives Candle its text.
+    pub(super) fn stash(&self, error: Error) -> candle_core::Error {
+        let text = error.to_string();
+        lock(&self.failure).get_or_insert(error);
+        candle_core::Error::Msg(text)
+    }
+
+    /// Forgets the error of an operation outside of the engine's calls.
+    pub(super) fn forget_failure(&self) {
+        *lock(&self.failure) = None;
+    }
+
+    /// The typed error behind a failed Candle operation.
+    pub(super) fn explain(&self, error: candle_core::Error) -> Error {
+        self.naming_what_is_held(self.cause_of(error))
+    }
+
+    /// The error, or that a GPU has no memory left, with what holds it.
+    pub(super) fn naming_what_is_held(&self, error: Error) -> Error {
+        naming_what_is_held(error, &self.ledger, self.comm.rank())
+    }
+
+    fn cause_of(&self, error: candle_core::Error) -> Error {
+        if let Some(failure) = lock(&self.failure).take() {
+            return failure;
+        }
+        if residency::is_refusal(&error) {
+            let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            let why = crate::error::without_backtrace(&error.to_string());
+            if !absent.is_empty() {
+                return ParamError::Absent { names: list(&absent), why }.into();
+            }
+        }
+        error.into()
+    }
+}

@@ -1,0 +1,129 @@
+//! Gradients with their values: summed, and packed into buckets as they will travel.
+
+use super::gradient_reducer::{ArrivedGradient, GradientBackend, ReducePlan};
+use crate::error::Result;
+use crate::graph::{Grad, GradSlot as Sum};
+use crate::layout::PACKED_BELOW;
+use crate::memory::MemoryTier;
+use crate::param::{Param, ParamId};
+use crate::precision::Flat;
+use crate::tensor::flat_buffer::FlatBuffer;
+use crate::zero::gather::coalesced_layout::CoalescedLayout;
+#[cfg(feature = "cuda")]
+use crate::zero::gpu::gradient_pack::{self, GradientPackFormat};
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::rank_core::RankCore;
+use std::ops::Range;
+
+impl GradientBackend for RankCore {
+    type Grad = Grad;
+
+    fn bytes(grad: &Grad) -> usize {
+        grad.len() * grad.dtype().size_in_bytes()
+    }
+
+    fn tier_of(grad: &Grad) -> MemoryTier {
+        match grad {
+            Grad::Own(_) => MemoryTier::Host,
+            Grad::OnDevice(tensor) | Grad::Shared(tensor) => MemoryTier::of(tensor.device()),
+        }
+    }
+
+    fn zeros(&self, param: &Param) -> Grad {
+        Grad::Own(Flat::zeros(param.tensor.dtype(), param.numel))
+    }
+
+    fn sum(a: Grad, b: Grad) -> Result<Grad> {
+        if a.dtype() != b.dtype() {
+            // One of them is a sum already, of micro steps that were not reduced.
+            let mut sum = a.into_own()?;
+            let all = 0..sum.len();
+            b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;
+            return Ok(Grad::Own(sum));
+        }
+        let sum = Sum::default();
+        sum.add(a)?;
+        sum.add(b)?;
+        Ok(sum.take().expect("two gradients have a sum"))
+    }
+
+    fn pack(
+        &self,
+        plan: &ReducePlan,
+        layout: &CoalescedLayout,
+        mut grads: Vec<ArrivedGradient<Grad>>,
+    ) -> Result<FlatBuffer> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.model_place.gpu() {
+            let (form, len) =
+                (GradientPackFormat { dtype: plan.dtype, factor: plan.before }, layout.chunk * self.world_size());
+            let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+                Some(large) => gradient_pack::prepare(gpu, form, len, large.grad)?,
+                None => {
+                    let each = grads.into_iter().zip(&layout.offsets);
+                    let each =
+                        each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, layout, *offset)));
+                    gradient_pack::pack(gpu, form, len, each)?
+                }
+            };
+            return Ok(FlatBuffer::Device(packed));
+        }
+        let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+            Some(large) => prepare(plan, layout.chunk * self.world_size(), large)?,
+            None => self.pack_small(plan, layout, grads)?,
+        };
+        Ok(packed.into())
+    }
+}
+
+/// One gradient with its padding, in its own buffer where nobody else sees it.
+fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
+    match grad {
+        Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
+            // Exact: spare room of a large gradient would be waste.
+            flat.reserve_exact(padded - flat.len());
+            flat.extend_zeros(padded - flat.len());
+            if plan.before != 1.0 {
+                flat.as_mut().scale(plan.before);
+            }
+            Ok(flat)
+        }
+        other => Ok(other.view(|values| {
+            let mut flat = Flat::zeros(plan.dtype, padded);
+            flat.slice_mut(0..values.len()).copy_scaled(values, plan.before);
+            flat
+        })?),
+    }
+}
+
+impl RankCore {
+    fn pack_small(
+        &self,
+        plan: &ReducePlan,
+        layout: &CoalescedLayout,
+        grads: Vec<ArrivedGradient<Grad>>,
+    ) -> Result<Flat> {
+        let mut flat = Flat::zeros(plan.dtype, layout.chunk * self.world_size());
+        for (ArrivedGradient { param, grad, held }, offset) in grads.into_iter().zip(&layout.offsets) {
+            grad.view(|values| {
+                for (start, piece) in self.places(param, layout, *offset) {
+                    let part = flat.slice_mut(start..start + piece.len());
+                    part.copy_scaled(values.slice(piece), plan.before);
+                }
+            })?;
+            drop((grad, held));
+        }
+        Ok(flat)
+    }
+
+    /// The pieces of a parameter that has this offset in a layout's chunks, and where each begins in the bucket.
+    fn places(
+        &self,
+        param: ParamId,
+        layout: &CoalescedLayout,
+        offset: usize,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let (mesh, cut, chunk) = (self.mesh(), self.params[param].cut(), layout.chunk);
+        (0..mesh.world_size()).map(move |number| (number * chunk + offset, mesh.piece(cut, number)))
+    }
+}

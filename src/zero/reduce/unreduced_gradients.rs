@@ -1,0 +1,48 @@
+//! Gradients of micro steps that are not reduced (`no_sync`): this rank's own, whole, until a backward that is.
+
+use crate::graph::Grad;
+use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::param::ParamId;
+use crate::precision::Flat;
+use candle_core::DType;
+use std::collections::BTreeMap;
+
+/// The sums of this rank's own gradients.
+#[derive(Default)]
+pub(in crate::zero) struct UnreducedGradients {
+    /// More are coming.
+    pub holds: bool,
+    /// A backward has been kept since the last one that was not: on all ranks, whatever has come on this one.
+    pub waits: bool,
+    pub sums: BTreeMap<ParamId, TrackedBuffer>,
+}
+
+impl UnreducedGradients {
+    /// A gradient has arrived: added to its sum, which is kept, or given back where gradients are reduced.
+    pub fn add(
+        &mut self,
+        param: ParamId,
+        grad: Grad,
+        dtype: DType,
+        ledger: &Ledger,
+    ) -> candle_core::Result<Option<Grad>> {
+        let Some(mut sum) = self.sums.remove(&param) else {
+            if !self.holds {
+                return Ok(Some(grad));
+            }
+            let mut own = Flat::with_capacity(dtype, grad.len());
+            grad.view(|values| own.extend_cast(values))?;
+            self.sums.insert(param, TrackedBuffer::new(ledger, MemoryKind::Gradients, own));
+            return Ok(None);
+        };
+        grad.view(|values| {
+            let all = 0..values.len();
+            sum.slice_mut(all).add_scaled(values, 1.0);
+        })?;
+        if self.holds {
+            self.sums.insert(param, sum);
+            return Ok(None);
+        }
+        Ok(Some(Grad::Own(sum.into_buffer())))
+    }
+}

@@ -1,0 +1,49 @@
+//! Parameters that no backward reaches: an error, or zeros, judged once.
+//!
+//! The first accumulation is judged as a whole and over all ranks, so a model whose micro steps or ranks take turns
+//! with its parts is no error. A checkpoint of a run that has made steps was judged when that run began: what is loaded
+//! may skip a part in its first step.
+
+use super::gradient_reducer::is_expected;
+use crate::error::{EngineError, Result};
+use crate::notice::say;
+use crate::param::Param;
+use crate::util::{counted, list, lock};
+use crate::zero::gather::leaf_units::LeafPosition;
+use crate::zero::rank_core::RankCore;
+
+impl RankCore {
+    /// Collective in the first optimizer step, and nothing in the others.
+    ///
+    /// # Errors
+    /// [`EngineError::NoGradient`] where no rank has a gradient of a parameter that all have to reach.
+    pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
+        let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
+        let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;
+        let is_missing = |param: usize| seen.iter().all(|rank| rank.get(param) == Some(&0));
+        // An expert that was given nothing is no mistake.
+        let is_in_leaf = |p: &Param| self.leaves[p.unit] != LeafPosition::Outside;
+        let params = self.params.iter().enumerate();
+        let missing = params.filter(|(id, p)| is_expected(p) && !is_in_leaf(p) && is_missing(*id));
+        let names: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
+        let (count, list) = (names.len(), list(&names));
+        match (count, self.zero.ignore_unused_parameters) {
+            (0, _) => Ok(()),
+            (_, false) => Err(EngineError::NoGradient { count, names: list }.into()),
+            (_, true) => {
+                if self.comm.rank() == 0 {
+                    say(&format!(
+                        "{} received no gradient in the first step, which counts as zeros: {list}",
+                        counted(count, "parameter")
+                    ));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// What has been loaded was judged when it was trained first.
+    pub fn unused_was_judged(&self) {
+        lock(&self.gradients).take_seen();
+    }
+}

@@ -1,0 +1,96 @@
+//! Freezing and thawing: parameters change their class between two steps.
+//!
+//! ```text
+//!   all ranks agree -> every share is laid out anew, its weights with all digits -> moments of those that stay trained
+//! ```
+//!
+//! The new layout is that of an engine that was built so. Until it is complete the old one stays: where a file gets no
+//! space, nothing has changed. A share on a GPU is there twice for a moment.
+
+use super::state_access::{ParamStateKind, pieces};
+use super::sub_group::places;
+use super::sub_group_builder::SubGroupBuilder;
+use crate::comm::agree::{Failure, gather_u64};
+use crate::error::{EngineError, Result};
+use crate::precision::{Flat, FlatRef};
+use crate::tensor::flat_buffer::BufferPlace;
+use crate::util::{fnv1a, lock, unpoisoned};
+use crate::zero::rank_core::RankCore;
+use candle_core::DType;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+impl RankCore {
+    /// Collective: from now on the parameters are trained of which `trained` says so, those that were not before with
+    /// fresh optimizer states, after `updates` updates of the others. There are no gradients now.
+    ///
+    /// # Errors
+    /// Files that get no space: on all ranks, and nothing has changed. A failed collective.
+    pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), Failure> {
+        if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
+            return Ok(());
+        }
+        self.release_all()?;
+        if let Some(offload) = &self.offload {
+            offload.begin_anew();
+        }
+        let mut builder = {
+            let (plan, offload) = (self.share_plan.clone(), self.offload.clone());
+            let devices = plan.devices_of(self.model_place.clone(), BufferPlace::Host);
+            SubGroupBuilder::new(plan, offload, self.ledger.clone(), devices)
+        };
+        for (id, param) in self.params.iter().enumerate() {
+            let weights = match self.own_words(id)? {
+                // As they are: packing what came out of a packing need not give the same codes.
+                Some(words) => words,
+                None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
+            };
+            builder.push_share(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
+        }
+        let mut groups = builder.finish()?;
+        if let Some(offload) = &self.offload {
+            offload.check_space(self.comm()).map_err(Failure::InStep)?;
+        }
+        let new = places(&groups, self.params.len());
+        let stay = |id: &usize| self.params[*id].is_trained() && trained[*id];
+        for id in (0..self.params.len()).filter(stay) {
+            let (group, slot) = new[id];
+            let group = &mut groups[group];
+            for (number, moment) in group.moments.iter_mut().enumerate() {
+                for piece in pieces(&self.owned(id)) {
+                    let values = self.own_values(ParamStateKind::Moment(number), id, piece.clone())?;
+                    moment.write(group.slots[slot].place(&piece), values.as_ref(), self.io())?;
+                }
+            }
+        }
+        *lock(&self.groups) = groups;
+        *unpoisoned(self.places.write()) = new;
+        for (param, trained) in self.params.iter().zip(trained) {
+            if *trained && !param.is_trained() {
+                param.updates_before.store(updates, Ordering::Relaxed);
+            }
+            param.trained.store(*trained, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Elements `range`, of those that this rank owns, of a state in f32.
+    pub(super) fn own_values(&self, state: ParamStateKind, param: usize, range: Range<usize>) -> Result<Flat> {
+        let mut values = Flat::with_capacity(DType::F32, range.len());
+        let take = |found: FlatRef<'_>| values.extend_cast(found);
+        self.read_state(state, param, range, take)?;
+        Ok(values)
+    }
+
+    /// Collective: an error on all ranks where they want to train different parameters.
+    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), Failure> {
+        let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
+        let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
+        let rank = self.comm().rank();
+        match (0..all.len()).find(|other| all[*other] != all[rank]) {
+            Some(other) => Err(Failure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
+            // Another pair of ranks may differ; then so does one of them from this one.
+            None => Ok(()),
+        }
+    }
+}

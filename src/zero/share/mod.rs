@@ -1,0 +1,27 @@
+//! This rank's share of the model.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `param_registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
+//! | `share_memory.rs` | the memory and the files in which a rank keeps its share |
+//! | `state_storage.rs` | where a state of a sub-group lies |
+//! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and how it is laid out |
+//! | `optim_state.rs` | an optimizer state of a sub-group, in its format |
+//! | `packed_weights.rs` | packed weights, as words |
+//! | `state_access.rs` | states by parameter, read and written wherever they lie |
+//! | `param_access.rs` | one parameter, its gradient and states, read and set |
+//! | `freeze.rs` | parameters frozen and thawed between steps |
+//! | `safetensors_export.rs` | whole parameters in a file |
+
+mod freeze;
+pub(crate) mod optim_state;
+pub(in crate::zero) mod packed_weights;
+mod param_access;
+pub(crate) mod param_registry;
+mod safetensors_export;
+pub(crate) mod share_memory;
+pub(crate) mod share_plan;
+pub(crate) mod state_access;
+pub(crate) mod state_storage;
+pub(crate) mod sub_group;
+pub(crate) mod sub_group_builder;

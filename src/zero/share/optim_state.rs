@@ -1,0 +1,248 @@
+//! An optimizer state of a sub-group, in the format that it is kept in.
+//!
+//! ```text
+//!   f32, bf16     | elements                         |   in memory, or in a file
+//!   eight bits    | codes, a byte for each element   |   in memory, or in a file
+//!                 | scales (f32), one for 256        |   in memory
+//! ```
+//!
+//! A step works on f32: what is kept in another format becomes f32 part by part, and is rounded when the part has been
+//! updated. Shares of parameters with codes begin with a block, on every rank, so that blocks do not depend on the number
+//! of ranks.
+
+use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
+use super::state_storage::StateStorage;
+use crate::error::Result;
+use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::offload::{FileIo, StagedState};
+use crate::optim::{DecodeMode, StateFormat, decode, encode, scales_of};
+use crate::precision::dynamic::{BLOCK, DynamicMap};
+use crate::precision::stochastic::Dice;
+use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use crate::tensor::flat_buffer::FlatBuffer;
+use candle_core::DType;
+use std::ops::Range;
+use std::slice::IterMut;
+
+/// One state of the parameters of a sub-group.
+pub(crate) struct OptimState<R: ShareMemory> {
+    pub format: StateFormat,
+    /// The elements, or their codes: in memory two in each 16-bit number, in a file each a number of eight bits.
+    pub storage: StateStorage<R>,
+    /// The scales of codes.
+    scales: Option<TrackedBuffer<R::Buffer>>,
+}
+
+/// Elements `range` of a sub-group's state that are in memory.
+pub(in crate::zero) enum OptimStateView<'a> {
+    Floats(FlatMut<'a>),
+    Codes { map: &'static DynamicMap, codes: &'a mut [u8], scales: &'a mut [f32] },
+}
+
+impl<R: ShareMemory> OptimState<R> {
+    /// Zeros for `len` elements, in memory.
+    ///
+    /// # Errors
+    /// A GPU has no more.
+    pub fn in_memory(ledger: &Ledger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
+        let (dtype, numbers) = match format {
+            StateFormat::F32 => (DType::F32, len),
+            StateFormat::Bf16 => (DType::BF16, len),
+            StateFormat::Signed8 | StateFormat::Unsigned8 => (DType::BF16, len.div_ceil(2)),
+        };
+        let values = TrackedBuffer::new(ledger, MemoryKind::Moments, R::Buffer::zeros(place, dtype, numbers)?);
+        Ok(Self { format, storage: StateStorage::Memory(values), scales: Self::scales(ledger, format, len)? })
+    }
+
+    /// `len` elements in a file, in which there are zeros.
+    ///
+    /// # Errors
+    /// As [`in_memory`](Self::in_memory).
+    pub fn in_file(ledger: &Ledger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
+        Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
+    }
+
+    /// The type of the numbers in a file.
+    pub fn dtype(format: StateFormat) -> DType {
+        match format {
+            StateFormat::F32 => DType::F32,
+            StateFormat::Bf16 => DType::BF16,
+            StateFormat::Signed8 | StateFormat::Unsigned8 => DType::U8,
+        }
+    }
+
+    /// Of zero scales, so that any code is a zero.
+    fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
+        let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
+        format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()
+    }
+}
+
+impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
+    /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
+    pub(in crate::zero) fn part<'a>(
+        &'a mut self,
+        staged: &mut IterMut<'a, StagedState>,
+        range: Range<usize>,
+    ) -> OptimStateView<'a> {
+        let Some(map) = self.format.map() else { return OptimStateView::Floats(self.storage.part(staged, range)) };
+        let scales = match self.scales.as_mut().map(|scales| scales.buffer_mut().slice_mut(scales_of(&range))) {
+            Some(FlatMut::F32(scales)) => scales,
+            _ => unreachable!("codes have scales in f32"),
+        };
+        let codes = match &mut self.storage {
+            StateStorage::Memory(codes) => &mut codes.buffer_mut().as_bytes_mut()[range],
+            StateStorage::File(_) => staged.next().expect("a window has all states that lie in files").bytes(range),
+        };
+        OptimStateView::Codes { map, codes, scales }
+    }
+
+    /// Gives the numbers of elements `range`, which are part of one parameter and begin with a block, to `take`: such
+    /// numbers that [`write`](Self::write) restores the state from.
+    pub(in crate::zero) fn read(
+        &mut self,
+        range: Range<usize>,
+        io: Option<&FileIo>,
+        take: impl FnOnce(FlatRef<'_>),
+    ) -> Result<()> {
+        let in_file = self.storage.file().cloned().zip(io);
+        let Some(map) = self.format.map() else {
+            match in_file {
+                Some((extent, io)) => {
+                    let values = Flat::zeros(extent.dtype(), range.len());
+                    take(io.read(values, vec![extent.piece(range, 0)]).wait()?.as_ref());
+                }
+                None => {
+                    if let StateStorage::Memory(values) = &self.storage {
+                        values.buffer().read(range, take)?;
+                    }
+                }
+            }
+            return Ok(());
+        };
+        let mut from_file;
+        let codes = match (in_file, &mut self.storage) {
+            (Some((extent, io)), _) => {
+                let room = Flat::zeros(DType::BF16, range.len().div_ceil(2));
+                from_file = io.read(room, vec![extent.piece(range.clone(), 0)]).wait()?;
+                &mut from_file.as_bytes_mut()[..range.len()]
+            }
+            (None, StateStorage::Memory(codes)) => &mut codes.buffer_mut().as_bytes_mut()[range.clone()],
+            (None, StateStorage::File(_)) => unreachable!("states lie in files where there are files"),
+        };
+        let mut values = vec![0.0; range.len()];
+        if let Some(FlatRef::F32(scales)) = self.scales.as_ref().map(|scales| scales.buffer().slice(scales_of(&range)))
+        {
+            decode(map, DecodeMode::Restorable, codes, scales, &mut values);
+        }
+        take(FlatRef::F32(&values));
+        Ok(())
+    }
+
+    /// Sets elements `range`, which are part of one parameter and begin with a block, to numbers.
+    pub(in crate::zero) fn write(
+        &mut self,
+        range: Range<usize>,
+        values: FlatRef<'_>,
+        io: Option<&FileIo>,
+    ) -> Result<()> {
+        let Some(map) = self.format.map() else {
+            match (&mut self.storage, io) {
+                (StateStorage::Memory(own), _) => own.buffer_mut().write(range, values)?,
+                (StateStorage::File(extent), Some(io)) => {
+                    let mut copy = Flat::with_capacity(extent.dtype(), values.len());
+                    copy.extend_cast(values);
+                    io.write(copy, vec![extent.piece(range, 0)]).written()?;
+                }
+                (StateStorage::File(_), None) => unreachable!("states lie in files where there are files"),
+            }
+            return Ok(());
+        };
+        let mut numbers = vec![0.0; values.len()];
+        FlatMut::F32(&mut numbers).copy_cast(values);
+        let scales = match self.scales.as_mut().map(|scales| scales.buffer_mut().slice_mut(scales_of(&range))) {
+            Some(FlatMut::F32(scales)) => scales,
+            _ => unreachable!("codes have scales in f32"),
+        };
+        match (&mut self.storage, io) {
+            (StateStorage::Memory(codes), _) => {
+                encode(map, &numbers, &mut codes.buffer_mut().as_bytes_mut()[range], scales)
+            }
+            (StateStorage::File(extent), Some(io)) => {
+                let mut codes = Flat::zeros(DType::BF16, range.len().div_ceil(2));
+                encode(map, &numbers, &mut codes.as_bytes_mut()[..range.len()], scales);
+                io.write(codes, vec![extent.piece(range, 0)]).written()?;
+            }
+            (StateStorage::File(_), None) => unreachable!("states lie in files where there are files"),
+        }
+        Ok(())
+    }
+}
+
+impl<'a> OptimStateView<'a> {
+    /// Whether a step works on them where they are.
+    pub fn is_f32(&self) -> bool {
+        matches!(self, Self::Floats(FlatMut::F32(_)))
+    }
+
+    /// Whether elements of a format need room to become f32.
+    pub fn needs_room(format: StateFormat) -> bool {
+        format != StateFormat::F32
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Floats(own) => own.len(),
+            Self::Codes { codes, .. } => codes.len(),
+        }
+    }
+
+    /// Elements `range` of these, which begin with a block, in f32: where they are, or in `room`.
+    pub fn in_f32<'s>(&'s mut self, range: Range<usize>, room: &'s mut [f32]) -> &'s mut [f32] {
+        if let Self::Floats(FlatMut::F32(own)) = self {
+            return &mut own[range];
+        }
+        let room = &mut room[..range.len()];
+        self.widen(range, room);
+        room
+    }
+
+    /// The elements, which are in f32.
+    pub fn into_f32(self) -> &'a mut [f32] {
+        match self {
+            Self::Floats(FlatMut::F32(values)) => values,
+            _ => unreachable!("the state is in another format"),
+        }
+    }
+
+    /// Elements `range` of these, which begin with a block, in f32.
+    fn widen(&self, range: Range<usize>, values: &mut [f32]) {
+        match self {
+            Self::Floats(own) => FlatMut::F32(values).copy_cast(own.as_ref().slice(range)),
+            Self::Codes { map, codes, scales } => {
+                decode(map, DecodeMode::ByMap, &codes[range.clone()], &scales[scales_of(&range)], values);
+            }
+        }
+    }
+
+    /// Elements `range` of these, which begin with a block, become `values`, rounded: to nearest, or by chance, with the
+    /// number of the first in its parameter.
+    pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(Dice, usize)>) {
+        match self {
+            Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
+            Self::Codes { map, codes, scales } => {
+                let scales = &mut scales[scales_of(&range)];
+                encode(map, values, &mut codes[range], scales);
+            }
+        }
+    }
+}
+
+/// `values` in the format of `own`: rounded to nearest, or by chance where that is bfloat16.
+pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(Dice, usize)>) {
+    match (own, chance) {
+        (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),
+        (own, _) => own.copy_cast(FlatRef::F32(values)),
+    }
+}

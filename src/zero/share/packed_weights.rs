@@ -1,0 +1,60 @@
+//! Packed weights in buffers, files and collectives, which carry them as 32-bit words: a rank's shard of a parameter is
+//! whole units of its packing, filled up to whole words.
+
+use crate::error::Result;
+use crate::layout::ShardMesh;
+use crate::param::Param;
+use crate::precision::{Elements, Flat, FlatMut, FlatRef, Packing};
+use candle_core::DType;
+
+/// Words of `elements` elements.
+pub(in crate::zero) fn words(packing: Packing, elements: usize) -> usize {
+    packing.packed_len(elements).div_ceil(size_of::<f32>())
+}
+
+/// The words of a shard of `shard_len` elements that begins with `values`; those of counted values are none.
+pub(in crate::zero) fn pack(packing: Packing, values: FlatRef<'_>, shard_len: usize) -> Flat {
+    if values.is_empty() {
+        return Flat::zeros(DType::F32, 0);
+    }
+    let mut packed = Flat::zeros(DType::F32, words(packing, shard_len));
+    let bytes = packing.packed_len(values.len());
+    packing.pack(values, &mut packed.as_bytes_mut()[..bytes]);
+    packed
+}
+
+/// The values of a packed shard from element `from` on, which begins a unit.
+pub(in crate::zero) fn unpack(packing: Packing, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
+    let start = packing.packed_len(from);
+    let bytes = packing.packed_len(values.len());
+    packing.unpack(&words.as_bytes()[start..start + bytes], values);
+}
+
+/// The values as they come out of the packing, in `dtype`.
+pub(in crate::zero) fn rounded(packing: Packing, values: FlatRef<'_>, dtype: DType) -> Flat {
+    let packed = pack(packing, values, values.len());
+    let mut rounded = Flat::zeros(dtype, values.len());
+    unpack(packing, packed.as_ref(), 0, rounded.as_mut());
+    rounded
+}
+
+/// A whole parameter of the words of all shards, `chunk` words each, in which its own begin at `offset`.
+pub(in crate::zero) fn whole<B: Elements>(
+    packing: Packing,
+    param: &Param,
+    words_of_all: &B,
+    (chunk, offset): (usize, usize),
+    dtype: DType,
+    mesh: ShardMesh,
+) -> Result<B> {
+    let mut whole = B::zeros(&words_of_all.place(), dtype, param.numel)?;
+    if let (Some(mut values), Some(words_of_all)) = (whole.values_mut(), words_of_all.values()) {
+        for number in 0..mesh.shards() {
+            let start = number * chunk + offset;
+            let shard = param.shard(mesh, number);
+            let own_words = words_of_all.slice(start..start + words(packing, shard.len()));
+            unpack(packing, own_words, 0, values.reborrow().slice(shard));
+        }
+    }
+    Ok(whole)
+}

@@ -1,0 +1,130 @@
+//! One parameter's values, gradient and optimizer states, whole or this rank's part, read and set by the user.
+
+use super::state_access::{ParamStateKind, pieces};
+#[cfg(feature = "cuda")]
+use crate::cuda::pool;
+use crate::error::Result;
+use crate::param::ParamId;
+use crate::precision::{Flat, FlatRef};
+use crate::util::lock;
+use crate::zero::rank_core::RankCore;
+use candle_core::DType;
+use std::ops::Range;
+
+impl RankCore {
+    /// This rank's part of a state, in f32.
+    pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
+        let owned = self.owned(param);
+        if self.params[param].packing().is_some() {
+            // Unpacked at once: pieces would read all words again.
+            return self.own_values(state, param, owned);
+        }
+        let mut own = Flat::with_capacity(DType::F32, owned.len());
+        for piece in pieces(&owned) {
+            self.read_state(state, param, piece, |values| own.extend_cast(values))?;
+        }
+        Ok(own)
+    }
+
+    /// This rank's part of a gradient as it was accumulated, in f32; nothing where none has been reduced.
+    pub fn own_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
+        let (group, slot) = self.place_of(param);
+        let group = &mut lock(&self.groups)[group];
+        let Some(grads) = group.take_grads(slot, self)? else { return Ok(None) };
+        let mut own = Flat::with_capacity(DType::F32, 0);
+        grads.buffer().read(0..group.slots[slot].owned.len(), |values| own.extend_cast(values))?;
+        group.put_grads(slot, grads, self);
+        Ok(Some(own))
+    }
+
+    /// Collective: a whole optimizer state, in f32.
+    pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
+        self.gather_whole(param, self.own_state(state, param)?)
+    }
+
+    /// Collective: a whole gradient, in f32.
+    pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
+        self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
+    }
+
+    /// Sets a state on every rank that has a part of it; weights also where they are whole or in 16 bits.
+    pub fn set_state(&self, state: ParamStateKind, param: ParamId, whole: &[f32]) -> Result<()> {
+        let part = |range: Range<usize>| Ok(Flat::F32(whole[range].to_vec()));
+        self.write_state(state, param, self.owned(param), part)?;
+        if state == ParamStateKind::Weights {
+            self.write_whole(param, part)?;
+        }
+        Ok(())
+    }
+
+    /// Sets this rank's part of an optimizer state.
+    pub fn set_own_moment(&self, moment: ParamStateKind, param: ParamId, own: &[f32]) -> Result<()> {
+        let owned = self.owned(param);
+        let start = owned.start;
+        let part = |range: Range<usize>| Ok(Flat::F32(own[range.start - start..range.end - start].to_vec()));
+        self.write_state(moment, param, owned, part)
+    }
+
+    /// Sets a gradient that has been reduced; false where there is none.
+    pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
+        self.set_own_gradient(param, &whole[self.owned(param)])
+    }
+
+    /// Sets this rank's part of a gradient that has been reduced; false where there is none.
+    pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
+        let (group, slot) = self.place_of(param);
+        let group = &mut lock(&self.groups)[group];
+        let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
+        grads.buffer_mut().write(0..own.len(), FlatRef::F32(own))?;
+        group.put_grads(slot, grads, self);
+        Ok(true)
+    }
+
+    /// Collective: the whole values of which each rank gives its own part.
+    pub fn whole_of_parts(&self, param: ParamId, own: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
+    }
+
+    /// Collective: the values that one rank has of a parameter; the others give none.
+    pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
+        // A negative zero added to any number gives that number, also zero with its sign.
+        let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
+        Ok(f32_values(self.comm().all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
+    }
+
+    /// Collective where parameters are sharded: runs `run` while parameters are whole that are not so already. The inner
+    /// error is that of `run`, after which ranks are still in step.
+    pub fn with_gathered<T>(
+        &self,
+        params: &[ParamId],
+        run: impl FnOnce() -> candle_core::Result<T>,
+    ) -> Result<Result<T>> {
+        let run = || {
+            self.look_for_writes()?;
+            let result = run().map_err(|e| self.explain(e))?;
+            self.look_for_writes().map(|()| result)
+        };
+        if !self.shards_params() {
+            return Ok(run());
+        }
+        let gathered = lock(&self.gather).gather_params(self, params)?;
+        let result = run();
+        lock(&self.gather).release_params(self, &gathered)?;
+        Ok(result)
+    }
+
+    /// Releases all gathered parameters, also the persistent ones, until they are needed.
+    pub fn empty_cache(&self) -> Result<()> {
+        if self.shards_params() {
+            lock(&self.gather).release_everything(self)?;
+        }
+        #[cfg(feature = "cuda")]
+        self.model_place.gpu().map_or(Ok(()), pool::trim)?;
+        Ok(())
+    }
+}
+
+fn f32_values(values: Flat) -> Vec<f32> {
+    let Flat::F32(values) = values else { unreachable!("these collectives carry f32") };
+    values
+}

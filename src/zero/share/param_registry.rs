@@ -1,0 +1,425 @@
+//! The `VarBuilder` backend behind a model under construction.
+//!
+//! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
+//! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
+
+use super::packed_weights;
+use super::share_plan::SharePlan;
+use super::sub_group_builder::{LOADED, SubGroupBuilder};
+use crate::config::StatePrecision;
+use crate::error::{Error, ParamError, Result};
+use crate::layout::{ShardCut, ShardMesh, ZeroStage};
+use crate::memory::{Ledger, MemoryKind, MemoryTier};
+use crate::offload::OffloadStore;
+use crate::optim::{OptimizerRole, ParamClass, ParameterGrouping, WeightFormat};
+use crate::param::{
+    BufferFilter, ModelBuffer, Param, ParamId, ROOT, Residency, UnitId, WeightSource, gradient_capture,
+};
+use crate::param::{dtype_of_buffer, has_name_of_buffer};
+use crate::precision::{Flat, FlatRef, Packing};
+use crate::tensor::{bytes, residency};
+use crate::util::{lock, pieces};
+use crate::zero::gather::leaf_units::LeafUnits;
+use crate::zero::gather::unit::UnitRegistrar;
+use crate::zero::rank_core::{EngineLink, RegisteredModel};
+use candle_core::{DType, Device, Shape, Storage, Tensor};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex};
+
+/// Collects the parameters of a model under construction.
+#[derive(Clone)]
+pub(crate) struct ParamRegistry(Arc<Mutex<ParamRegistryInner>>);
+
+struct ParamRegistryInner {
+    plan: SharePlan,
+    device: Device,
+    source: WeightSource,
+    link: EngineLink,
+    ledger: Ledger,
+    params: Vec<Param>,
+    inits: Vec<Init>,
+    buffers: Vec<ModelBuffer>,
+    /// Besides those that are buffers by their names and types.
+    buffer_rule: Option<BufferFilter>,
+    by_name: HashMap<String, usize>,
+    units: Vec<String>,
+    leaves: LeafUnits,
+    open_units: Vec<UnitId>,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
+    groups: SubGroupBuilder,
+    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
+    /// would keep the first values for ever.
+    waiting: Vec<(Tensor, Storage)>,
+    /// Names, shapes and units only: no parameter gets memory, nor a share.
+    shapes_only: bool,
+    /// The first error; Candle's own error type cannot carry it.
+    failure: Option<Error>,
+}
+
+impl ParamRegistry {
+    /// `offload`: the files of offloaded state.
+    pub fn new(
+        plan: SharePlan,
+        device: Device,
+        offload: Option<Arc<OffloadStore>>,
+        source: WeightSource,
+        link: EngineLink,
+        ledger: Ledger,
+    ) -> Self {
+        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone(), plan.devices(&device));
+        Self(Arc::new(Mutex::new(ParamRegistryInner {
+            plan,
+            device,
+            source,
+            link,
+            ledger,
+            params: Vec::new(),
+            inits: Vec::new(),
+            buffers: Vec::new(),
+            buffer_rule: None,
+            by_name: HashMap::new(),
+            units: vec![String::new()],
+            leaves: LeafUnits::default(),
+            open_units: vec![ROOT],
+            used_by: vec![BTreeSet::new()],
+            groups,
+            waiting: Vec::new(),
+            shapes_only: false,
+            failure: None,
+        })))
+    }
+
+    /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
+    pub fn of_shapes(dtype: DType) -> Self {
+        let plan = SharePlan {
+            states: StatePrecision { master_weights: true, bf16_moments: false },
+            offloads_states: false,
+            offloads_weights: false,
+            packs: false,
+            rank: 0,
+            mesh: ShardMesh::among_all(1),
+            placement: ZeroStage::Three.placement(),
+            dtype,
+            sub_group_size: usize::MAX,
+            grad_dtype: dtype,
+            buffer_dtype: None,
+            grouping: Arc::default(),
+            weights_in_memory: None,
+            states_in_files: None,
+        };
+        let registry = Self::new(
+            plan,
+            Device::Cpu,
+            None,
+            WeightSource::Random { seed: 0 },
+            EngineLink::default(),
+            Ledger::default(),
+        );
+        lock(&registry.0).shapes_only = true;
+        registry
+    }
+
+    /// From now on, what `rule` selects by name and shape is a buffer too.
+    pub fn also_buffers(&self, rule: Option<BufferFilter>) {
+        lock(&self.0).buffer_rule = rule;
+    }
+
+    /// Begins a unit: parameters registered until [`ParamRegistry::close_unit`] belong to it.
+    pub fn open_unit(&self, name: String) -> (UnitId, EngineLink) {
+        let mut inner = lock(&self.0);
+        let (id, around) = (inner.units.len(), inner.open_unit());
+        inner.units.push(name);
+        inner.leaves.push(around);
+        inner.used_by.push(BTreeSet::new());
+        inner.open_units.push(id);
+        (id, inner.link.clone())
+    }
+
+    pub fn close_unit(&self) {
+        lock(&self.0).open_units.pop();
+    }
+
+    /// The typed error behind a failed construction.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        let mut inner = lock(&self.0);
+        if let Some(failure) = inner.failure.take() {
+            return failure;
+        }
+        let last = inner.params.last().filter(|_| residency::names_absent(&error));
+        match last {
+            Some(last) => ParamError::UsedWhileBuilding { last: last.name.clone() }.into(),
+            None => error.into(),
+        }
+    }
+
+    /// Ends the registration.
+    pub fn finish(&self) -> Result<RegisteredModel> {
+        let mut inner = lock(&self.0);
+        let params = std::mem::take(&mut inner.params);
+        for (tensor, values) in std::mem::take(&mut inner.waiting) {
+            residency::fill(&tensor, values)?;
+        }
+        if params.is_empty() {
+            return Err(ParamError::NoParameters.into());
+        }
+        let buffers = std::mem::take(&mut inner.buffers);
+        let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
+        inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
+        let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
+        let leaves = std::mem::take(&mut inner.leaves);
+        let inits = std::mem::take(&mut inner.inits);
+        Ok(RegisteredModel { params, units, leaves, used_by, groups: inner.groups.finish()?, buffers, inits })
+    }
+}
+
+/// What is kept of a parameter.
+struct ParamSettings {
+    group: usize,
+    role: OptimizerRole,
+    trained: Arc<AtomicBool>,
+    weights: WeightFormat,
+}
+
+impl ParamRegistryInner {
+    fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        /// What safetensors files call the object of their own in the header.
+        const RESERVED: &str = "__metadata__";
+        if name == RESERVED {
+            return Err(ParamError::ReservedName { name: RESERVED }.into());
+        }
+        if self.is_buffer(name, &shape, dtype) {
+            return self.buffer(name, shape, init, dtype);
+        }
+        if let Some(known) = self.known(name) {
+            if known.shape != shape {
+                let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
+            }
+            return Ok(known.tensor.clone());
+        }
+        let plan = self.plan.clone();
+        if dtype != plan.dtype {
+            let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
+            return Err(ParamError::Dtype { name: name.into(), found, expected }.into());
+        }
+        let is_trained = plan.grouping.trains(name, shape.dims());
+        let trained = Arc::new(AtomicBool::new(is_trained));
+        let mut weights = plan.grouping.weights(name, shape.dims());
+        if weights == WeightFormat::F32 && plan.dtype == DType::F32 {
+            weights = WeightFormat::Model;
+        }
+        let packing = weights.packing();
+        if packing.is_some() && is_trained {
+            return Err(ParamError::QuantizedTrained { name: name.into() }.into());
+        }
+        let group = plan.grouping.group(name, shape.dims());
+        let kept = ParamSettings { group, role: ParameterGrouping::role(group), trained, weights };
+        let dtype = weights.dtype(dtype);
+        if self.shapes_only {
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
+        }
+        let numel = shape.elem_count();
+        let cut = ShardCut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
+        let shard = plan.mesh.shard(cut, plan.mesh.shard_of(plan.rank));
+        let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
+        self.inits.push(self.source.hint(init));
+        // In f32: the master weights begin with all digits of the source.
+        let (tensor, residency) = if plan.shards(weights) {
+            let (source, start) = (&self.source, shard.start);
+            let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
+            self.groups.push(id, cut, class, shard.len(), &mut read)?;
+            (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
+        } else {
+            let values = match packing {
+                None if !is_trained => {
+                    // There are no states that need all digits.
+                    self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
+                    let mut whole = Flat::with_capacity(dtype, numel);
+                    for part in pieces(numel, LOADED) {
+                        whole.extend_cast(FlatRef::F32(&self.source.values(name, &shape, init, part)?));
+                    }
+                    whole
+                }
+                _ => {
+                    let values = self.source.values(name, &shape, init, 0..numel)?;
+                    let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
+                    self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
+                    match packing {
+                        // The values that stage 3 computes with.
+                        Some(packing) => packed_weights::rounded(packing, FlatRef::F32(&values), dtype),
+                        None => Flat::from_f32(values, dtype),
+                    }
+                }
+            };
+            let held =
+                self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::Parameters, values.capacity_in_bytes());
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            let values = residency::storage_on(&self.device, residency::to_storage(values))?;
+            self.waiting.push((tensor.clone(), values));
+            (tensor, Residency::Whole(held))
+        };
+        Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
+    }
+
+    /// Whether the model asks for a buffer.
+    fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
+        let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
+        !self.by_name.contains_key(name)
+            && (self.known_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
+    }
+
+    fn known_buffer(&self, name: &str) -> Option<&ModelBuffer> {
+        self.buffers.iter().find(|buffer| buffer.name == name)
+    }
+
+    /// The tensor of a buffer, which is a variable.
+    fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        let dtype = match self.plan.buffer_dtype {
+            Some(cast) if dtype.is_float() => cast,
+            None if dtype == self.plan.dtype && self.plan.grouping.kept_modules().keep(name) => DType::F32,
+            _ => dtype_of_buffer(name, dtype, self.plan.dtype),
+        };
+        let open = self.open_units.clone();
+        if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
+            if *known.tensor.shape() != shape {
+                let (first, second) = (known.tensor.dims().to_vec(), shape.dims().to_vec());
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
+            }
+            if known.tensor.dtype() != dtype {
+                let (first, second) = (format!("{:?}", known.tensor.dtype()), format!("{dtype:?}"));
+                return Err(ParamError::BufferTwice { name: name.into(), first, second }.into());
+            }
+            known.units.extend(open);
+            return Ok(known.tensor.clone());
+        }
+        if !bytes::has_bytes(dtype) {
+            return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
+        }
+        let values = self.source.buffer(name, &shape, init, dtype)?;
+        let held = self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::Buffers, values.len());
+        let tensor = bytes::variable(&self.device, dtype, shape, &values)?;
+        self.buffers.push(ModelBuffer { name: name.into(), tensor: tensor.clone(), units: open, held });
+        Ok(tensor)
+    }
+
+    /// The tensor of the next parameter, which begins with `values`.
+    fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
+        let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
+        let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
+        Ok(gradient_capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
+    }
+
+    /// The tensor of the next parameter, absent.
+    fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
+        // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+        let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
+        residency::clear(&tensor)?;
+        Ok(tensor)
+    }
+
+    /// Adds a parameter, and gives its tensor.
+    fn add(
+        &mut self,
+        name: &str,
+        (shape, block): (Shape, usize),
+        kept: ParamSettings,
+        tensor: Tensor,
+        residency: Residency,
+    ) -> Tensor {
+        let ParamSettings { group, role, trained, weights } = kept;
+        self.by_name.insert(name.into(), self.params.len());
+        self.is_used(self.params.len());
+        self.params.push(Param {
+            name: name.into(),
+            numel: shape.elem_count(),
+            block: AtomicUsize::new(block),
+            weights,
+            shape,
+            group,
+            unit: self.open_unit(),
+            trained,
+            role,
+            updates_before: AtomicU64::new(0),
+            tensor: tensor.clone(),
+            residency: Mutex::new(residency),
+        });
+        tensor
+    }
+
+    /// The unit under construction.
+    fn open_unit(&self) -> UnitId {
+        self.open_units.last().copied().unwrap_or(ROOT)
+    }
+
+    /// The units under construction use a parameter.
+    fn is_used(&mut self, param: ParamId) {
+        for unit in &self.open_units {
+            self.used_by[*unit].insert(param);
+        }
+    }
+
+    /// The parameter that was registered under `name`, for one more use of it.
+    fn known(&mut self, name: &str) -> Option<&Param> {
+        let (unit, id) = (self.open_unit(), *self.by_name.get(name)?);
+        self.is_used(id);
+        let known = &mut self.params[id];
+        if known.unit != unit {
+            // One unit would release what another one is using; the root's parameters are there for all of them.
+            known.unit = ROOT;
+        }
+        Some(known)
+    }
+
+    fn fail(&mut self, error: Error) -> candle_core::Error {
+        let text = error.to_string();
+        self.failure.get_or_insert(error);
+        candle_core::Error::Msg(text)
+    }
+}
+
+impl UnitRegistrar for ParamRegistry {
+    fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, EngineLink)> {
+        Ok(self.open_unit(name))
+    }
+
+    fn close_unit(&self) {
+        self.close_unit();
+    }
+
+    fn mark_leaf(&self, unit: UnitId) {
+        lock(&self.0).leaves.mark(unit);
+    }
+
+    fn link(&self) -> EngineLink {
+        lock(&self.0).link.clone()
+    }
+}
+
+impl SimpleBackend for ParamRegistry {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        inner.register(name, shape, init, dtype).map_err(|e| inner.fail(e))
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        if let Some(known) = inner.known(name) {
+            return Ok(known.tensor.clone());
+        }
+        if let Some(known) = inner.known_buffer(name) {
+            return Ok(known.tensor.clone());
+        }
+        Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let inner = lock(&self.0);
+        inner.by_name.contains_key(name) || inner.known_buffer(name).is_some() || inner.source.contains(name)
+    }
+}

@@ -1,0 +1,196 @@
+//! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
+
+use super::state_access::ParamStateKind;
+use crate::comm::Wire;
+use crate::comm::agree::{Failure, agree, rank_failed};
+use crate::error::Result;
+use crate::files::{self, NewFile, Output, Outputs};
+use crate::param::{ModelBuffer, Param};
+use crate::precision::{Flat, FlatRef};
+use crate::tensor::residency;
+use crate::util::lock;
+use crate::zero::rank_backend::RankBackend;
+#[cfg(feature = "cuda")]
+use crate::zero::rank_core::DelayedUpdate;
+use crate::zero::rank_core::RankCore;
+use candle_core::DType;
+use serde_json::Value;
+use std::fs::File;
+use std::io::{BufWriter, Error, ErrorKind, Read as _, Write};
+use std::path::Path;
+
+impl RankCore {
+    /// Collective: parameters, rounded to `dtype`, and rank 0's buffers in their own types. The file appears under its name only when it is complete and on
+    /// disk.
+    ///
+    /// # Errors
+    /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
+    /// not cost the model.
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
+        let mut file =
+            (self.comm.rank() == 0).then(|| SafetensorsExport::begin(path, &self.params, self.buffers.list(), dtype));
+        for param in 0..self.params.len() {
+            let whole = self.whole_f32(param)?;
+            file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
+        }
+        for buffer in self.buffers.list() {
+            let Some(Ok(open)) = file else { break };
+            let bytes = buffer.bytes().map_err(Error::other);
+            file = Some(bytes.and_then(|bytes| open.append_bytes(&bytes)));
+        }
+        let written = file.map_or(Ok(()), |file| file.and_then(SafetensorsExport::finish));
+        let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
+        let elsewhere = |rank| failed(Error::other(rank_failed(rank)));
+        agree(self.comm(), written.map_err(failed), elsewhere)
+    }
+
+    /// Looks whether [`export`](Self::export) can write to `path`, and has room there.
+    ///
+    /// # Errors
+    /// What export would bring.
+    pub fn check_export(&self, path: &Path, dtype: DType) -> Result<()> {
+        let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
+        let header = header(&self.params, self.buffers.list(), dtype);
+        let tensors = serde_json::from_slice(&header).map_err(|e| failed(e.into()))?;
+        Outputs::default().writes("the export", path, Output::File).check()?;
+        check_earlier(path, &tensors).map_err(failed)?;
+        let values = self.params.iter().map(|p| (p.numel * dtype.size_in_bytes()) as u64);
+        let buffers =
+            self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
+        let folder = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        files::ask_for_room(files::folder_of(&folder), header.len() as u64 + values.chain(buffers).sum::<u64>())
+    }
+
+    /// Collective: a whole parameter in f32, from the master weights where there are any.
+    pub fn whole_f32(&self, param: usize) -> Result<Flat> {
+        if self.is_whole_in_f32(param)? {
+            let mut whole = Flat::with_capacity(DType::F32, self.params[param].numel);
+            residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
+            return Ok(whole);
+        }
+        self.whole_state(ParamStateKind::Weights, param)
+    }
+
+    /// Whether every rank has a whole parameter, of which there are no other digits elsewhere.
+    fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if matches!(*self.landed()?, DelayedUpdate::Ready(_)) {
+            return Ok(false);
+        }
+        let (group, _) = self.place_of(param);
+        Ok(ParamStateKind::Weights.storage(&mut lock(&self.groups)[group]).is_none())
+    }
+
+    /// Collective: a whole parameter of the elements that each rank owns.
+    pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
+        let (mesh, about) = (self.mesh(), &self.params[param]);
+        // Not a question of how much this rank owns: a parameter of one element lies in one shard alone.
+        if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
+            return Ok(own);
+        }
+        let len = about.shard_len(mesh);
+        own.extend_zeros(len - own.len());
+        let chunks = self.wait(self.gather(Wire::Exact, own.into(), &[param])?)?;
+        let mut whole = Flat::with_capacity(DType::F32, about.numel);
+        for shard in 0..mesh.shards() {
+            whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(mesh, shard).len()));
+        }
+        Ok(whole)
+    }
+}
+
+/// A safetensors file under construction, beside its place.
+struct SafetensorsExport {
+    file: BufWriter<File>,
+    new: NewFile,
+    dtype: DType,
+}
+
+impl SafetensorsExport {
+    /// Writes the header. A file that is there is replaced if it is an earlier export of the same parameters.
+    fn begin(path: &Path, params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> std::io::Result<Self> {
+        let header = header(params, buffers, dtype);
+        let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;
+        check_earlier(path, &tensors)?;
+        let mut new = NewFile::beside(path)?;
+        let mut file = BufWriter::new(new.file().try_clone()?);
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        Ok(Self { file, new, dtype })
+    }
+
+    /// Writes one more parameter, in pieces, so that its bytes are not held twice.
+    fn append(mut self, values: FlatRef<'_>) -> std::io::Result<Self> {
+        const PIECE: usize = 1 << 14;
+        let mut piece = Flat::with_capacity(self.dtype, PIECE);
+        for start in (0..values.len()).step_by(PIECE) {
+            piece.truncate(0);
+            piece.extend_cast(values.slice(start..values.len().min(start + PIECE)));
+            self.file.write_all(piece.as_ref().as_bytes())?;
+        }
+        Ok(self)
+    }
+
+    fn append_bytes(mut self, bytes: &[u8]) -> std::io::Result<Self> {
+        self.file.write_all(bytes)?;
+        Ok(self)
+    }
+
+    /// Brings the file to disk and under its name.
+    fn finish(self) -> std::io::Result<()> {
+        self.file.into_inner().map_err(|e| e.into_error())?;
+        self.new.finish().map(drop)
+    }
+}
+
+/// The header of a safetensors file with these tensors.
+fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
+    let mut end = 0usize;
+    let mut header = serde_json::Map::new();
+    let params = params.iter().map(|p| (&p.name, p.shape.dims(), dtype));
+    let buffers = buffers.iter().map(|b| (&b.name, b.tensor.dims(), b.tensor.dtype()));
+    for (name, dims, dtype) in params.chain(buffers) {
+        let start = end;
+        end += dims.iter().product::<usize>() * dtype.size_in_bytes();
+        let info = serde_json::json!({
+            "dtype": format!("{dtype:?}"), "shape": dims, "data_offsets": [start, end],
+        });
+        header.insert(name.clone(), info);
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    // The format wants the data aligned to 8 bytes; spaces are allowed there.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    header
+}
+
+/// Refuses what is at `path`, unless it is nothing, an empty file, or a safetensors file with tensors of these names and shapes.
+fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::io::Result<()> {
+    /// No header is longer.
+    const MOST: u64 = 1 << 27;
+    let mut file = match path.symlink_metadata() {
+        Ok(_) => files::open(path)?,
+        Err(_) => return Ok(()),
+    };
+    if file.metadata()?.len() == 0 {
+        return Ok(());
+    }
+    let mut length = [0; 8];
+    let mut found = Vec::new();
+    let read = file.read_exact(&mut length).and_then(|()| {
+        let length = u64::from_le_bytes(length);
+        if length <= MOST { file.take(length).read_to_end(&mut found).map(drop) } else { Ok(()) }
+    });
+    let found: Option<serde_json::Map<String, Value>> = read.ok().and_then(|()| serde_json::from_slice(&found).ok());
+    let is_earlier = found.is_some_and(|mut found| {
+        found.remove("__metadata__");
+        let is_same =
+            |(name, info): (&String, &Value)| tensors.get(name).is_some_and(|own| own["shape"] == info["shape"]);
+        found.len() == tensors.len() && found.iter().all(is_same)
+    });
+    if is_earlier {
+        return Ok(());
+    }
+    let text = "there is a file of that name that is no export of this model, and it is not replaced; give another name, or \
+                remove it";
+    Err(Error::new(ErrorKind::AlreadyExists, text))
+}

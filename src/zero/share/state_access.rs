@@ -1,0 +1,262 @@
+//! This rank's share of the model's state, read and written by parameter, wherever it lies.
+
+use super::packed_weights;
+use super::state_storage::StateStorage;
+use super::sub_group::{SubGroup, SubGroupSlot};
+use crate::error::Result;
+use crate::offload::{FileIo, OffloadStore, STEP};
+use crate::optim::GroupedOptimizer;
+use crate::param::Param;
+use crate::precision::{Flat, FlatRef, Packing};
+use crate::tensor::part::with_part;
+use crate::tensor::residency;
+use crate::util::lock;
+use crate::zero::rank_core::RankCore;
+use candle_core::DType;
+use std::ops::Range;
+
+/// Name of the state that every parameter has: its weights with all their digits.
+pub(crate) const WEIGHTS: &str = "fp32";
+
+/// Elements that are on their way at a time: a multiple of [`STEP`].
+pub(crate) const PIECE: usize = 512 * STEP;
+
+/// A kind of state: the parameters with all their digits, or an optimizer state by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ParamStateKind {
+    /// Master weights; with f32 parameters, these.
+    Weights,
+    /// A state that the optimizer has of the parameter.
+    Moment(usize),
+}
+
+impl ParamStateKind {
+    /// The state that checkpoints call `name`, of a parameter of which the optimizer has the states `moments`.
+    pub fn named(name: &str, moments: &[&str]) -> Option<Self> {
+        match moments.iter().position(|moment| *moment == name) {
+            None if name == WEIGHTS => Some(Self::Weights),
+            place => place.map(Self::Moment),
+        }
+    }
+
+    pub(in crate::zero) fn storage<'a>(
+        &self,
+        group: &'a mut SubGroup<RankCore>,
+    ) -> Option<&'a mut StateStorage<RankCore>> {
+        match self {
+            Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
+            Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.storage),
+        }
+    }
+}
+
+impl RankCore {
+    /// Names of the optimizer states that there are of a parameter.
+    pub fn moments(&self, param: &Param, trainer: &GroupedOptimizer) -> &'static [&'static str] {
+        if param.is_trained() { trainer.state_names(param.group) } else { &[] }
+    }
+
+    /// Elements of parameter `param` that this rank holds optimizer state of.
+    pub fn owned(&self, param: usize) -> Range<usize> {
+        let (group, slot) = self.place_of(param);
+        lock(&self.groups)[group].slots[slot].owned.clone()
+    }
+
+    /// Gives elements `range` (of those that this rank owns), one of the [`pieces`], of a state to `take`, which only
+    /// copies them: state in memory is locked meanwhile.
+    pub fn read_state(
+        &self,
+        state: ParamStateKind,
+        param: usize,
+        range: Range<usize>,
+        take: impl FnOnce(FlatRef<'_>),
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        let delayed = self.landed()?;
+        let mut groups = lock(&self.groups);
+        let (number, slot) = self.place_of(param);
+        let group = &mut groups[number];
+        if let Some((packing, storage)) = group.packed() {
+            let (slot, words) = (&group.slots[slot], self.words(storage, &group.slots[slot])?);
+            // What the model computes with: whole units, from the one on in which the range begins.
+            let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
+            let to = range.end - slot.owned.start;
+            let mut values = Flat::zeros(self.dtype, to - from);
+            packed_weights::unpack(packing, words.as_ref(), from, values.as_mut());
+            take(values.slice(values.len() - range.len()..values.len()));
+            return Ok(());
+        }
+        let place = group.slots[slot].place(&range);
+        if let ParamStateKind::Moment(i) = state
+            && let Some(moment) = group.moments.get_mut(i).filter(|moment| moment.format.map().is_some())
+        {
+            return moment.read(place, self.io(), take);
+        }
+        #[cfg(feature = "cuda")]
+        if state == ParamStateKind::Weights
+            && group.master.is_none()
+            && let Some(new) = delayed.weights(number)
+        {
+            return new.read(place, take);
+        }
+        match state.storage(group) {
+            Some(StateStorage::Memory(share)) => share.buffer().read(place, take)?,
+            Some(StateStorage::File(extent)) => {
+                let values = Flat::zeros(extent.dtype(), range.len());
+                let transfer = self.files().io.read(values, vec![extent.piece(place, 0)]);
+                drop(groups);
+                take(transfer.wait()?.as_ref());
+            }
+            None => with_part(&self.params[param].tensor, range, take)?,
+        }
+        Ok(())
+    }
+
+    /// Sets elements `range` (of those that this rank owns) of a state, and 16-bit shards with it. `values` says what
+    /// belongs at elements of the parameter.
+    pub fn write_state(
+        &self,
+        state: ParamStateKind,
+        param: usize,
+        range: Range<usize>,
+        mut values: impl FnMut(Range<usize>) -> Result<Flat>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        drop(self.landed()?);
+        let (group, slot) = self.place_of(param);
+        if state.storage(&mut lock(&self.groups)[group]).is_none() {
+            // It lies in the parameter's tensor: nothing is to be read for it.
+            return Ok(());
+        }
+        if let Some(packing) = self.params[param].packing() {
+            return self.write_packed(packing, (group, slot), range, values);
+        }
+        for part in pieces(&range) {
+            let values = values(part.clone())?;
+            let mut groups = lock(&self.groups);
+            let group = &mut groups[group];
+            let place = group.slots[slot].place(&part);
+            let SubGroup { weights, master, moments, .. } = group;
+            match state {
+                ParamStateKind::Weights => {
+                    for storage in weights.iter_mut().chain(master) {
+                        self.set(storage, place.clone(), values.as_ref())?;
+                    }
+                }
+                ParamStateKind::Moment(i) => {
+                    if let Some(moment) = moments.get_mut(i) {
+                        moment.write(place, values.as_ref(), self.io())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Packs the elements `range`, all that this rank owns of a parameter. Those that it has already stay as they are:
+    /// packing what came out of a packing need not give the same codes.
+    fn write_packed(
+        &self,
+        packing: Packing,
+        (group, slot): (usize, usize),
+        range: Range<usize>,
+        mut values: impl FnMut(Range<usize>) -> Result<Flat>,
+    ) -> Result<()> {
+        let mut new = Flat::with_capacity(DType::F32, range.len());
+        for part in pieces(&range) {
+            new.extend_cast(values(part)?.as_ref());
+        }
+        let mut groups = lock(&self.groups);
+        let SubGroup { slots, weights, .. } = &mut groups[group];
+        let (slot, Some(storage)) = (&slots[slot], weights) else { return Ok(()) };
+        assert_eq!(slot.owned, range, "packed weights are set as a whole");
+        let mut old = Flat::zeros(DType::F32, range.len());
+        packed_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
+        // In the model's dtype: a checkpoint of a lower stage has what the model computes with.
+        let seen = |values: &Flat| {
+            let mut seen = Flat::with_capacity(self.dtype, values.len());
+            seen.extend_cast(values.as_ref());
+            seen
+        };
+        if seen(&old) == seen(&new) {
+            return Ok(());
+        }
+        let mut words = Flat::zeros(DType::F32, slot.len);
+        let bytes = packing.packed_len(new.len());
+        packing.pack(new.as_ref(), &mut words.as_bytes_mut()[..bytes]);
+        self.set(storage, slot.padded(), words.as_ref())
+    }
+
+    /// The words of this rank's share of a parameter, if they are packed.
+    pub(super) fn own_words(&self, param: usize) -> Result<Option<Flat>> {
+        let (group, slot) = self.place_of(param);
+        let group = &lock(&self.groups)[group];
+        group.packed().map(|(_, storage)| self.words(storage, &group.slots[slot])).transpose()
+    }
+
+    /// The words of a packed share.
+    fn words(&self, storage: &StateStorage<RankCore>, slot: &SubGroupSlot) -> Result<Flat> {
+        match storage {
+            StateStorage::Memory(share) => share.buffer().read(slot.padded(), |words| words.to_flat()),
+            StateStorage::File(extent) => {
+                self.files().io.read(Flat::zeros(DType::F32, slot.len), vec![extent.piece(slot.padded(), 0)]).wait()
+            }
+        }
+    }
+
+    /// Sets elements of a state's storage.
+    pub(in crate::zero) fn set(
+        &self,
+        storage: &mut StateStorage<RankCore>,
+        place: Range<usize>,
+        values: FlatRef<'_>,
+    ) -> Result<()> {
+        match storage {
+            StateStorage::Memory(share) => share.buffer_mut().write(place, values),
+            StateStorage::File(extent) => {
+                let mut copy = Flat::with_capacity(extent.dtype(), values.len());
+                copy.extend_cast(values);
+                self.files().io.write(copy, vec![extent.piece(place, 0)]).written()
+            }
+        }
+    }
+
+    /// Sets elements of a parameter that is whole on this rank.
+    pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
+        let Some(param) = self.params.get(param).filter(|_| !self.shards(param)) else { return Ok(()) };
+        if let Some(packing) = param.packing() {
+            let mut new = Flat::with_capacity(self.dtype, param.numel);
+            for part in pieces(&(0..param.numel)) {
+                new.extend_cast(values(part)?.as_ref());
+            }
+            return Ok(residency::with_values(&param.tensor, |whole| {
+                if *whole != new {
+                    let mut wide = Flat::with_capacity(DType::F32, param.numel);
+                    wide.extend_cast(new.as_ref());
+                    *whole = packed_weights::rounded(packing, wide.as_ref(), self.dtype);
+                }
+            })?);
+        }
+        residency::with_values(&param.tensor, |whole| {
+            pieces(&(0..param.numel)).try_for_each(|part| {
+                whole.slice_mut(part.clone()).copy_cast(values(part)?.as_ref());
+                Ok(())
+            })
+        })?
+    }
+
+    /// Access to files, where there are some.
+    pub(in crate::zero) fn io(&self) -> Option<&FileIo> {
+        self.offload.as_ref().map(|offload| &*offload.io)
+    }
+
+    fn files(&self) -> &OffloadStore {
+        self.offload.as_deref().expect("states lie in files where there are files")
+    }
+}
+
+/// `range` in pieces of at most [`PIECE`] elements that begin where a file allows it.
+pub(crate) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))
+}

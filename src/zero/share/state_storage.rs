@@ -1,0 +1,49 @@
+//! Where a state of a sub-group lies: in memory, or in a file.
+
+use super::share_memory::{FileExtentOf, ShareMemory};
+use crate::memory::TrackedBuffer;
+use crate::offload::StagedState;
+use crate::precision::{Elements, FlatMut};
+use crate::tensor::flat_buffer::FlatBuffer;
+use std::ops::Range;
+
+/// Where one kind of state of a sub-group lies.
+pub(crate) enum StateStorage<R: ShareMemory> {
+    /// All of it is in memory.
+    Memory(TrackedBuffer<R::Buffer>),
+    /// It is in a file; only the part that the step works on is in memory.
+    File(FileExtentOf<R>),
+}
+
+impl<R: ShareMemory> StateStorage<R> {
+    /// The place in a file.
+    pub fn file(&self) -> Option<&FileExtentOf<R>> {
+        match self {
+            Self::Memory(_) => None,
+            Self::File(extent) => Some(extent),
+        }
+    }
+}
+
+impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
+    /// Elements `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
+    pub fn part<'a>(
+        &'a mut self,
+        staged: &mut std::slice::IterMut<'a, StagedState>,
+        range: Range<usize>,
+    ) -> FlatMut<'a> {
+        match self {
+            Self::Memory(buffer) => buffer.buffer_mut().slice_mut(range),
+            Self::File(_) => staged.next().expect("a window has all states that lie in files").part(range),
+        }
+    }
+}
+
+/// Whether weights lie on a GPU: in their `storage`, or, where they are whole, in the parameters' tensors.
+pub(crate) fn lie_on_gpu<R: ShareMemory>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
+    match storage {
+        Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),
+        Some(StateStorage::File(_)) => false,
+        None => R::Buffer::is_device(rank.model_place()),
+    }
+}

@@ -1,0 +1,381 @@
+//! Sub-groups, laid out while parameters are registered.
+//!
+//! A share goes to the end of the open sub-group of its half of the optimizer: its initial values into memory, or into
+//! files, which grow with every share. When all parameters are there, what belongs on a GPU moves there, and gradients and moments
+//! get their places.
+
+use super::optim_state::OptimState;
+use super::packed_weights;
+use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
+use super::share_plan::{ShareDevices, SharePlan};
+use super::state_storage::StateStorage;
+use super::sub_group::{GradientShare, SubGroup, SubGroupSlot};
+use crate::error::{Error, OffloadError, Result};
+use crate::layout::{ShardCut, ShareLayout, SharePosition, groups_in_memory};
+use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
+use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileContent};
+use crate::optim::ParamClass;
+use crate::param::ParamId;
+use crate::precision::{Elements, Flat, FlatRef, Packing};
+use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::zero::rank_core::RankCore;
+use candle_core::DType;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A state that may lie in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SubGroupStateKind {
+    Weights,
+    Master,
+    Gradients,
+    /// The moment of that name.
+    Moment(&'static str),
+}
+
+impl SubGroupStateKind {
+    pub fn kind(self) -> MemoryKind {
+        match self {
+            Self::Weights => MemoryKind::Parameters,
+            Self::Master => MemoryKind::MasterWeights,
+            Self::Gradients => MemoryKind::Gradients,
+            Self::Moment(_) => MemoryKind::Moments,
+        }
+    }
+}
+
+/// Files under construction: those of this rank, or of a rehearsal that only counts.
+pub(crate) trait StateFileBuilder<R: ShareMemory> {
+    /// A place at the end of a state's file, without elements yet.
+    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
+    /// Reserves `count` more elements.
+    fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
+    /// Begins to write `values` from element `at` on, if there are any.
+    fn write(&mut self, _: &FileExtentOf<R>, _: usize, _: FlatRef<'_>) -> Result<()> {
+        Ok(())
+    }
+    /// Waits until everything is written.
+    fn written(&mut self) -> Result<()> {
+        Ok(())
+    }
+    /// Reads `count` elements into `room` and gives their place back; nothing where they had none.
+    fn take_back(
+        &mut self,
+        extent: &FileExtentOf<R>,
+        count: usize,
+        room: impl FnOnce() -> Result<TrackedBuffer<R::Buffer>>,
+    ) -> Result<Option<TrackedBuffer<R::Buffer>>>;
+}
+
+/// Elements of initial values that are read together. As many are whole units of every packing, and packed they fill whole pages
+/// of a file.
+pub(super) const LOADED: usize = 1 << 24;
+
+/// A share that is being filled.
+struct UnfinishedShare {
+    class: ParamClass,
+    /// Where it begins in its sub-group.
+    at: usize,
+    /// Its elements, those that fill it up included.
+    room: usize,
+    /// Elements that it has.
+    filled: usize,
+    /// The sub-group ends with it.
+    closes: bool,
+}
+
+/// Lays out sub-groups while parameters are registered.
+pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
+    plan: SharePlan,
+    sharing: ShareLayout,
+    files: C,
+    ledger: Ledger,
+    /// Where sub-groups lie when they are complete, if not in files. Until then they lie on the host.
+    devices: ShareDevices<BufferPlaceOf<R>>,
+    done: Vec<SubGroup<R>>,
+    /// The open sub-group of each class.
+    open: [Option<SubGroup<R>>; ParamClass::COUNT],
+}
+
+impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
+    pub fn with(plan: SharePlan, files: C, ledger: Ledger, devices: ShareDevices<BufferPlaceOf<R>>) -> Self {
+        let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
+        // In files a parameter's share begins where a request may begin.
+        let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
+        Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; ParamClass::COUNT] }
+    }
+
+    /// Adds a parameter to the sub-groups of a class. `read` gives initial values of the `len` elements that this rank owns,
+    /// some at a time, in order.
+    pub fn push(
+        &mut self,
+        param: ParamId,
+        cut: ShardCut,
+        class: ParamClass,
+        len: usize,
+        read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
+    ) -> Result<()> {
+        let mut share = self.begin(param, cut, class)?;
+        for start in (0..len).step_by(LOADED) {
+            let values = read(start..len.min(start + LOADED))?;
+            match self.packing(class) {
+                // The last ones are followed by those that fill the shard up.
+                Some(packing) => {
+                    let is_last = start + values.len() == len;
+                    let shard_len = if is_last { self.plan.mesh.shard_len(cut) - start } else { values.len() };
+                    let packed = packed_weights::pack(packing, FlatRef::F32(&values), shard_len);
+                    self.fill(&mut share, packed.as_ref())?;
+                }
+                None => self.fill(&mut share, FlatRef::F32(&values))?,
+            }
+        }
+        self.end(share)
+    }
+
+    /// How shares of a class are packed, if they are.
+    fn packing(&self, class: ParamClass) -> Option<Packing> {
+        class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
+    }
+
+    /// The same with the share's values as they lie in a sub-group: words, where they are packed.
+    pub fn push_share(&mut self, param: ParamId, cut: ShardCut, values: FlatRef<'_>, class: ParamClass) -> Result<()> {
+        let mut share = self.begin(param, cut, class)?;
+        self.fill(&mut share, values)?;
+        self.end(share)
+    }
+
+    /// A place for the share of a parameter.
+    fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
+        let shard_len = self.plan.mesh.shard_len(cut);
+        let shard_len = self.packing(class).map_or(shard_len, |packing| packed_weights::words(packing, shard_len));
+        let block = class.role().map_or(1, |role| self.plan.block(role));
+        let SharePosition { share, room, begins, closes, spills } =
+            self.sharing.push(shard_len, cut.numel, class.index(), block);
+        if begins {
+            self.close();
+        }
+        let mut group = match self.open[class.index()].take() {
+            Some(group) => group,
+            None => self.empty_group(class, spills)?,
+        };
+        let at = group.len;
+        for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            match storage {
+                StateStorage::File(extent) => self.files.grow(extent, room)?,
+                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
+                StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
+            }
+        }
+        let SharePlan { rank, mesh, placement, .. } = self.plan;
+        let sharded = placement.optim.is_sharded();
+        let owned = if sharded { mesh.shard(cut, mesh.shard_of(rank)) } else { 0..cut.numel };
+        let piece = mesh.piece(cut, mesh.piece_of(rank));
+        let piece = piece.start - owned.start..piece.end - owned.start;
+        group.slots.push(SubGroupSlot { param, owned, piece, at, len: share });
+        group.grads.push(GradientShare::Absent);
+        group.len += room;
+        self.open[class.index()] = Some(group);
+        Ok(UnfinishedShare { class, at, room, filled: 0, closes })
+    }
+
+    /// Adds values to a share.
+    fn fill(&mut self, share: &mut UnfinishedShare, values: FlatRef<'_>) -> Result<()> {
+        let Self { open, files, .. } = self;
+        let Some(group) = &mut open[share.class.index()] else { return Ok(()) };
+        for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            match storage {
+                StateStorage::File(extent) => files.write(extent, share.at + share.filled, values)?,
+                StateStorage::Memory(buffer) => buffer.resize(|flat| flat.extend_cast(values))?,
+            }
+        }
+        share.filled += values.len();
+        Ok(())
+    }
+
+    /// The share has its values.
+    fn end(&mut self, share: UnfinishedShare) -> Result<()> {
+        let open = &mut self.open[share.class.index()];
+        if let Some(group) = open {
+            for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
+                if let StateStorage::Memory(buffer) = storage {
+                    buffer.resize(|flat| flat.extend_zeros(share.room - share.filled))?;
+                }
+            }
+        }
+        if share.closes {
+            self.done.extend(open.take());
+        }
+        Ok(())
+    }
+
+    /// A sub-group whose weights lie in a file if they `spill`.
+    fn empty_group(&self, class: ParamClass, spills: bool) -> Result<SubGroup<R>> {
+        let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
+        let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
+            true => self.files.begin(state, class, dtype).map(StateStorage::File),
+            false => {
+                let empty = R::Buffer::with_capacity(&R::Buffer::host(), dtype, 0)?;
+                Ok(StateStorage::Memory(TrackedBuffer::new(&self.ledger, state.kind(), empty)))
+            }
+        };
+        // Packed weights are 32-bit words.
+        let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
+        let weights = || storage(SubGroupStateKind::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
+        let master = || storage(SubGroupStateKind::Master, DType::F32, states_in_files.is_some());
+        let has_master = class.has_master(*dtype) && self.plan.has_master();
+        Ok(SubGroup {
+            class,
+            slots: Vec::new(),
+            len: 0,
+            weights: self.plan.shards(class.weights).then(weights).transpose()?,
+            master: has_master.then(master).transpose()?,
+            grads: Vec::new(),
+            grad_file: None,
+            moments: Vec::new(),
+        })
+    }
+
+    fn close(&mut self) {
+        self.done.extend(self.open.iter_mut().filter_map(Option::take));
+    }
+
+    /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
+    ///
+    /// Where a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
+    ///
+    /// # Errors
+    /// A file operation.
+    pub fn finish(&mut self) -> Result<Vec<SubGroup<R>>> {
+        self.close();
+        let mut groups = std::mem::take(&mut self.done);
+        // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
+        groups.sort_by_key(|group| group.class);
+        self.files.written()?;
+        let Self { plan, files, ledger, devices, .. } = self;
+        // The trained ones are the first.
+        let trained = groups.iter().filter(|group| group.class.is_trained()).count();
+        let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
+        for (i, group) in groups.iter_mut().enumerate() {
+            // Packed weights are unpacked on the host.
+            let stays = group.class.weights.packing().is_some() && group.weights.is_some();
+            let states = [(&mut group.weights, &devices.weights), (&mut group.master, &devices.states)];
+            for (state, device) in states.into_iter().filter(|_| !stays) {
+                if let Some(StateStorage::Memory(values)) = state.take_if(|storage| storage.file().is_none()) {
+                    *state = Some(StateStorage::Memory(values.moved_to(ledger, device)?));
+                }
+            }
+            let (class, len) = (group.class, group.len);
+            let Some(role) = class.role() else { continue };
+            let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
+            if i < stay {
+                let zeros =
+                    |kind| Ok(TrackedBuffer::new(ledger, kind, R::Buffer::zeros(&devices.states, DType::F32, len)?));
+                if let Some(StateStorage::File(extent)) = &group.master {
+                    let values = files.take_back(extent, len, || zeros(MemoryKind::MasterWeights))?;
+                    group.master = values.map(StateStorage::Memory).or(group.master.take());
+                }
+                let moments = states.map(|(_, format)| OptimState::in_memory(ledger, &devices.states, format, len));
+                group.moments = moments.collect::<Result<_>>()?;
+                continue;
+            }
+            let grads = files.begin(SubGroupStateKind::Gradients, class, plan.grad_dtype)?;
+            let moments = states.map(|(name, format)| {
+                let extent = files.begin(SubGroupStateKind::Moment(name), class, OptimState::<R>::dtype(format))?;
+                files.grow(&extent, len)?;
+                OptimState::in_file(ledger, format, extent, len)
+            });
+            group.moments = moments.collect::<Result<_>>()?;
+            files.grow(&grads, len)?;
+            group.grad_file = Some(grads);
+        }
+        Ok(groups)
+    }
+}
+
+impl SubGroupBuilder {
+    /// A builder with the files of this rank, if it has any.
+    pub fn new(
+        plan: SharePlan,
+        offload: Option<Arc<OffloadStore>>,
+        ledger: Ledger,
+        devices: ShareDevices<BufferPlace>,
+    ) -> Self {
+        Self::with(plan, ArenaBuilder { offload, writing: VecDeque::new(), too_small: false }, ledger, devices)
+    }
+}
+
+/// The files of this rank.
+pub(crate) struct ArenaBuilder {
+    offload: Option<Arc<OffloadStore>>,
+    /// Initial values on their way.
+    writing: VecDeque<FileTransfer<Flat>>,
+    /// A file could not get the space that it asked for: the rest is only counted.
+    too_small: bool,
+}
+
+/// Elements of initial values that are written together.
+const PIECE: usize = 1 << 20;
+
+/// Pieces under way before the oldest is waited for.
+const IN_FLIGHT: usize = 8;
+
+impl StateFileBuilder<RankCore> for ArenaBuilder {
+    fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
+        // Weights of all classes grow side by side; what is reserved when all parameters are there does not.
+        let (name, class) = match state {
+            SubGroupStateKind::Weights => ("parameters", Some(class)),
+            SubGroupStateKind::Master => ("master weights", Some(class)),
+            SubGroupStateKind::Gradients => ("gradients", None),
+            SubGroupStateKind::Moment(name) => (name, None),
+        };
+        let offload = self.offload.as_ref().expect("a state that lies in a file has one");
+        Ok(FileExtent::at_end_of(&offload.file(StateFileContent { kind: state.kind(), name, class })?, dtype))
+    }
+
+    fn grow(&mut self, extent: &FileExtent, count: usize) -> Result<()> {
+        if self.too_small {
+            extent.ask_for(count);
+            return Ok(());
+        }
+        match extent.grow(count) {
+            Err(Error::Offload(OffloadError::Space { .. })) => {
+                self.too_small = true;
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    fn write(&mut self, extent: &FileExtent, at: usize, values: FlatRef<'_>) -> Result<()> {
+        let Some(offload) = self.offload.as_ref().filter(|_| !self.too_small) else { return Ok(()) };
+        for start in (0..values.len()).step_by(PIECE) {
+            let part = values.slice(start..values.len().min(start + PIECE));
+            let mut piece = Flat::with_capacity(extent.dtype(), part.len());
+            piece.extend_cast(part);
+            let place = extent.piece(at + start..at + start + part.len(), 0);
+            self.writing.push_back(offload.io.write(piece, vec![place]));
+            if self.writing.len() > IN_FLIGHT {
+                self.writing.pop_front().map_or(Ok(()), FileTransfer::written)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn written(&mut self) -> Result<()> {
+        self.writing.drain(..).try_for_each(FileTransfer::written)
+    }
+
+    fn take_back(
+        &mut self,
+        extent: &FileExtent,
+        count: usize,
+        room: impl FnOnce() -> Result<TrackedBuffer<FlatBuffer>>,
+    ) -> Result<Option<TrackedBuffer<FlatBuffer>>> {
+        let Some(offload) = self.offload.as_ref().filter(|_| !self.too_small) else { return Ok(None) };
+        let room = room()?.map(FlatBuffer::into_host);
+        let values = offload.io.read(room, vec![extent.piece(0..count, 0)]).wait()?;
+        extent.give_back(count);
+        Ok(Some(values.map(FlatBuffer::from)))
+    }
+}

@@ -1,0 +1,189 @@
+//! The delayed update of parameters (ZeRO-Offload, arXiv 2101.06840, section 5.2): the optimizer works on the host while the GPU
+//! computes the next step, with weights that are one update old.
+//!
+//! ```text
+//!   step t     update t - 1 is waited for, its weights go to the GPU and to all ranks | vote on gradients t | update t begins
+//!   thread                                                                                                  | update t ...
+//!   training                                                                                                | forward, backward t + 1
+//! ```
+//!
+//! The thread has the states and the gradients, and makes new weights in memory of its own: what computes and what is gathered keeps
+//! the old ones. States are back as soon as something reads them, and the weights that are read as state are the new ones; the model
+//! has them at the next step, or before all ranks save, load or change state.
+
+use super::state_sweep::{ParamSlice, sweep};
+use super::weight_publisher::WeightPublisher;
+use crate::error::{Result, without_backtrace};
+use crate::memory::{MemoryKind, TrackedBuffer};
+use crate::optim::{GroupStepSettings, ParameterGrouping, StepContext};
+use crate::precision::{Elements, FlatRef};
+use crate::tensor::flat_buffer::FlatBuffer;
+use crate::tensor::part::with_part;
+use crate::timeline::{self, Lane};
+use crate::util::{lock, pieces};
+use crate::zero::gpu::host_step::{HostStep, WeightRange};
+use crate::zero::rank_core::{DelayedUpdate, RankCore};
+use crate::zero::share::state_storage::StateStorage;
+use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
+use std::ops::Range;
+use std::sync::{Arc, MutexGuard};
+
+impl DelayedUpdate {
+    /// The new weights of a sub-group that the model does not have yet.
+    pub(in crate::zero) fn weights(&self, group: usize) -> Option<&FlatBuffer> {
+        let Self::Ready(ready) = self else { return None };
+        ready[group].as_ref().map(TrackedBuffer::buffer)
+    }
+}
+
+impl RankCore {
+    /// Begins an update; `contexts` are those of each parameter.
+    pub(super) fn begin_update(self: &Arc<Self>, contexts: Vec<StepContext>) -> Result<()> {
+        let mut delayed = lock(&self.delayed);
+        assert!(matches!(*delayed, DelayedUpdate::None), "an update ends before the next one begins");
+        let mut shadows = Vec::new();
+        for group in lock(&self.groups).iter_mut().filter(|group| group.class.is_trained()) {
+            let dtype = group.class.weights.dtype(self.dtype);
+            let mut weights = FlatBuffer::zeros(&FlatBuffer::host(), dtype, group.len)?;
+            if group.master.is_none() {
+                self.copy_weights(group, &mut weights)?;
+            }
+            let absent = group.slots.iter().map(|_| GradientShare::Absent).collect();
+            shadows.push(SubGroup {
+                class: group.class,
+                slots: group.slots.clone(),
+                len: group.len,
+                weights: Some(StateStorage::Memory(TrackedBuffer::new(&self.ledger, MemoryKind::Staging, weights))),
+                master: group.master.take(),
+                grads: std::mem::replace(&mut group.grads, absent),
+                grad_file: None,
+                moments: std::mem::take(&mut group.moments),
+            });
+        }
+        let (core, carried) = (self.clone(), timeline::carry());
+        let update = move || {
+            let _here = carried.enter(Lane::DelayedUpdate);
+            let update =
+                |slot: &SubGroupSlot, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
+                    let role = ParameterGrouping::role(core.params[slot.param].group);
+                    if let Some(optimizer) = core.share_plan.grouping.optimizer(role) {
+                        optimizer.update(&contexts[slot.param], param, grad, state, half);
+                    }
+                };
+            let all: Vec<usize> = (0..shadows.len()).collect();
+            sweep(&*core, &mut shadows, &all, SweepMode::Update, update, |_| Ok(()))?;
+            shadows.iter_mut().for_each(|shadow| shadow.grads.clear());
+            Ok(shadows)
+        };
+        let thread = std::thread::Builder::new().name("delayed-update".into()).spawn(update);
+        let failed = |error| candle_core::Error::Msg(format!("no thread for the delayed update: {error}"));
+        *delayed = DelayedUpdate::Running(thread.map_err(failed)?);
+        Ok(())
+    }
+
+    /// Whether this update is delayed.
+    pub(super) fn delays_update(&self, steps: &[GroupStepSettings<'_>]) -> bool {
+        let after = self.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
+        let step = steps.first().map_or(0, |group| group.ctx.step);
+        after.is_some_and(|after| step > after) && self.hindrance_to_delay().is_none()
+    }
+
+    /// Waits for the thread of the update that has begun, if one has.
+    pub(in crate::zero) fn join_update(&self) -> MutexGuard<'_, DelayedUpdate> {
+        let mut delayed = lock(&self.delayed);
+        let thread = match std::mem::take(&mut *delayed) {
+            DelayedUpdate::Running(thread) => thread,
+            other => {
+                *delayed = other;
+                return delayed;
+            }
+        };
+        let _span = timeline::span(timeline::Kind::Wait, "delayed update");
+        *delayed = match thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
+            Ok(shadows) => DelayedUpdate::Ready(self.take_back(shadows)),
+            Err(error) => DelayedUpdate::Failed(without_backtrace(&error.to_string())),
+        };
+        delayed
+    }
+
+    /// The states of an update go back to their sub-groups; its weights are given.
+    fn take_back(&self, shadows: Vec<SubGroup<RankCore>>) -> Vec<Option<TrackedBuffer<FlatBuffer>>> {
+        let (mut shadows, mut groups) = (shadows.into_iter(), lock(&self.groups));
+        let ready = groups.iter_mut().map(|group| {
+            let shadow = group.class.is_trained().then(|| shadows.next()).flatten()?;
+            (group.master, group.moments) = (shadow.master, shadow.moments);
+            match shadow.weights {
+                Some(StateStorage::Memory(weights)) => Some(weights),
+                _ => unreachable!("new weights are made in memory"),
+            }
+        });
+        ready.collect()
+    }
+
+    /// Waits for the update that has begun, if one has, where states are read or changed: they are in their sub-groups then, and as
+    /// long as the guard is held, new weights that the model does not have yet are in it.
+    pub(in crate::zero) fn landed(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
+        let delayed = self.join_update();
+        match &*delayed {
+            DelayedUpdate::Failed(why) => {
+                Err(candle_core::Error::Msg(format!("a delayed update failed: {why}")).into())
+            }
+            _ => Ok(delayed),
+        }
+    }
+
+    /// Collective: the weights of the update that has begun, if one has, are those of the model.
+    pub fn end_update(&self) -> Result<()> {
+        let mut delayed = self.landed()?;
+        let DelayedUpdate::Ready(ready) = &*delayed else { return Ok(()) };
+        let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
+        let mut groups = lock(&self.groups);
+        for (group, new) in groups.iter_mut().zip(ready) {
+            if let Some(new) = new {
+                self.put_weights(group, new.buffer())?;
+                group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
+            }
+        }
+        // Until here, who reads a weight finds it among the new ones.
+        *delayed = DelayedUpdate::None;
+        drop((groups, delayed));
+        publisher.finish(self)?;
+        self.refresh()
+    }
+
+    /// The weights of a sub-group as they are.
+    fn copy_weights(&self, group: &SubGroup<RankCore>, to: &mut FlatBuffer) -> Result<()> {
+        for slot in &group.slots {
+            let own = |values: FlatRef<'_>| to.slice_mut(slot.range()).copy_cast(values);
+            match &group.weights {
+                Some(StateStorage::Memory(weights)) => weights.buffer().read(slot.range(), own)?,
+                Some(StateStorage::File(_)) => unreachable!("an update of what lies in files is not delayed"),
+                None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), own)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts new weights of a sub-group in their place, piece by piece.
+    fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
+        let SubGroup { slots, weights, .. } = group;
+        let (mut host_step, mut here) = HostStep::for_weights(self, weights, SweepMode::Update, true);
+        for slot in slots.iter() {
+            let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
+            for part in pieces(slot.owned.len(), piece) {
+                let in_group = slot.at + part.start..slot.at + part.end;
+                let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
+                let values = new.slice(in_group.clone());
+                match (&mut host_step, &mut here) {
+                    (Some(host_step), _) => {
+                        let place = WeightRange { param: slot.param, in_tensor, in_group };
+                        host_step.visit(place, |to| to.copy_cast(values))?;
+                    }
+                    (None, Some(StateStorage::Memory(storage))) => storage.buffer_mut().write(in_group, values)?,
+                    (None, _) => unreachable!("a model on a GPU has its weights there, or shards in memory"),
+                }
+            }
+        }
+        host_step.map_or(Ok(()), HostStep::finish)
+    }
+}

@@ -1,0 +1,17 @@
+//! The optimizer's hyperparameters for each parameter, and the values that it needs of them.
+
+use crate::optim::{GroupStepSettings, OptimizerNeeds};
+use crate::param::ParamId;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::sub_group::SubGroup;
+
+/// The hyperparameters of each parameter.
+pub(crate) type Hyperparameters<'a> = dyn Fn(ParamId) -> GroupStepSettings<'a> + 'a;
+
+/// The values that the optimizer of a sub-group needs of its parameters; nothing where none trains them.
+pub(in crate::zero) fn needs<'a, R: RankBackend>(
+    group: &SubGroup<R>,
+    hyperparameters: &Hyperparameters<'a>,
+) -> Option<OptimizerNeeds<'a>> {
+    group.slots.first().filter(|_| group.class.is_trained()).map(|slot| hyperparameters(slot.param).optimizer.needs())
+}

@@ -1,0 +1,20 @@
+//! The optimizer step.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `sharded_step.rs` | vote, update |
+//! | `hyperparameters.rs` | the optimizer's settings for each parameter |
+//! | `state_sweep.rs` | a sweep through the share, in memory and in files |
+//! | `stored_states.rs` | states in formats other than f32, and their way to f32 and back |
+//! | `whole_param_step.rs` | norms of whole parameters, and directions made of whole ones |
+//! | `weight_publisher.rs` | updated shards, brought to all ranks |
+//! | `delayed_update.rs` | an update beside the next step |
+
+#[cfg(feature = "cuda")]
+mod delayed_update;
+pub(in crate::zero) mod hyperparameters;
+pub(crate) mod sharded_step;
+pub(crate) mod state_sweep;
+mod stored_states;
+mod weight_publisher;
+mod whole_param_step;

@@ -1,0 +1,181 @@
+//! The sharded optimizer step.
+//!
+//! ```text
+//!   vote (norm over all ranks, overflow) -> per sub-group: unscale, clip, update -> publish (all-gather; stages 1, 2)
+//!                                           (of what is in files: window by window)
+//!
+//!   LAMB, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
+//!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
+//! ```
+
+use super::hyperparameters::{Hyperparameters, needs};
+use super::state_sweep::{ParamSlice, StepBackend, sweep};
+use super::weight_publisher::WeightPublisher;
+use super::whole_param_step::{trust_ratios, update_whole};
+use crate::error::Result;
+use crate::offload::StateFiles;
+use crate::optim::{GroupStepSettings, OptimizerNeeds, StepContext};
+use crate::tensor::flat_buffer::BufferPlace;
+use crate::timeline;
+use crate::util::lock;
+use crate::zero::rank_backend::RankBackend;
+#[cfg(feature = "cuda")]
+use crate::zero::rank_core::DelayedUpdate;
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::sub_group::{GradientShare, SubGroupSlot, SweepMode};
+use candle_core::DType;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The agreement of all ranks before a step.
+pub(crate) struct Vote {
+    /// Global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
+    pub norm: f64,
+    /// Ranks that saw something not finite, in their loss or in their pieces of the gradients.
+    pub overflowed: Vec<usize>,
+    /// Mean of the losses.
+    pub loss: f64,
+}
+
+impl Vote {
+    /// Whether any rank saw something not finite.
+    pub fn has_overflow(&self) -> bool {
+        !self.overflowed.is_empty()
+    }
+}
+
+/// Collective: norm and overflow over all ranks. Each rank looks at its piece of every gradient, parameter by
+/// parameter, also where it holds more; so the sum is formed in the same order at every stage, with and without groups.
+pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+    let _span = timeline::span(timeline::Kind::Optimizer, "vote");
+    let mut sum = 0f64;
+    for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
+        for slot in 0..group.slots.len() {
+            if group.grad_file.is_none() && matches!(group.grads[slot], GradientShare::Absent) {
+                group.grads[slot] = GradientShare::Memory(group.zeroed_grads(slot, core, accumulate)?);
+            }
+            if let (GradientShare::File { writing, .. }, Some(files)) = (&mut group.grads[slot], core.files()) {
+                // A disk that fails is noticed before any weight has changed.
+                writing.take().map_or(Ok(()), |writing| files.written(writing))?;
+            }
+        }
+        // One after the other: where sub-groups end must not change the sum.
+        group.squares()?.into_iter().for_each(|squares| sum += squares);
+    }
+    let overflow = !loss_is_finite || !sum.is_finite();
+    let votes = core.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss])?;
+    Ok(Vote {
+        overflowed: votes.iter().enumerate().filter(|(_, v)| v[1] != 0.0).map(|(r, _)| r).collect(),
+        loss: votes.iter().map(|v| v[2]).sum::<f64>() / votes.len() as f64,
+        norm: core.mesh().by_piece(votes).iter().map(|v| v[0]).sum::<f64>().sqrt(),
+    })
+}
+
+/// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
+pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters<'_>) -> Result<()> {
+    let mut publisher = WeightPublisher::new(core.zero().allgather_bucket_size);
+    let mut publish = |slot: &SubGroupSlot| publisher.push(core, slot.param);
+    let mut groups = core.groups();
+    let ratios = trust_ratios(core, &mut groups, hyperparameters)?;
+    let mut by_elements = Vec::new();
+    for (g, group) in groups.iter_mut().enumerate() {
+        if !matches!(needs(group, hyperparameters), Some(OptimizerNeeds::Elements | OptimizerNeeds::Norms(_))) {
+            continue;
+        }
+        match core.update_on_device(group, hyperparameters)? {
+            true => group.slots.iter().try_for_each(&mut publish)?,
+            false => by_elements.push(g),
+        }
+    }
+    let update = |slot: &SubGroupSlot, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
+        let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+        let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
+        optimizer.update(&StepContext { lr: ctx.lr * ratio, ..ctx }, param, grad, state, half);
+    };
+    sweep(core, &mut groups, &by_elements, SweepMode::Update, update, &mut publish)?;
+    update_whole(core, &mut groups, hyperparameters, &mut publish)?;
+    drop(groups);
+    let _span = timeline::span(timeline::Kind::Optimizer, "publish");
+    publisher.finish(core)
+}
+
+impl RankCore {
+    /// [`vote`], of this rank. In the first step of training all ranks judge first what no backward has reached.
+    pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+        self.judge_unused()?;
+        let accumulate = lock(&self.gradients).accumulate_dtype();
+        vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
+    }
+
+    /// [`update`] of this rank's share. `steps` says with what, by parameter group. Gives whether weights have changed by now: not
+    /// where the update is delayed.
+    pub fn update(self: &Arc<Self>, steps: &[GroupStepSettings<'_>]) -> Result<bool> {
+        self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
+        let hyperparameters = |param: usize| {
+            let param = &self.params[param];
+            let GroupStepSettings { optimizer, ctx } = steps[param.group];
+            let step = ctx.step.saturating_sub(param.updates_before.load(Ordering::Relaxed));
+            GroupStepSettings { optimizer, ctx: StepContext { step, ..ctx } }
+        };
+        #[cfg(feature = "cuda")]
+        if self.delays_update(steps) {
+            self.begin_update((0..self.params.len()).map(|param| hyperparameters(param).ctx).collect())?;
+            return Ok(false);
+        }
+        update(&**self, &hyperparameters).map_err(|error| self.naming_what_is_held(error))?;
+        Ok(true)
+    }
+
+    /// Collective: an update that goes on beside the model's work comes to its end.
+    pub fn settle(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        self.end_update().map_err(|error| self.naming_what_is_held(error))?;
+        Ok(())
+    }
+
+    /// Whether an update has begun whose weights are not those of the model yet: on all ranks or on none.
+    pub fn is_behind(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return !matches!(*lock(&self.delayed), DelayedUpdate::None);
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
+    /// Waits for the thread of an update that goes on beside the model's work, unless this one panics.
+    pub fn give_up_update(&self) {
+        #[cfg(feature = "cuda")]
+        if !std::thread::panicking()
+            && let Err(error) = self.landed()
+        {
+            crate::notice::warn(&format!("the last update was not made: {error}"));
+        }
+    }
+
+    /// Why no update is delayed (`offload_optimizer.delayed_update`), if none can be.
+    pub fn hindrance_to_delay(&self) -> Option<&'static str> {
+        if matches!(self.model_place, BufferPlace::Host) {
+            Some("no GPU computes the model")
+        } else if self.share_plan.has_files() {
+            Some("states lie in files")
+        } else if !self.share_plan.grouping.updates_by_elements() {
+            Some("the optimizer needs whole parameters, or their norms over all ranks")
+        } else {
+            None
+        }
+    }
+
+    /// The first parameter whose gradient is not finite in this rank's piece.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn non_finite_gradient(&self) -> Result<Option<&str>> {
+        for group in lock(&self.groups).iter() {
+            // A sum of squares is not finite exactly where an element is not.
+            if let Some(slot) = group.squares()?.iter().position(|squares| !squares.is_finite()) {
+                return Ok(Some(self.params[group.slots[slot].param].name.as_str()));
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,240 @@
+//! A sweep through this rank's share: the parts of parameters in their order, wherever they lie.
+//!
+//! State in memory is worked on in place. Of state in files, one window after the other is in memory, and goes
+//! back if the sweep changes it.
+
+use super::hyperparameters::Hyperparameters;
+pub(crate) use super::stored_states::ParamSlice;
+use super::stored_states::{StateRounding, StoredStates, room};
+use crate::error::Result;
+use crate::memory::{LedgerEntry, MemoryKind};
+use crate::offload::{ALIGN, STEP, StateWindow, WindowPipeline, WindowPlan};
+use crate::precision::{FlatMut, FlatRef};
+use crate::tensor::residency;
+use crate::timeline;
+use crate::util::pieces;
+#[cfg(feature = "cuda")]
+use crate::zero::gpu::host_step::{HostStep, WeightRange};
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::rank_core::RankCore;
+use crate::zero::share::optim_state::OptimStateView;
+use crate::zero::share::share_memory::StagingBufferOf;
+use crate::zero::share::sub_group::{GradientShare, SubGroup, SubGroupSlot, SweepMode};
+use std::ops::Range;
+
+/// The executor of a [`StateSweep`]: the engine's core, or a rehearsal that only counts.
+pub(crate) trait StepBackend: RankBackend {
+    /// Updates a sub-group where it lies in a GPU's memory; false: a sweep has to go through it.
+    fn update_on_device(&self, group: &mut SubGroup<Self>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
+        _ = (group, hyperparameters);
+        Ok(false)
+    }
+    /// Calls `work` with the parts of a sub-group that lie in its elements `range`, where there are values.
+    fn parts(
+        &self,
+        group: &mut SubGroup<Self>,
+        range: &Range<usize>,
+        mode: SweepMode,
+        window: Option<&mut StateWindow<StagingBufferOf<Self>>>,
+        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+    ) -> Result<()>;
+}
+
+/// Elements of a sub-group, and what is to be in memory of them.
+#[derive(Debug, Clone)]
+pub(super) struct SweepSpan {
+    pub group: usize,
+    pub range: Range<usize>,
+    pub mode: SweepMode,
+}
+
+impl SweepSpan {
+    /// All of a slot, up to where a request to a file may end.
+    pub fn of_slot<R: RankBackend>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
+        let SubGroupSlot { at, len, .. } = groups[group].slots[slot];
+        let is_in_files = !groups[group].streams(mode).is_empty();
+        let len = if is_in_files { len.next_multiple_of(STEP) } else { len };
+        Self { group, range: at..at + len, mode }
+    }
+}
+
+/// Spans on their way through memory, in an order that is known from the beginning.
+pub(super) struct StateSweep<'a, C: StepBackend> {
+    core: &'a C,
+    window_len: usize,
+    pipeline: Option<WindowPipeline<'a, C::Files>>,
+    /// States that are not kept in f32, while a step works on them.
+    _room: LedgerEntry,
+}
+
+impl<'a, C: StepBackend> StateSweep<'a, C> {
+    /// Plans a sweep through `spans`.
+    pub fn new(core: &'a C, groups: &[SubGroup<C>], spans: &[SweepSpan]) -> Self {
+        let room = spans.iter().map(|span| room(&groups[span.group], span.mode, core.dtype(), span.range.len())).max();
+        let _room = core.ledger().hold(MemoryKind::Staging, room.unwrap_or(0));
+        let Some(files) = core.files() else { return Self { core, window_len: usize::MAX, pipeline: None, _room } };
+        let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
+        let streams = |span: &SweepSpan| groups[span.group].streams(span.mode);
+        let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
+        // Where codes of eight bits lie in a file, windows begin at its pages too.
+        let has_codes = groups.iter().flat_map(|g| &g.moments).any(|moment| moment.format.map().is_some());
+        let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
+        let plan = spans.iter().flat_map(|span| {
+            let streams = streams(span);
+            let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
+            pieces(ranges.len(), window_len).map(move |range| WindowPlan {
+                range: ranges.start + range.start..ranges.start + range.end,
+                streams: streams.clone(),
+            })
+        });
+        let pipeline = WindowPipeline::new(files, core.ledger(), plan.collect(), core.windows());
+        Self { core, window_len, pipeline: Some(pipeline), _room }
+    }
+
+    /// Calls `work` with all parts of the next span, in order, with the elements of the slot that each is, and
+    /// `complete` when all parts of a slot have been worked on.
+    pub fn visit(
+        &mut self,
+        groups: &mut [SubGroup<C>],
+        span: &SweepSpan,
+        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+        mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+    ) -> Result<()> {
+        let SweepSpan { group, range: all, mode } = span;
+        let group = &mut groups[*group];
+        let in_files = !group.streams(*mode).is_empty() && !all.is_empty();
+        let window_len = if in_files { self.window_len } else { usize::MAX };
+        let mut completed = group.slots.iter().take_while(|slot| slot.at < all.start).count();
+        let mut start = all.start;
+        loop {
+            let range = start..all.end.min(start.saturating_add(window_len));
+            let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", range.len() as u64);
+            let mut window = match &mut self.pipeline {
+                Some(pipeline) if in_files => Some(pipeline.next()?),
+                _ => None,
+            };
+            self.core.parts(group, &range, *mode, window.as_mut(), work)?;
+            if let (Some(pipeline), Some(window)) = (&mut self.pipeline, window) {
+                pipeline.done(window)?;
+            }
+            for slot in group.slots[completed..].iter().take_while(|slot| slot.range().end <= range.end) {
+                complete(slot)?;
+                completed += 1;
+            }
+            start = range.end;
+            if start >= all.end {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits until everything is where it belongs.
+    pub fn finish(self) -> Result<()> {
+        self.pipeline.map_or(Ok(()), WindowPipeline::finish)
+    }
+}
+
+/// Sweeps through the sub-groups `which` of this rank's share, as [`StateSweep::visit`] does through each.
+pub(in crate::zero) fn sweep<C: StepBackend>(
+    core: &C,
+    groups: &mut [SubGroup<C>],
+    which: &[usize],
+    mode: SweepMode,
+    mut work: impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+    mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+) -> Result<()> {
+    let spans: Vec<SweepSpan> = which.iter().map(|g| SweepSpan { group: *g, range: 0..groups[*g].len, mode }).collect();
+    let mut sweep = StateSweep::new(core, groups, &spans);
+    for span in &spans {
+        sweep.visit(groups, span, &mut work, &mut complete)?;
+    }
+    sweep.finish()
+}
+
+impl StepBackend for RankCore {
+    #[cfg(feature = "cuda")]
+    fn update_on_device(&self, group: &mut SubGroup<RankCore>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
+        crate::zero::gpu::device_step::update(self, group, hyperparameters)
+    }
+
+    fn parts(
+        &self,
+        group: &mut SubGroup<RankCore>,
+        range: &Range<usize>,
+        mode: SweepMode,
+        mut window: Option<&mut StateWindow>,
+        work: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
+    ) -> Result<()> {
+        let SubGroup { slots, weights, master, grads, moments, .. } = group;
+        #[cfg(feature = "cuda")]
+        let (mut host_step, mut weights) = HostStep::for_weights(self, weights, mode, master.is_some());
+        #[cfg(feature = "cuda")]
+        let piece = host_step.as_ref().map_or(usize::MAX, HostStep::piece);
+        #[cfg(not(feature = "cuda"))]
+        let (piece, mut weights) = (usize::MAX, weights.as_mut());
+        for (slot, grads) in slots.iter().zip(grads) {
+            let here = slot.at.max(range.start)..slot.range().end.min(range.end);
+            for part in pieces(here.len(), piece).map(|part| within(&here, part)) {
+                let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
+                let own = weights.as_mut().filter(|_| mode.has_weights());
+                let own = own.map(|storage| storage.part(&mut staged, part.clone()));
+                let master = master.as_mut().filter(|_| mode.has_weights());
+                let master = master.map(|storage| as_f32(storage.part(&mut staged, part.clone())));
+                let moments = moments.iter_mut().filter(|_| mode.has_moments());
+                let moments: Vec<OptimStateView<'_>> =
+                    moments.map(|moment| moment.part(&mut staged, part.clone())).collect();
+                let in_slot = part.start - slot.at..part.end - slot.at;
+                let mut from_file;
+                let grad = match &*grads {
+                    _ if !mode.has_moments() => FlatRef::F32(&[]),
+                    GradientShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
+                    share => {
+                        from_file = staged.next().expect("gradients lie in the window").part(part.clone());
+                        if matches!(share, GradientShare::Absent) {
+                            from_file.fill_zero();
+                        }
+                        from_file.as_ref()
+                    }
+                };
+                let first = slot.owned.start + in_slot.start;
+                let rounding = StateRounding { core: self, param: slot.param, first, changes: mode.changes() };
+                if !mode.has_weights() {
+                    let states = StoredStates { master: None, weights: None, moments, grad };
+                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                    continue;
+                }
+                let visit = |weights: FlatMut<'_>| {
+                    let states = StoredStates { master, weights: Some(weights), moments, grad };
+                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                };
+                let in_tensor = first..first + in_slot.len();
+                #[cfg(feature = "cuda")]
+                if let Some(host_step) = &mut host_step {
+                    host_step.visit(WeightRange { param: slot.param, in_tensor, in_group: part }, visit)?;
+                    continue;
+                }
+                match own {
+                    Some(own) => visit(own),
+                    None => residency::with_values(&self.params[slot.param].tensor, |whole| {
+                        visit(whole.slice_mut(in_tensor));
+                    })?,
+                }
+            }
+        }
+        #[cfg(feature = "cuda")]
+        host_step.map_or(Ok(()), HostStep::finish)?;
+        Ok(())
+    }
+}
+
+/// Elements `range` of a part that is `part` of a slot, in the slot.
+fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
+    part.start + range.start..part.start + range.end
+}
+
+pub(super) fn as_f32(flat: FlatMut<'_>) -> &mut [f32] {
+    match flat {
+        FlatMut::F32(v) => v,
+        _ => unreachable!("master weights, moments and directions are f32"),
+    }
+}

@@ -1,0 +1,84 @@
+//! Updated weights: from the shard of the rank that owns them to all ranks, where parameters are whole.
+
+use crate::comm::Wire;
+use crate::error::Result;
+use crate::memory::{LedgerEntry, MemoryKind};
+use crate::param::ParamId;
+use crate::precision::Elements;
+use crate::timeline;
+use crate::zero::gather::coalesced_layout::CoalescedLayout;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
+
+/// Brings every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
+pub(super) struct WeightPublisher<R: RankBackend> {
+    buckets: BucketQueue<ParamId, PendingPublication<R>>,
+}
+
+/// An all-gather of updated shards under way.
+struct PendingPublication<R: RankBackend> {
+    layout: CoalescedLayout,
+    pending: R::Pending,
+    held: LedgerEntry,
+}
+
+impl<R: RankBackend> WeightPublisher<R> {
+    pub fn new(bucket_size: usize) -> Self {
+        Self { buckets: BucketQueue::new(bucket_size) }
+    }
+
+    /// This rank's shard of a parameter is up to date.
+    pub fn push(&mut self, core: &R, param: ParamId) -> Result<()> {
+        // At stage 0 every rank has updated all of it, and at stage 3 it is gathered when it is needed.
+        let placement = core.placement();
+        if !placement.optim.is_sharded() || placement.params.is_sharded() {
+            return Ok(());
+        }
+        match self.buckets.push(param, core.params()[param].numel) {
+            Some(batch) => self.launch(core, batch),
+            None => Ok(()),
+        }
+    }
+
+    /// All shards are: sends the rest, and waits for everything.
+    pub fn finish(mut self, core: &R) -> Result<()> {
+        if let Some(batch) = self.buckets.rest() {
+            self.launch(core, batch)?;
+        }
+        self.install(core, 0)
+    }
+
+    fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
+        CoalescedLayout::alike(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
+    }
+
+    fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
+        let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), Wire::Exact);
+        let _about = timeline::about(|| core.names(&layout.params));
+        let mesh = core.mesh();
+        // The chunks of the other ranks arrive in the same buffer.
+        let room = layout.chunk * mesh.shards();
+        let mut shards = R::Buffer::with_capacity(core.model_place(), layout.dtype(core.dtype()), room)?;
+        for param in layout.params.iter().map(|p| &core.params()[*p]) {
+            let shard = param.shard(mesh, mesh.shard_of(core.rank()));
+            let padding = param.shard_len(mesh) - shard.len();
+            core.copy(param, shard, &mut shards)?;
+            shards.extend_zeros(padding)?;
+        }
+        let held = core.hold(MemoryKind::Buckets, &shards);
+        let pending = core.gather(Wire::Exact, shards, &layout.params)?;
+        self.buckets.launched(PendingPublication { layout, pending, held });
+        self.install(core, IN_FLIGHT - 1)
+    }
+
+    /// Waits for the oldest publications until at most `left` are under way, and puts what has come into the tensors.
+    fn install(&mut self, core: &R, left: usize) -> Result<()> {
+        while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
+            let chunks = core.wait(pending)?;
+            drop(held);
+            // In the ledger nothing changes: as many elements as before, in another buffer.
+            layout.unpack(core, chunks, |param, whole| core.put(param, whole))?;
+        }
+        Ok(())
+    }
+}

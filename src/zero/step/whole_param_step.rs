@@ -1,0 +1,214 @@
+//! Optimizers whose step in a parameter depends on more of it than this rank's shard.
+//!
+//! ```text
+//!   norms (LAMB)    sweep that changes nothing -> sums of squares of all ranks -> trust ratio of each parameter
+//!
+//!   whole (Muon)    as many parameters at a time as there are ranks, of like cost:
+//!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the whole
+//!     all at once    every rank finishes the direction that it keeps
+//!     each in turn   finished direction -> reduce-scatter (all others add zeros) -> shard: update -> publish
+//! ```
+//!
+//! So the work on whole parameters is divided among the ranks, and none holds more than two of them at a time. The same
+//! elements are computed from the same numbers at every stage.
+
+use super::hyperparameters::{Hyperparameters, needs};
+use super::state_sweep::{ParamSlice, StateSweep, StepBackend, SweepSpan, as_f32, sweep};
+use crate::comm::Wire;
+use crate::error::Result;
+use crate::memory::{LedgerEntry, MemoryKind};
+use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameterOptimizer};
+use crate::precision::Elements;
+use crate::zero::rank_backend::RankBackend;
+use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode};
+use crate::zero::transfer::pending_collective::CollectiveOp;
+use candle_core::DType;
+use std::cmp::Reverse;
+use std::ops::Range;
+
+/// Parameters whose squares travel in one control message.
+const SQUARES_AT_A_TIME: usize = 4096;
+
+/// A parameter whose direction is made of the whole.
+#[derive(Clone, Copy)]
+struct SlotIndex {
+    group: usize,
+    slot: usize,
+}
+
+/// A direction on its way, and its entry in the ledger.
+struct UpdateDirection<B> {
+    values: B,
+    _held: LedgerEntry,
+}
+
+/// Collective: what the learning rate is multiplied by in each parameter; nothing where no optimizer needs norms. As in
+/// a vote, each rank sums its piece of every parameter, also where it holds more.
+pub(super) fn trust_ratios<C: StepBackend>(
+    core: &C,
+    groups: &mut [SubGroup<C>],
+    hyperparameters: &Hyperparameters<'_>,
+) -> Result<Vec<f64>> {
+    let which: Vec<usize> = (0..groups.len())
+        .filter(|g| matches!(needs(&groups[*g], hyperparameters), Some(OptimizerNeeds::Norms(_))))
+        .collect();
+    if which.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut squares = vec![SquareSums::default(); core.params().len()];
+    let sum =
+        |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { param, grad, state, .. }: ParamSlice<'_, '_>| {
+            let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+            let OptimizerNeeds::Norms(layerwise) = optimizer.needs() else { unreachable!("the others are left out") };
+            let (start, end) = (slot.piece.start.max(in_slot.start), slot.piece.end.min(in_slot.end));
+            if start < end {
+                let range = start - in_slot.start..end - in_slot.start;
+                let state: Vec<&[f32]> = state.iter().map(|s| &s[range.clone()]).collect();
+                let squares = &mut squares[slot.param];
+                layerwise.add_squares(&ctx, &param[range.clone()], grad.slice(range), &state, squares);
+            }
+        };
+    sweep(core, groups, &which, SweepMode::Look, sum, |_| Ok(()))?;
+    for squares in squares.chunks_mut(SQUARES_AT_A_TIME) {
+        let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
+        let ranks = core.mesh().by_piece(core.gather_f64(own)?);
+        for (i, squares) in squares.iter_mut().enumerate() {
+            let sum = |value: usize| ranks.iter().map(|rank| rank[2 * i + value]).sum();
+            *squares = SquareSums { weights: sum(0), update: sum(1) };
+        }
+    }
+    let ratio = |(param, squares): (usize, SquareSums)| match hyperparameters(param).optimizer.needs() {
+        OptimizerNeeds::Norms(layerwise) => layerwise.trust_ratio(squares),
+        _ => 1.0,
+    };
+    Ok(squares.into_iter().enumerate().map(ratio).collect())
+}
+
+/// Collective: updates the parameters whose optimizer needs whole ones. `complete` learns of every slot that is up to
+/// date.
+pub(super) fn update_whole<C: StepBackend>(
+    core: &C,
+    groups: &mut [SubGroup<C>],
+    hyperparameters: &Hyperparameters<'_>,
+    mut complete: impl FnMut(&SubGroupSlot) -> Result<()>,
+) -> Result<()> {
+    let shape = |param: usize| core.params()[param].shape.dims();
+    let mut items: Vec<(SlotIndex, &dyn WholeParameterOptimizer, u128)> = Vec::new();
+    for (group, sub_group) in groups.iter().enumerate() {
+        let Some(OptimizerNeeds::Whole(wholewise)) = needs(sub_group, hyperparameters) else { continue };
+        let slots = sub_group.slots.iter().enumerate();
+        items.extend(slots.map(|(slot, SubGroupSlot { param, .. })| {
+            (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
+        }));
+    }
+    // Ranks wait for the one that works longest.
+    items.sort_by_key(|(.., cost)| Reverse(*cost));
+    let (world, rank) = (core.world_size(), core.rank());
+    let span = |(item, ..): &(SlotIndex, &dyn WholeParameterOptimizer, u128), mode| {
+        SweepSpan::of_slot(groups, item.group, item.slot, mode)
+    };
+    let spans: Vec<[Vec<SweepSpan>; 2]> = items
+        .chunks(world)
+        .map(|batch| [SweepMode::Moments, SweepMode::Weights].map(|mode| batch.iter().map(|i| span(i, mode)).collect()))
+        .collect();
+    let mut sweep = StateSweep::new(core, groups, &spans.iter().flatten().flatten().cloned().collect::<Vec<_>>());
+    for (batch, [momentum, update]) in items.chunks(world).zip(&spans) {
+        let mut kept = None;
+        for (owner, ((item, wholewise, _), span)) in batch.iter().zip(momentum).enumerate() {
+            let whole = rough_direction(core, groups, &mut sweep, *item, span, hyperparameters)?;
+            if owner == rank {
+                kept = Some((whole, slot_of(groups, *item).param, *wholewise));
+            }
+        }
+        let mut finished = kept.map(|(mut whole, param, wholewise)| {
+            let _workspace = core.ledger().hold(MemoryKind::Buckets, wholewise.workspace(shape(param)));
+            if let Some(values) = whole.values.values_mut() {
+                wholewise.finish(as_f32(values), shape(param));
+            }
+            whole
+        });
+        for (owner, ((item, ..), span)) in batch.iter().zip(update).enumerate() {
+            let own = if owner == rank { finished.take() } else { None };
+            let direction = own_direction(core, slot_of(groups, *item).param, own)?;
+            let mut apply =
+                |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { param, half, .. }: ParamSlice<'_, '_>| {
+                    let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+                    if let Some(direction) = direction.values.values() {
+                        optimizer.update(&ctx, param, direction.slice(in_slot), &mut [], half);
+                    }
+                };
+            sweep.visit(groups, span, &mut apply, |_| Ok(()))?;
+            complete(slot_of(groups, *item))?;
+        }
+    }
+    sweep.finish()
+}
+
+fn slot_of<R: RankBackend>(groups: &[SubGroup<R>], SlotIndex { group, slot }: SlotIndex) -> &SubGroupSlot {
+    &groups[group].slots[slot]
+}
+
+/// Collective: updates the momentum of a slot, and gives the rough direction of the whole parameter.
+fn rough_direction<C: StepBackend>(
+    core: &C,
+    groups: &mut [SubGroup<C>],
+    sweep: &mut StateSweep<'_, C>,
+    item: SlotIndex,
+    span: &SweepSpan,
+    hyperparameters: &Hyperparameters<'_>,
+) -> Result<UpdateDirection<C::Buffer>> {
+    let mesh = core.mesh();
+    let SubGroupSlot { param, owned, .. } = slot_of(groups, item).clone();
+    let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
+    // Room for all shards, padding included: the others' arrive in the same buffer.
+    let room = shard_len * mesh.shards();
+    let mut values = C::Buffer::with_capacity(core.share_place(), DType::F32, room)?;
+    let _held = core.hold(MemoryKind::Buckets, &values);
+    values.extend_zeros(owned.len())?;
+    let mut momentum =
+        |slot: &SubGroupSlot, in_slot: Range<usize>, ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
+            let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+            let OptimizerNeeds::Whole(wholewise) = optimizer.needs() else { unreachable!("the others are left out") };
+            if let Some(values) = values.values_mut() {
+                wholewise.momentum(&ctx, grad, state, as_f32(values.slice(in_slot)));
+            }
+        };
+    sweep.visit(groups, span, &mut momentum, |_| Ok(()))?;
+    if core.placement().optim.is_sharded() {
+        values.extend_zeros(shard_len - owned.len())?;
+        values = core.wait(core.gather(Wire::Exact, values, &[param])?)?;
+        values.truncate(numel);
+    }
+    Ok(UpdateDirection { values, _held })
+}
+
+/// Collective: what this rank owns of a finished direction, which one of them has: `whole`.
+fn own_direction<C: StepBackend>(
+    core: &C,
+    id: usize,
+    whole: Option<UpdateDirection<C::Buffer>>,
+) -> Result<UpdateDirection<C::Buffer>> {
+    let (mesh, param) = (core.mesh(), &core.params()[id]);
+    let (numel, padded) = (param.numel, param.shard_len(mesh) * mesh.shards());
+    let mut own = match whole {
+        Some(whole) => whole,
+        None => {
+            let values = C::Buffer::zeros(core.share_place(), DType::F32, padded)?;
+            UpdateDirection { _held: core.hold(MemoryKind::Buckets, &values), values }
+        }
+    };
+    let (pending, owned) = match core.placement().optim.is_sharded() {
+        true => {
+            own.values.extend_zeros(padded - own.values.len())?;
+            let owned = param.shard(mesh, mesh.shard_of(core.rank())).len();
+            (core.reduce(Wire::Exact, own.values, &[id])?, owned)
+        }
+        false => {
+            own.values.truncate(numel);
+            (core.launch(CollectiveOp::AllReduce, Wire::Exact, own.values, &[id])?, numel)
+        }
+    };
+    own.values = core.wait(pending)?;
+    own.values.truncate(owned);
+    Ok(own)
+}

@@ -1,0 +1,148 @@
+//! Collectives under way, each with its buffer.
+//!
+//! ```text
+//!   on the host    the communicator has the buffer until it is waited for
+//!   on a GPU       NCCL moves it from GPU to GPU; where that cannot be, a copy on the host travels, and comes back into the
+//!                  buffer's memory; with one rank nothing moves
+//! ```
+
+use crate::comm::{Communicator, Pending, Wire};
+use crate::error::Result;
+use crate::precision::Flat;
+use crate::tensor::flat_buffer::FlatBuffer;
+#[cfg(feature = "cuda")]
+use crate::{
+    comm::{
+        Kind as CommKind,
+        gpus::{Gpus, OnWire},
+    },
+    cuda::DeviceFlat,
+    memory::{Ledger, LedgerEntry, MemoryKind},
+};
+
+/// The means by which a rank's buffers are exchanged.
+pub(crate) struct CollectiveTransport<'a> {
+    pub comm: &'a dyn Communicator,
+    #[cfg(feature = "cuda")]
+    pub gpus: Option<&'a Gpus>,
+    #[cfg(feature = "cuda")]
+    pub ledger: &'a Ledger,
+}
+
+/// A collective on elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CollectiveOp {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    /// An all-gather inside of each group of so many neighbours.
+    GatherWithin(usize),
+    /// A sum over all ranks that each group of so many neighbours divides.
+    ReduceToGroups(usize),
+}
+
+impl CollectiveOp {
+    /// Begins it. The result lies in the memory of `buffer`.
+    fn begin(self, comm: &dyn Communicator, wire: Wire, buffer: Flat, tag: u64) -> Pending<Flat> {
+        match self {
+            Self::AllReduce => comm.all_reduce_as(wire, buffer, tag),
+            Self::ReduceScatter => comm.reduce_scatter_as(wire, buffer, tag),
+            Self::AllGather => comm.all_gather_as(wire, buffer, tag),
+            Self::GatherWithin(ranks) => comm.all_gather_within_as(wire, ranks, buffer, tag),
+            Self::ReduceToGroups(ranks) => comm.reduce_to_groups_as(wire, ranks, buffer, tag),
+        }
+    }
+
+    /// What NCCL does as the communicator would.
+    #[cfg(feature = "cuda")]
+    fn between_gpus(self, wire: Wire) -> Option<CommKind> {
+        match self {
+            // NCCL does not say which ranks share a host.
+            _ if matches!(wire, Wire::BetweenHosts(_)) => None,
+            Self::AllReduce => Some(CommKind::AllReduce),
+            Self::ReduceScatter => Some(CommKind::ReduceScatter),
+            Self::AllGather => Some(CommKind::AllGather),
+            Self::GatherWithin(_) | Self::ReduceToGroups(_) => None,
+        }
+    }
+
+    /// The elements that it makes of `len` elements, with so many ranks in all.
+    pub fn result_len(self, len: usize, world_size: usize) -> usize {
+        match self {
+            Self::AllReduce => len,
+            Self::ReduceScatter => len / world_size,
+            Self::AllGather => len * world_size,
+            Self::GatherWithin(ranks) => len * ranks,
+            Self::ReduceToGroups(ranks) => len / ranks,
+        }
+    }
+}
+
+/// A collective under way.
+pub(crate) enum PendingCollective {
+    Host(Pending<Flat>),
+    /// Nobody else is there.
+    #[cfg(feature = "cuda")]
+    Alone(DeviceFlat),
+    #[cfg(feature = "cuda")]
+    BetweenGpus(OnWire),
+    /// What is in the buffer has been copied.
+    #[cfg(feature = "cuda")]
+    Copied {
+        copy: Pending<Flat>,
+        buffer: DeviceFlat,
+        _held: LedgerEntry,
+    },
+}
+
+impl PendingCollective {
+    /// Begins a collective on a buffer.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn launch(
+        transport: &CollectiveTransport<'_>,
+        collective: CollectiveOp,
+        wire: Wire,
+        buffer: FlatBuffer,
+        tag: u64,
+    ) -> Result<Self> {
+        let comm = transport.comm;
+        match buffer {
+            FlatBuffer::Host(buffer) => Ok(Self::Host(collective.begin(comm, wire, buffer, tag))),
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(buffer) if comm.size() == 1 => Ok(Self::Alone(buffer)),
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(buffer) => {
+                if let (Some(gpus), Some(kind)) = (transport.gpus, collective.between_gpus(wire)) {
+                    return Ok(Self::BetweenGpus(gpus.launch(kind, wire, buffer, tag)?));
+                }
+                let room = buffer.len().max(collective.result_len(buffer.len(), comm.size()));
+                let mut copy = Flat::with_capacity(buffer.dtype(), room);
+                copy.extend_zeros(buffer.len());
+                buffer.read(0..buffer.len(), copy.as_mut())?;
+                let _held = transport.ledger.hold(MemoryKind::Buckets, copy.capacity_in_bytes());
+                Ok(Self::Copied { copy: collective.begin(comm, wire, copy, tag), buffer, _held })
+            }
+        }
+    }
+
+    /// Waits for the result, which lies in the memory of what was launched.
+    ///
+    /// # Errors
+    /// A rank has failed, or ranks have diverged; the driver's.
+    pub fn wait(self) -> Result<FlatBuffer> {
+        match self {
+            Self::Host(pending) => Ok(FlatBuffer::Host(pending.wait()?)),
+            #[cfg(feature = "cuda")]
+            Self::Alone(buffer) => Ok(FlatBuffer::Device(buffer)),
+            #[cfg(feature = "cuda")]
+            Self::BetweenGpus(on_wire) => Ok(FlatBuffer::Device(on_wire.wait()?)),
+            #[cfg(feature = "cuda")]
+            Self::Copied { copy, mut buffer, _held } => {
+                buffer.replace(copy.wait()?.as_ref())?;
+                Ok(FlatBuffer::Device(buffer))
+            }
+        }
+    }
+}
