@@ -33,8 +33,8 @@ pub use builder::EngineBuilder;
 pub(crate) use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
-use crate::checkpoint::store::Upload;
-use crate::checkpoint::{HeldFolders, Place, SaveJob};
+use crate::checkpoint::store::CheckpointUpload;
+use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};
 use crate::comm::agree::Failure;
 use crate::comm::calls::during;
 use crate::config::{Config, Precision};
@@ -108,11 +108,11 @@ pub struct Engine<M> {
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
     /// A checkpoint that an object store is getting.
-    upload: Option<Upload>,
+    upload: Option<CheckpointUpload>,
     /// The checkpoint that was saved or loaded last.
-    place: Option<Place>,
+    last_checkpoint: Option<LastCheckpoint>,
     /// Where this job saves.
-    held_folders: HeldFolders,
+    locked_folders: LockedFolders,
     /// The reason for a failure, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.

@@ -1,23 +1,23 @@
 //! Files that appear under their names whole: written beside, synced, renamed, their folder synced; and files that are
 //! read, whatever stands under their names.
 
+mod atomic_folder;
 pub(crate) mod error;
+mod free_space;
 mod lock;
-mod new_folder;
-mod outputs;
-mod place;
-mod room;
-mod scratch;
-mod written;
+mod output_digests;
+mod resolved_path;
+mod run_paths;
+mod scratch_folder;
 
+pub(crate) use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
+pub(crate) use free_space::check_free_space;
 #[cfg(any(feature = "hub", feature = "s3"))]
-pub(crate) use lock::Asked;
+pub(crate) use lock::FolderLockOutcome;
 pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner, sweep_locks};
-pub(crate) use new_folder::{NewFile, NewFolder, free_folder, must_stay};
-pub(crate) use outputs::{Claims, Input, Output, Outputs};
-pub(crate) use room::ask_for as ask_for_room;
-pub(crate) use scratch::{Scratch, WRITING, sweep};
-pub(crate) use written::Written;
+pub(crate) use output_digests::OutputDigests;
+pub(crate) use run_paths::{InputKind, OutputKind, OutputLocks, RunPaths};
+pub(crate) use scratch_folder::{ScratchFolder, WRITING, sweep};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};

@@ -10,12 +10,12 @@
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
 use super::buffers::SavedBuffer;
-use super::hugging_face::{Description, describe};
+use super::hugging_face::{HuggingFaceDescription, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
-use super::model_files::{Entry, write_json, write_model_files};
+use super::safetensors_files::{TensorEntry, write_json, write_model_files};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{NewFolder, ask_for_room, free_folder};
+use crate::files::{AtomicFolder, check_free_space, free_folder};
 use crate::zero::share::state_access::WEIGHTS;
 use std::path::{Path, PathBuf};
 
@@ -71,7 +71,7 @@ impl ConsolidateSettings {
         }
     }
 
-    fn describe(&self, checkpoint: &Checkpoint) -> Description {
+    fn describe(&self, checkpoint: &Checkpoint) -> HuggingFaceDescription {
         describe(checkpoint.manifest(), self.n_head, self.dtype.names().1)
     }
 }
@@ -139,11 +139,11 @@ pub fn consolidate(
     let out = &absent_or_empty(out)?;
     settings.check(checkpoint)?;
     let described = settings.describe(checkpoint);
-    let folder = NewFolder::beside(out).map_err(wrong("create"))?;
-    ask_for_room(folder.path(), settings.bytes(checkpoint))?;
-    let mut count = Count { written: 0, tell };
+    let folder = AtomicFolder::beside(out).map_err(wrong("create"))?;
+    check_free_space(folder.path(), settings.bytes(checkpoint))?;
+    let mut count = WriteProgress { written: 0, tell };
     let params = saved(checkpoint);
-    let writing = Writer { checkpoint, params, folder: folder.path(), settings, described: &described };
+    let writing = ConsolidateWriter { checkpoint, params, folder: folder.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
     let bytes = count.written;
     folder.finish().map_err(wrong("write"))?;
@@ -168,20 +168,20 @@ fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
 }
 
 /// A tensor of the files.
-enum Tensor<'a> {
+enum ConsolidatedTensor<'a> {
     Parameter(&'a Parameter),
     Buffer(&'a SavedBuffer),
 }
 
-fn tensor(checkpoint: &Checkpoint, number: usize) -> Tensor<'_> {
+fn tensor(checkpoint: &Checkpoint, number: usize) -> ConsolidatedTensor<'_> {
     let parameters = &checkpoint.manifest().parameters;
     match parameters.get(number) {
-        Some(parameter) => Tensor::Parameter(parameter),
-        None => Tensor::Buffer(&checkpoint.buffers()[number - parameters.len()]),
+        Some(parameter) => ConsolidatedTensor::Parameter(parameter),
+        None => ConsolidatedTensor::Buffer(&checkpoint.buffers()[number - parameters.len()]),
     }
 }
 
-impl Tensor<'_> {
+impl ConsolidatedTensor<'_> {
     fn name(&self) -> &str {
         match self {
             Self::Parameter(parameter) => &parameter.name,
@@ -198,25 +198,25 @@ impl Tensor<'_> {
 }
 
 /// How far it is.
-struct Count<'a> {
+struct WriteProgress<'a> {
     written: u64,
     tell: &'a mut dyn FnMut(u64),
 }
 
 /// Files under construction.
-struct Writer<'a> {
+struct ConsolidateWriter<'a> {
     checkpoint: &'a Checkpoint,
     /// Numbers of the tensors that are written.
     params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
-    described: &'a Description,
+    described: &'a HuggingFaceDescription,
 }
 
-impl Writer<'_> {
+impl ConsolidateWriter<'_> {
     /// Names of the files with parameters.
-    fn all(&self, count: &mut Count) -> Result<Vec<String>> {
-        let entries: Vec<Entry> = self.params.iter().map(|param| self.entry(*param)).collect();
+    fn all(&self, count: &mut WriteProgress) -> Result<Vec<String>> {
+        let entries: Vec<TensorEntry> = self.params.iter().map(|param| self.entry(*param)).collect();
         let files = write_model_files(self.folder, &entries, self.settings.max_shard_size, |at, put| {
             self.parameter(self.params[at], |bytes| {
                 count.written += bytes.len() as u64;
@@ -230,21 +230,21 @@ impl Writer<'_> {
         Ok(files)
     }
 
-    fn entry(&self, param: usize) -> Entry {
+    fn entry(&self, param: usize) -> TensorEntry {
         let tensor = tensor(self.checkpoint, param);
         let (dtype, shape) = match tensor {
-            Tensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
-            Tensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
+            ConsolidatedTensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
+            ConsolidatedTensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
         };
         let name = format!("{}{}", self.described.prefix, tensor.name());
-        Entry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
+        TensorEntry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 
     /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let parameter = match tensor(self.checkpoint, param) {
-            Tensor::Parameter(parameter) => parameter,
-            Tensor::Buffer(buffer) => return take(&buffer.bytes),
+            ConsolidatedTensor::Parameter(parameter) => parameter,
+            ConsolidatedTensor::Buffer(buffer) => return take(&buffer.bytes),
         };
         let numel = parameter.numel();
         for start in (0..numel).step_by(PIECE) {

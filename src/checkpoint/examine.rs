@@ -3,13 +3,13 @@
 use super::buffers::{self, SavedBuffer};
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
-use super::rank_file::RankFile;
+use super::rank_file::RankFileReader;
 use crate::error::{CheckpointError, Error, Result};
 use crate::util::list;
 use std::path::{Path, PathBuf};
 
 /// The content of a folder of checkpoints.
-pub(crate) struct Listing {
+pub(crate) struct CheckpointListing {
     /// The folder.
     pub dir: PathBuf,
     /// The content of `latest`, if there is such a file.
@@ -21,7 +21,7 @@ pub(crate) struct Listing {
 }
 
 /// A checkpoint and all that is wrong with it.
-pub(crate) struct Examination {
+pub(crate) struct CheckpointExamination {
     pub path: PathBuf,
     pub manifest: Option<Manifest>,
     /// Its buffers, by name; none where their file is damaged.
@@ -34,7 +34,7 @@ pub(crate) struct Examination {
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be read; [`CheckpointError::Unusable`] for the folder of a tag and another tag.
-pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
+pub(crate) fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
     let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
     match (dir.parent(), own) {
@@ -50,16 +50,16 @@ pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<St
 }
 
 /// The content of the folder `dir`.
-pub(crate) fn find(dir: &Path) -> Listing {
+pub(crate) fn list_checkpoints(dir: &Path) -> CheckpointListing {
     let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
     let mut tags: Vec<_> =
         folder::tags(dir).into_iter().map(|tag| (manifest(&tag), tag)).map(|(m, t)| (t, m)).collect();
     tags.sort_by_key(|(_, manifest)| manifest.as_ref().map_or(u64::MAX, |m| m.global_steps));
-    Listing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
+    CheckpointListing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
 /// The checkpoint that `latest` of the folder `dir` names, and its manifest; nothing without such a file.
-pub(crate) fn newest(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
+pub(crate) fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };
     let path = folder::existing(dir, &tag)?;
     let manifest = Manifest::read(&path.join(MANIFEST))?;
@@ -67,11 +67,11 @@ pub(crate) fn newest(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
 }
 
 /// Whether the folder `dir` has a checkpoint that a run may continue from.
-pub(crate) fn has_any(dir: &Path) -> bool {
+pub(crate) fn has_checkpoints(dir: &Path) -> bool {
     folder::latest(dir).is_ok_and(|latest| latest.is_some())
 }
 
-impl Listing {
+impl CheckpointListing {
     /// `tag`, or the one that `latest` names.
     ///
     /// # Errors
@@ -92,12 +92,14 @@ impl Listing {
 
 /// Looks at checkpoint `tag` of `dir`: its manifest, lengths and headers of its files, and with `tell` every byte.
 /// `tell` learns the bytes read and those that there are.
-pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> Examination {
+pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
     let path = dir.join(tag);
     let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
     let manifest = match read {
         Ok(manifest) => manifest,
-        Err(error) => return Examination { path, manifest: None, buffers: Vec::new(), problems: vec![error] },
+        Err(error) => {
+            return CheckpointExamination { path, manifest: None, buffers: Vec::new(), problems: vec![error] };
+        }
     };
     let mut problems = Vec::new();
     let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry));
@@ -107,7 +109,7 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
     });
     let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
     for rank in 0..manifest.world_size {
-        let looked = RankFile::open(&path, &manifest, rank).and_then(|mut file| {
+        let looked = RankFileReader::open(&path, &manifest, rank).and_then(|mut file| {
             let Some(tell) = &mut tell else { return Ok(()) };
             let mut at = done + manifest.files[rank].header_bytes;
             (0..file.blocks()).try_for_each(|block| {
@@ -119,5 +121,5 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
         problems.extend(looked.err());
         done += manifest.files[rank].bytes;
     }
-    Examination { path, manifest: Some(manifest), buffers, problems }
+    CheckpointExamination { path, manifest: Some(manifest), buffers, problems }
 }

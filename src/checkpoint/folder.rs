@@ -108,7 +108,7 @@ fn ask(file: &File) -> rustix::io::Result<()> {
 
 /// Writes into `folder` that this process has it, where asking for its lock came to nothing.
 fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
-    match (locked, Owner::this()) {
+    match (locked, OwnerProcess::this()) {
         (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER), owner.to_text()),
         _ => Ok(()),
     }
@@ -190,7 +190,7 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
         Ok(Err(Errno::WOULDBLOCK)) => true,
         // A file system without locks.
         Ok(Err(_)) => {
-            let owner = read_text(path.join(OWNER), MAX_OWNER).ok().and_then(|text| Owner::of_text(&text));
+            let owner = read_text(path.join(OWNER), MAX_OWNER).ok().and_then(|text| OwnerProcess::of_text(&text));
             let is_dead = owner.is_some_and(|owner| owner.is_dead());
             if !is_dead {
                 stays(path);
@@ -216,7 +216,7 @@ fn stays(path: &Path) {
 
 /// A process, as others of the same machine can tell whether it lives.
 #[derive(Debug, PartialEq, Eq)]
-struct Owner {
+struct OwnerProcess {
     pid: u32,
     /// When it started, as the kernel counts: numbers of processes come again.
     started: String,
@@ -224,7 +224,7 @@ struct Owner {
     system: String,
 }
 
-impl Owner {
+impl OwnerProcess {
     fn this() -> Option<Self> {
         let pid = std::process::id();
         Some(Self { pid, started: started(pid)?, system: system()? })
@@ -282,14 +282,14 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
 }
 
 /// A checkpoint on disk that has all but its name.
-pub(super) struct Prepared {
+pub(super) struct PreparedCheckpoint {
     dir: PathBuf,
     tag: String,
     latest: Option<NamedTempFile>,
 }
 
 /// Gives the written files their manifest, whose text this is.
-pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<Prepared> {
+pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<PreparedCheckpoint> {
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =
             format!("it could not be loaded again: {problem}; give a client_state that is small and plain JSON");
@@ -304,10 +304,10 @@ pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) ->
         if is_latest { new_latest(dir, tag).map(Some) } else { Ok(None) }
     };
     let latest = write().map_err(|e| not_written(dir, &e))?;
-    Ok(Prepared { dir: dir.to_owned(), tag: tag.to_owned(), latest })
+    Ok(PreparedCheckpoint { dir: dir.to_owned(), tag: tag.to_owned(), latest })
 }
 
-impl Prepared {
+impl PreparedCheckpoint {
     /// Gives it its name. A checkpoint of that name is replaced at once.
     pub fn publish(self) -> Result<()> {
         name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
@@ -521,17 +521,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         let without_locks = |_: &File| Err(Errno::NOLCK);
-        let this = Owner::this().unwrap();
-        assert_eq!(Owner::of_text(&this.to_text()), Owner::this());
-        let put = |tag: &str, owner: Option<Owner>| {
+        let this = OwnerProcess::this().unwrap();
+        assert_eq!(OwnerProcess::of_text(&this.to_text()), OwnerProcess::this());
+        let put = |tag: &str, owner: Option<OwnerProcess>| {
             std::fs::create_dir(saving(dir, tag)).unwrap();
             owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER), owner.to_text()).unwrap());
         };
         put("living", None);
         mark(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
-        put("dead", Some(Owner { pid: this.pid, started: "1".into(), system: this.system.clone() }));
+        put("dead", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: this.system.clone() }));
         put("unknown", None);
-        put("elsewhere", Some(Owner { pid: this.pid, started: "1".into(), system: "other/pid:[1]".into() }));
+        put("elsewhere", Some(OwnerProcess { pid: this.pid, started: "1".into(), system: "other/pid:[1]".into() }));
         std::fs::write(dir.join(format!("{SEEN}x")), "").unwrap();
         let left = || {
             let mut names: Vec<String> = std::fs::read_dir(dir)

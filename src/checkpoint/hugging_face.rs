@@ -11,7 +11,7 @@ const GPT_PREFIX: &str = "transformer.";
 
 /// How a checkpoint looks to transformers.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Description {
+pub(super) struct HuggingFaceDescription {
     /// The prefix of every name.
     pub prefix: &'static str,
     /// `config.json`, or why there is none.
@@ -19,18 +19,20 @@ pub(super) struct Description {
 }
 
 /// The model of the checkpoint, by its client state's `model` or its parameters; `dtype` is that of the files.
-pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> Description {
+pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> HuggingFaceDescription {
     let model = &manifest.client_state["model"];
-    let shapes: Shapes =
+    let shapes: ShapesByName =
         manifest.parameters.iter().map(|p: &Parameter| (p.name.as_str(), p.shape.as_slice())).collect();
     let mut description = match (model["architecture"].as_str(), gpt_sizes(&shapes)) {
-        (Some("gpt2") | None, Some(sizes)) => {
-            Description { prefix: GPT_PREFIX, config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)) }
-        }
+        (Some("gpt2") | None, Some(sizes)) => HuggingFaceDescription {
+            prefix: GPT_PREFIX,
+            config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)),
+        },
         (Some("gpt2"), None) => unknown("its parameters are not those of a GPT-2, as its client state says"),
-        (Some("llama"), _) => {
-            Description { prefix: "", config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)) }
-        }
+        (Some("llama"), _) => HuggingFaceDescription {
+            prefix: "",
+            config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
+        },
         (Some(other), _) => unknown(&format!("its client state says that it is a {other:?}; gpt2 and llama are known")),
         (None, None) => unknown(
             "its parameters are not those of a GPT-2, and its client state has no `model` with the architecture and sizes \
@@ -43,16 +45,16 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
     description
 }
 
-fn unknown(why: &str) -> Description {
-    Description { prefix: "", config: Err(why.to_owned()) }
+fn unknown(why: &str) -> HuggingFaceDescription {
+    HuggingFaceDescription { prefix: "", config: Err(why.to_owned()) }
 }
 
 /// Shapes by name.
-type Shapes<'a> = BTreeMap<&'a str, &'a [usize]>;
+type ShapesByName<'a> = BTreeMap<&'a str, &'a [usize]>;
 
 /// The sizes of a GPT-2 that follow from its shapes: all but its heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct GptSizes {
+struct Gpt2Sizes {
     n_layer: usize,
     n_embd: usize,
     ctx: usize,
@@ -60,7 +62,7 @@ struct GptSizes {
 }
 
 /// Sizes of the GPT-2 that has exactly these parameters.
-fn gpt_sizes(shapes: &Shapes) -> Option<GptSizes> {
+fn gpt_sizes(shapes: &ShapesByName) -> Option<Gpt2Sizes> {
     let [vocab, d] = *shapes.get("wte.weight").copied()? else { return None };
     let [ctx, _] = *shapes.get("wpe.weight").copied()? else { return None };
     let (triple, inner) = (d.checked_mul(3)?, d.checked_mul(4)?);
@@ -80,17 +82,17 @@ fn gpt_sizes(shapes: &Shapes) -> Option<GptSizes> {
             expected.push((format!("h.{layer}.{norm}"), vec![d]));
         }
     }
-    (n_layer > 0 && are_exactly(shapes, &expected)).then_some(GptSizes { n_layer, n_embd: d, ctx, vocab })
+    (n_layer > 0 && are_exactly(shapes, &expected)).then_some(Gpt2Sizes { n_layer, n_embd: d, ctx, vocab })
 }
 
-fn are_exactly(shapes: &Shapes, expected: &[(String, Vec<usize>)]) -> bool {
+fn are_exactly(shapes: &ShapesByName, expected: &[(String, Vec<usize>)]) -> bool {
     let is_there = |(name, shape): &(String, Vec<usize>)| shapes.get(name.as_str()).is_some_and(|found| found == shape);
     shapes.len() == expected.len() && expected.iter().all(is_there)
 }
 
 /// The sizes from the shapes, the rest from the client state's `model`.
-fn gpt_config(model: &Value, sizes: GptSizes, n_head: Option<usize>) -> Result<GptConfig, String> {
-    let GptSizes { n_layer, n_embd, ctx, vocab } = sizes;
+fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<GptConfig, String> {
+    let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
         if model[key].as_u64().is_some_and(|said| said != found as u64) {
             return Err(format!("its client state says {key} {}, and its parameters {found}", model[key]));
@@ -138,7 +140,7 @@ fn gpt_json(config: &GptConfig, dtype: &str) -> Value {
 }
 
 /// The client state's `model`, if the parameters are those of such a Llama.
-fn llama_config(model: &Value, shapes: &Shapes) -> Result<LlamaConfig, String> {
+fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, String> {
     let mut sizes = model.clone();
     if let Some(sizes) = sizes.as_object_mut() {
         sizes.remove("architecture");

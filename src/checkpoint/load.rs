@@ -1,15 +1,15 @@
 //! Loading: each rank reads the byte ranges of its own shards, whoever saved them. Where each host has a folder of its own,
 //! those that it lacks come from other hosts first.
 
-use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::buffers::{self, SavedBuffer};
-use super::fetch::{Fetched, fetch};
+use super::fetch_from_hosts::{FetchedFiles, fetch};
 use super::folder;
-use super::layout::Places;
-use super::line::Place;
-use super::locate::{Located, locate};
+use super::lineage::LastCheckpoint;
+use super::locate::{LocatedCheckpoint, locate};
 use super::manifest::{MANIFEST, Manifest};
-use super::rank_file::RankFile;
+use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use super::rank_file::RankFileReader;
+use super::rank_file_layout::RankFileOffsets;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{CheckpointError, Error, Result};
@@ -55,7 +55,7 @@ impl Default for LoadOptions {
 
 /// The loaded checkpoint.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Loaded {
+pub struct LoadedCheckpoint {
     /// The folder of the checkpoint.
     pub path: PathBuf,
     /// The client state that was saved.
@@ -68,12 +68,12 @@ pub struct Loaded {
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
-    places: Places,
+    places: RankFileOffsets,
     /// By the ranks that wrote them: all, or those that are needed.
-    files: BTreeMap<usize, Mutex<RankFile>>,
+    files: BTreeMap<usize, Mutex<RankFileReader>>,
     buffers: Vec<SavedBuffer>,
     /// Where some of the files are.
-    _fetched: Option<Fetched>,
+    _fetched: Option<FetchedFiles>,
 }
 
 impl Checkpoint {
@@ -95,17 +95,24 @@ impl Checkpoint {
         let manifest = Manifest::read(&path.join(MANIFEST))?;
         let files = (0..manifest.world_size).map(|rank| open_file(&path, &manifest, rank)).collect::<Result<_>>()?;
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
-        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers, _fetched: None }))
+        Ok(Some(Self {
+            path,
+            places: RankFileOffsets::new(manifest.layout()),
+            manifest,
+            files,
+            buffers,
+            _fetched: None,
+        }))
     }
 
     /// The files `needed` of a checkpoint and its buffers, on rank `rank`: from its host's folder, or from what was fetched.
     fn open_located(
-        located: Located,
-        fetched: Option<Fetched>,
+        located: LocatedCheckpoint,
+        fetched: Option<FetchedFiles>,
         needed: impl Iterator<Item = usize>,
         rank: usize,
     ) -> Result<Self> {
-        let Located { path, manifest, hosts, homes } = located;
+        let LocatedCheckpoint { path, manifest, hosts, homes } = located;
         let folder = |file: usize| match &fetched {
             Some(fetched) if !homes[file].contains(&hosts.first(rank)) => fetched.path(),
             _ => &path,
@@ -113,14 +120,14 @@ impl Checkpoint {
         let files = needed.map(|rank| open_file(folder(rank), &manifest, rank)).collect::<Result<_>>()?;
         let buffers = |entry| buffers::read(folder(manifest.files.len()), entry);
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), buffers)?;
-        Ok(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
+        Ok(Self { path, places: RankFileOffsets::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
     }
 
     /// What a save that comes next follows.
-    pub(crate) fn place(&self) -> Option<Place> {
+    pub(crate) fn as_last(&self) -> Option<LastCheckpoint> {
         // Its folder may have been renamed.
         let tag = self.path.file_name()?.to_str()?;
-        Place::new(self.path.parent()?, tag, &self.manifest)
+        LastCheckpoint::new(self.path.parent()?, tag, &self.manifest)
     }
 
     /// Its content.
@@ -173,9 +180,9 @@ impl Checkpoint {
     }
 
     /// The result of loading it.
-    pub(crate) fn into_loaded(self) -> Loaded {
+    pub(crate) fn into_loaded(self) -> LoadedCheckpoint {
         let Manifest { client_state, global_samples, .. } = self.manifest;
-        Loaded { path: self.path, client_state, global_samples }
+        LoadedCheckpoint { path: self.path, client_state, global_samples }
     }
 
     /// Reads `blocks` of the files of ranks, and compares them with their checksums.
@@ -188,16 +195,16 @@ impl Checkpoint {
     }
 }
 
-fn open_file(folder: &Path, manifest: &Manifest, rank: usize) -> Result<(usize, Mutex<RankFile>)> {
-    Ok((rank, Mutex::new(RankFile::open(folder, manifest, rank)?)))
+fn open_file(folder: &Path, manifest: &Manifest, rank: usize) -> Result<(usize, Mutex<RankFileReader>)> {
+    Ok((rank, Mutex::new(RankFileReader::open(folder, manifest, rank)?)))
 }
 
 /// The blocks of the files of ranks that `wanted` lies in.
-fn blocks(places: &Places, wanted: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
+fn blocks(places: &RankFileOffsets, wanted: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
     let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     for NeededElements { state, saved, range, .. } in wanted {
         for piece in places.pieces(*state, *saved, range.clone()) {
-            blocks.entry(piece.rank).or_default().extend(RankFile::blocks_of(&piece.bytes));
+            blocks.entry(piece.rank).or_default().extend(RankFileReader::blocks_of(&piece.bytes));
         }
     }
     blocks
@@ -282,7 +289,7 @@ fn open_on_hosts(
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
     let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;
-    let needed = blocks(&Places::new(located.manifest.layout()), &wanted);
+    let needed = blocks(&RankFileOffsets::new(located.manifest.layout()), &wanted);
     let fetched = fetch(comm, dir, &located, &needed)?;
     let checkpoint = Checkpoint::open_located(located, fetched, needed.into_keys(), comm.rank());
     let checkpoint = agree(comm, checkpoint, failed_elsewhere(&path))?;

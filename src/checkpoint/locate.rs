@@ -10,10 +10,10 @@
 //! tag that `latest` names on some hosts and that others lack: it is passed over for what `latest` names there. A tag that
 //! every host names and that is not whole has been damaged since, which is an error.
 
-use super::agreement::failed_elsewhere;
 use super::folder;
-use super::hosts::Hosts;
 use super::manifest::{MANIFEST, Manifest};
+use super::rank_agreement::failed_elsewhere;
+use super::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, texts};
 use crate::error::{CheckpointError, Error, Result};
@@ -26,18 +26,18 @@ use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
 /// A checkpoint whose files are all there, on one host or another.
-pub(super) struct Located {
+pub(super) struct LocatedCheckpoint {
     /// Its folder on this host, if that has one.
     pub path: PathBuf,
     pub manifest: Manifest,
-    pub hosts: Hosts,
+    pub hosts: RanksByFolder,
     /// Per file of [`files`], the hosts that have it, by their first ranks.
     pub homes: Vec<Vec<usize>>,
 }
 
 /// What a host has of a tag.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Found {
+struct HostTagFiles {
     /// Of the manifest, which is equal on all hosts that saved together.
     checksum: String,
     steps: u64,
@@ -48,7 +48,7 @@ struct Found {
 }
 
 /// What all hosts have of a tag: the words of a host for having nothing.
-type Everywhere = BTreeMap<usize, std::result::Result<Found, String>>;
+type TagFilesByHost = BTreeMap<usize, std::result::Result<HostTagFiles, String>>;
 
 /// Names and lengths of the files of a checkpoint: those of the ranks, then that of the buffers.
 pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
@@ -61,8 +61,12 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] on all ranks where there is no whole one, with the hosts and files; a failed collective.
-pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> Result<Option<Located>, Failure> {
-    let hosts = Hosts::by_neighbours(comm, dir)?;
+pub(super) fn locate(
+    comm: &dyn Communicator,
+    dir: &Path,
+    tag: Option<&str>,
+) -> Result<Option<LocatedCheckpoint>, Failure> {
+    let hosts = RanksByFolder::by_neighbours(comm, dir)?;
     let looks = hosts.makes_folder();
     let named = match (looks, tag) {
         (true, None) => folder::latest(dir),
@@ -80,9 +84,9 @@ pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> 
     let own: Vec<_> = if looks { tags.iter().map(|tag| look(dir, tag)).collect() } else { Vec::new() };
     let all = texts(comm, &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")))?;
     let names = texts(comm, &host_name())?;
-    let mut found: BTreeMap<&str, Everywhere> = BTreeMap::new();
+    let mut found: BTreeMap<&str, TagFilesByHost> = BTreeMap::new();
     for first in hosts.all() {
-        let of_host: Vec<std::result::Result<Found, String>> = serde_json::from_str(&all[first])
+        let of_host: Vec<std::result::Result<HostTagFiles, String>> = serde_json::from_str(&all[first])
             .map_err(|e| Error::from(CheckpointError::Unusable { path: dir.to_owned(), problem: e.to_string() }))?;
         for (tag, of_tag) in tags.iter().zip(of_host) {
             found.entry(tag).or_default().insert(first, of_tag);
@@ -91,7 +95,7 @@ pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> 
     let are_all_told = hosts.all().all(|first| !named[first].is_empty());
     let chosen = choose(&found, are_all_told, &|first| host_with_ranks(&hosts, &names, first));
     let wrong = |path: PathBuf, problem| Failure::InStep(CheckpointError::Unusable { path, problem }.into());
-    let Choice { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
+    let ChosenTag { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
     if comm.rank() == 0 {
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));
     }
@@ -106,11 +110,11 @@ pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> 
     };
     let text = texts(comm, &agree(comm, read, failed_elsewhere(&path))?)?.swap_remove(sender);
     let manifest = Manifest::parse(&text).map_err(|problem| wrong(path.join(MANIFEST), problem))?;
-    Ok(Some(Located { path, manifest, hosts, homes }))
+    Ok(Some(LocatedCheckpoint { path, manifest, hosts, homes }))
 }
 
 /// What this host has of a tag.
-fn look(dir: &Path, tag: &str) -> std::result::Result<Found, String> {
+fn look(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
     let path = match folder::existing(dir, tag) {
         Ok(path) => path,
         Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
@@ -120,7 +124,7 @@ fn look(dir: &Path, tag: &str) -> std::result::Result<Found, String> {
     // Rank 0 writes the buffers.
     let of_host = of_host.chain(manifest.files.first().map(|file| file.host.clone()));
     let is_here = |(name, bytes): (&str, u64)| path.join(name).metadata().is_ok_and(|m| m.len() == bytes);
-    Ok(Found {
+    Ok(HostTagFiles {
         checksum: format!("{:016x}", XxHash3_64::oneshot(manifest.to_text().as_bytes())),
         steps: manifest.global_steps,
         files: files(&manifest).map(|(name, _)| name.to_owned()).zip(of_host).collect(),
@@ -130,7 +134,7 @@ fn look(dir: &Path, tag: &str) -> std::result::Result<Found, String> {
 
 /// A tag that is whole.
 #[derive(Debug, PartialEq, Eq)]
-struct Choice<'a> {
+struct ChosenTag<'a> {
     tag: &'a str,
     checksum: String,
     homes: Vec<Vec<usize>>,
@@ -141,10 +145,10 @@ struct Choice<'a> {
 /// The newest tag of `found` that is whole; else the newest of all, and its problem. Where there is but one and
 /// `are_all_told`, every host's `latest` names it. `name` is that of a host.
 fn choose<'a>(
-    found: &BTreeMap<&'a str, Everywhere>,
+    found: &BTreeMap<&'a str, TagFilesByHost>,
     are_all_told: bool,
     name: &dyn Fn(usize) -> String,
-) -> std::result::Result<Choice<'a>, (&'a str, String)> {
+) -> std::result::Result<ChosenTag<'a>, (&'a str, String)> {
     let mut tags: Vec<_> = found.iter().collect();
     tags.sort_by_key(|(tag, everywhere)| {
         Reverse((everywhere.values().flatten().map(|found| found.steps).max(), **tag))
@@ -153,7 +157,7 @@ fn choose<'a>(
     let mut first_problem = None;
     for (tag, everywhere) in tags {
         let problem = match whole(everywhere, name) {
-            Ok((checksum, homes)) => return Ok(Choice { tag, checksum, homes, notes }),
+            Ok((checksum, homes)) => return Ok(ChosenTag { tag, checksum, homes, notes }),
             Err(problem) => problem,
         };
         notes.push(format!("checkpoint {tag} is not whole and is passed over: {problem}"));
@@ -172,7 +176,7 @@ fn choose<'a>(
 
 /// The checksum of the manifest by which a tag is whole, and where each file is; else what is missing.
 fn whole(
-    everywhere: &Everywhere,
+    everywhere: &TagFilesByHost,
     name: &dyn Fn(usize) -> String,
 ) -> std::result::Result<(String, Vec<Vec<usize>>), String> {
     let mut problem = None;
@@ -201,7 +205,7 @@ fn whole(
 }
 
 /// A host in words.
-fn host_with_ranks(hosts: &Hosts, names: &[String], first: usize) -> String {
+fn host_with_ranks(hosts: &RanksByFolder, names: &[String], first: usize) -> String {
     let last = hosts.ranks(first).last().unwrap_or(first);
     let ranks = if first == last { format!("rank {first}") } else { format!("ranks {first} to {last}") };
     format!("host {} ({ranks})", names[first])

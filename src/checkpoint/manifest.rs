@@ -1,6 +1,6 @@
 //! The content of a checkpoint, as JSON with a checksum of its own in its last line.
 
-use super::layout::{BLOCK, Layout, PAGE};
+use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
 use crate::layout::ShardCut;
@@ -301,9 +301,9 @@ impl Manifest {
         infos.saturating_add(data.div_ceil(BLOCK as u64) * 16).saturating_add(4 * PAGE as u64)
     }
 
-    pub(super) fn layout(&self) -> Layout {
+    pub(super) fn layout(&self) -> RankFileLayout {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
-        Layout {
+        RankFileLayout {
             world_size: self.world_size,
             cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),

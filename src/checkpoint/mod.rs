@@ -15,41 +15,43 @@
 //! gets its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that
 //! never stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
-mod agreement;
 mod buffers;
 mod consolidate;
 pub mod deepspeed;
-mod disk;
+mod disk_writer;
 pub(crate) mod error;
 mod examine;
-mod fetch;
+mod fetch_from_hosts;
 mod folder;
-mod hosts;
 mod hugging_face;
-mod import;
-mod layout;
-mod line;
+mod import_deepspeed;
+mod lineage;
 mod load;
 mod locate;
 mod manifest;
-mod model_files;
-mod progress;
+mod rank_agreement;
 mod rank_file;
+mod rank_file_layout;
+mod ranks_by_folder;
+mod safetensors_files;
 mod save;
 pub(crate) mod store;
+mod training_progress;
 
-pub(crate) use agreement::failed_elsewhere;
 pub(crate) use buffers::SavedBuffer;
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
-pub(crate) use examine::{Examination, Listing, examine, find, has_any, newest, place};
-pub use import::import;
-pub(crate) use import::new_place;
-pub(crate) use line::{HeldFolders, Place};
+pub(crate) use examine::{
+    CheckpointExamination, CheckpointListing, examine, has_checkpoints, list_checkpoints, newest_checkpoint, split_tag,
+};
+pub use import_deepspeed::import;
+pub(crate) use import_deepspeed::new_checkpoint_path;
+pub(crate) use lineage::{LastCheckpoint, LockedFolders};
 pub(crate) use load::load;
-pub use load::{Checkpoint, LoadOptions, Loaded};
+pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
 pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
-pub(crate) use model_files::{Entry, create, write_json, write_model_files};
-pub(crate) use progress::Progress;
+pub(crate) use rank_agreement::failed_elsewhere;
+pub(crate) use safetensors_files::{TensorEntry, create, write_json, write_model_files};
 pub use save::SaveOptions;
 pub(crate) use save::{SaveJob, SaveRequest, check_dir, keep_newest, manifest};
+pub(crate) use training_progress::TrainingProgress;

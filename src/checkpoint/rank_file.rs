@@ -1,8 +1,8 @@
 //! The file of one rank: a safetensors file whose metadata holds a checksum of every block of its data.
 
-use super::disk::Disk;
-use super::layout::{BLOCK, Layout, PAGE};
+use super::disk_writer::DiskWriter;
 use super::manifest::{FileEntry, Manifest, file_name};
+use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files;
 use crate::offload::AlignedBuffer;
@@ -24,28 +24,28 @@ use twox_hash::XxHash3_64;
 const BUFFER: usize = BLOCK + 8 * PIECE * 4;
 
 /// A file under construction: one buffer is filled while the other is written.
-pub(super) struct RankWriter {
+pub(super) struct RankFileWriter {
     file: File,
-    header: Header,
+    header: RankFileHeader,
     /// The bytes that have not been written yet.
     buffer: AlignedBuffer,
     filled: usize,
     /// Where it goes.
     at: u64,
-    disk: Disk,
+    disk: DiskWriter,
 }
 
 /// The text before the data.
-struct Header {
+struct RankFileHeader {
     tensors: Map<String, Value>,
     name: String,
     bytes: usize,
     data: u64,
 }
 
-impl Header {
+impl RankFileHeader {
     /// The header of `rank`'s file; `names` are the parameters'.
-    fn new(layout: &Layout, names: &[&str], states: &[String], rank: usize) -> Self {
+    fn new(layout: &RankFileLayout, names: &[&str], states: &[String], rank: usize) -> Self {
         let mut tensors = Map::new();
         let mut end = 0u64;
         for (number, state) in states.iter().enumerate() {
@@ -71,10 +71,16 @@ impl Header {
     }
 }
 
-impl RankWriter {
+impl RankFileWriter {
     /// Begins the file of `rank` in `folder`, which must not have it.
-    pub fn create(folder: &Path, layout: &Layout, names: &[&str], states: &[String], rank: usize) -> IoResult<Self> {
-        let header = Header::new(layout, names, states, rank);
+    pub fn create(
+        folder: &Path,
+        layout: &RankFileLayout,
+        names: &[&str],
+        states: &[String],
+        rank: usize,
+    ) -> IoResult<Self> {
+        let header = RankFileHeader::new(layout, names, states, rank);
         let path = folder.join(&header.name);
         let file = File::create_new(&path)?;
         // So that a disk that is too small is found before anything is written. Where that cannot be asked, later.
@@ -82,7 +88,7 @@ impl RankWriter {
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());
         }
-        let disk = Disk::start(&path, BUFFER)?;
+        let disk = DiskWriter::start(&path, BUFFER)?;
         let at = header.bytes as u64;
         Ok(Self { file, header, buffer: AlignedBuffer::new(BUFFER), filled: 0, at, disk })
     }
@@ -131,7 +137,7 @@ impl RankWriter {
 }
 
 /// A file that is read. Nothing leaves it unchecked.
-pub(super) struct RankFile {
+pub(super) struct RankFileReader {
     path: PathBuf,
     file: File,
     data_start: u64,
@@ -142,7 +148,7 @@ pub(super) struct RankFile {
     index: Option<usize>,
 }
 
-impl RankFile {
+impl RankFileReader {
     /// Opens the file of `rank` and checks its length and its header.
     pub fn open(folder: &Path, manifest: &Manifest, rank: usize) -> Result<Self> {
         let entry = &manifest.files[rank];
@@ -254,8 +260,8 @@ mod tests {
         // Neither pieces, blocks nor pages end where parameters do.
         let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
         let cuts = numels.map(ShardCut::anywhere).to_vec();
-        let layout = Layout { world_size: 1, cuts, states: vec![vec![true; 3]] };
-        let mut file = RankWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
+        let layout = RankFileLayout { world_size: 1, cuts, states: vec![vec![true; 3]] };
+        let mut file = RankFileWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
         let mut before = 0;
         for numel in numels {

@@ -10,16 +10,16 @@
 //! A save in the background takes no snapshot: master weights and optimizer states change only in a step, and the next
 //! step that changes them waits until the files are written.
 
-use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::buffers;
 use super::folder;
-use super::hosts::Hosts;
-use super::layout::Layout;
-use super::line::{HeldFolders, Place, try_to_write};
+use super::lineage::{LastCheckpoint, LockedFolders, try_to_write};
 use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
-use super::progress::Progress;
-use super::rank_file::RankWriter;
-use super::store::Sending;
+use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use super::rank_file::RankFileWriter;
+use super::rank_file_layout::RankFileLayout;
+use super::ranks_by_folder::RanksByFolder;
+use super::store::UploadRequest;
+use super::training_progress::TrainingProgress;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
@@ -82,25 +82,25 @@ pub(crate) struct SaveJob {
     request: SaveRequest,
     writing: WriteJob,
     /// Who writes into which folder.
-    hosts: Hosts,
+    hosts: RanksByFolder,
     /// The hold on the folder of the rank that made it.
     lock: Option<File>,
 }
 
 enum WriteJob {
-    Done(Result<Written>),
-    Thread(JoinHandle<Result<Written>>),
+    Done(Result<WrittenFile>),
+    Thread(JoinHandle<Result<WrittenFile>>),
 }
 
 /// A rank's file, and how long the rank wrote.
-type Written = (FileEntry, Duration);
+type WrittenFile = (FileEntry, Duration);
 
 /// The manifest of the state now, without files. Without a tag it is `global_stepN`.
 pub(crate) fn manifest(
     core: &RankCore,
     trainer: &GroupedOptimizer,
     config: &Config,
-    progress: Progress,
+    progress: TrainingProgress,
     tag: Option<&str>,
     client_state: Value,
     options: &SaveOptions,
@@ -153,15 +153,15 @@ impl SaveJob {
         core: Arc<RankCore>,
         trainer: &GroupedOptimizer,
         mut request: SaveRequest,
-        held: &mut HeldFolders,
+        locked: &mut LockedFolders,
     ) -> Result<Self, Failure> {
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
-        (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, held)?;
+        (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
         // Another thread may read what lies on a GPU, in an order of its own.
         core.synchronize()?;
-        let share = Share::new(core.clone(), &request, buffers, trainer);
+        let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
@@ -189,7 +189,7 @@ impl SaveJob {
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<(Option<Place>, Option<Sending>), Failure> {
+    pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), Failure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
@@ -226,8 +226,8 @@ impl SaveJob {
         }
         agree(comm, published, failed_elsewhere(&dir))?;
         let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.piece());
-        let sending = upload_to.map(|url| Sending { url, folder, rank, piece, is_latest: options.save_latest });
-        Ok((Place::new(&dir, &manifest.tag, &manifest), sending))
+        let sending = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
+        Ok((LastCheckpoint::new(&dir, &manifest.tag, &manifest), sending))
     }
 }
 
@@ -240,11 +240,11 @@ pub(crate) fn check_dir(
     comm: &dyn Communicator,
     dir: &Path,
     on_each_host: bool,
-    held: &mut HeldFolders,
+    locked: &mut LockedFolders,
 ) -> Result<(), Failure> {
-    let hosts = Hosts::of(comm, dir, on_each_host)?;
+    let hosts = RanksByFolder::of(comm, dir, on_each_host)?;
     let ready = match hosts.makes_folder() {
-        true => held.hold(dir).and_then(|()| folder::remove_leftovers(dir)),
+        true => locked.lock(dir).and_then(|()| folder::remove_leftovers(dir)),
         false => Ok(()),
     };
     agree(comm, ready, failed_elsewhere(dir))?;
@@ -253,10 +253,10 @@ pub(crate) fn check_dir(
 
 /// The part that a rank writes.
 #[derive(Clone)]
-struct Share {
+struct ShareToSave {
     core: Arc<RankCore>,
     folder: PathBuf,
-    layout: Layout,
+    layout: RankFileLayout,
     states: Vec<String>,
     /// The states that the optimizer has of each parameter.
     moments: Vec<&'static [&'static str]>,
@@ -264,7 +264,7 @@ struct Share {
     buffers: Option<Arc<[u8]>>,
 }
 
-impl Share {
+impl ShareToSave {
     fn new(
         core: Arc<RankCore>,
         SaveRequest { dir, manifest, .. }: &SaveRequest,
@@ -277,7 +277,7 @@ impl Share {
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments, buffers }
     }
 
-    fn write(&self) -> Result<Written> {
+    fn write(&self) -> Result<WrittenFile> {
         let _span = timeline::span(timeline::Kind::Checkpoint, "write share");
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
@@ -286,7 +286,8 @@ impl Share {
             buffers::write(&self.folder, bytes)?;
         }
         let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
-        let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
+        let mut file =
+            RankFileWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
                 let Some(kind) = ParamStateKind::named(name, self.moments[param]) else { continue };
@@ -322,11 +323,11 @@ fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, F
 fn begin(
     comm: &dyn Communicator,
     request: &SaveRequest,
-    held: &mut HeldFolders,
-) -> Result<(String, Hosts, Option<File>), Failure> {
+    locked: &mut LockedFolders,
+) -> Result<(String, RanksByFolder, Option<File>), Failure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
-    let hosts = Hosts::of(comm, dir, request.on_each_host)?;
+    let hosts = RanksByFolder::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
         // A checkpoint of several tags would be none.
@@ -340,14 +341,14 @@ fn begin(
         Err(failure) => return Err(failure),
     };
     let begun = match hosts.makes_folder() {
-        true => held.hold(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
+        true => locked.lock(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
         false => Ok(None),
     };
     let lock = agree(comm, begun, failed_elsewhere(dir))?;
     Ok((tag, hosts, lock))
 }
 
-fn publish(prepared: folder::Prepared, dir: &Path, tag: &str, options: &SaveOptions) -> Result<()> {
+fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options: &SaveOptions) -> Result<()> {
     prepared.publish().inspect_err(|_| folder::give_up(dir, tag))?;
     if let Some(keep) = options.keep {
         keep_newest(dir, keep, tag);
@@ -364,7 +365,7 @@ pub(crate) fn keep_newest(dir: &Path, keep: usize, tag: &str) {
 }
 
 /// The files of all ranks, and the seconds that the slowest wrote.
-fn gather_entries(core: &RankCore, (own, time): Written, hosts: &Hosts) -> Result<(Vec<FileEntry>, f64)> {
+fn gather_entries(core: &RankCore, (own, time): WrittenFile, hosts: &RanksByFolder) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
     let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);

@@ -1,18 +1,18 @@
 //! `"auto"`: the value that the run knows, as the Hugging Face trainer puts it in, or the key's default.
 
-use super::keys::{Key, Section};
-use super::node::{Entry, Node};
-use super::walk::Walk;
-use super::{Rule, value};
+use super::json_node::{JsonEntry, JsonNode};
+use super::keys::{ConfigKey, ConfigSection};
+use super::walk::ConfigWalk;
+use super::{ConfigRule, value_conversion};
 use serde_json::Value;
 
 /// The batch keys: their `"auto"` is worked out when all three have been read.
 pub(crate) const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
-impl Walk<'_> {
+impl ConfigWalk<'_> {
     /// Resolves the `"auto"` of a key and notes its value.
-    pub fn auto(&mut self, section: &Section, key: &Key, entry: &Entry, path: String) {
+    pub fn auto(&mut self, section: &ConfigSection, key: &ConfigKey, entry: &JsonEntry, path: String) {
         if !section.checked {
             return;
         }
@@ -27,11 +27,11 @@ impl Walk<'_> {
             } else {
                 ""
             };
-            let message = format!("\"auto\" has no value here: give {}{by_run}", value::needed(key.kind));
-            return self.problem(Rule::Auto, &path, entry.node.place, message);
+            let message = format!("\"auto\" has no value here: give {}{by_run}", value_conversion::needed(key.kind));
+            return self.problem(ConfigRule::Auto, &path, entry.node.place, message);
         };
-        let node = Node { place: entry.node.place, ..Node::from_value(&value) };
-        match value::convert(&node, key, section.strict) {
+        let node = JsonNode { place: entry.node.place, ..JsonNode::from_value(&value) };
+        match value_conversion::convert(&node, key, section.strict) {
             Ok(value) => {
                 self.note(&path, format!("\"auto\": {before} {value}{after}"));
                 self.set(&path, value);

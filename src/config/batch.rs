@@ -1,20 +1,20 @@
 //! The batch triad: train batch = micro batch x accumulation x ranks (DeepSpeed's inference, exactly).
 
 use super::auto::BATCH_KEYS;
-use super::walk::Walk;
-use super::{Batch, Rule};
+use super::walk::ConfigWalk;
+use super::{BatchConfig, ConfigRule};
 use crate::error::{ConfigError, Result};
 use crate::util::counted;
 
 /// Why three numbers do not make a batch: the key to blame, and the message.
-type Fault = (usize, String);
+type BatchFault = (usize, String);
 
 /// The most samples of a rank's forward.
 const MOST_AT_ONCE: u64 = 1 << 32;
 
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
-impl Batch {
+impl BatchConfig {
     /// The same micro batch with another train batch size: only the accumulation changes (DeepSpeed's
     /// `set_train_batch_size`).
     ///
@@ -37,7 +37,7 @@ impl Batch {
 }
 
 /// Resolves the three keys; problems go to the walk.
-pub(super) fn resolve(walk: &mut Walk<'_>, world_size: usize) -> Option<Batch> {
+pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<BatchConfig> {
     let mut given = BATCH_KEYS.map(|key| walk.int(key));
     let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));
     // What does not follow from the train batch is the run's.
@@ -62,20 +62,20 @@ pub(super) fn resolve(walk: &mut Walk<'_>, world_size: usize) -> Option<Batch> {
                 walk.set(key, triple[index].into());
             }
             let [Ok(t), Ok(m), Ok(g)] = triple.map(usize::try_from) else { return None };
-            Some(Batch { train_batch_size: t, train_micro_batch_size_per_gpu: m, gradient_accumulation_steps: g })
+            Some(BatchConfig { train_batch_size: t, train_micro_batch_size_per_gpu: m, gradient_accumulation_steps: g })
         }
         // A batch key with a value of the wrong kind has been complained about.
         Err(_) if BATCH_KEYS.iter().any(|key| walk.problems.iter().any(|problem| problem.path == *key)) => None,
         Err((key, message)) => {
             let place = walk.place(BATCH_KEYS[key]);
-            walk.problem(Rule::Batch, BATCH_KEYS[key], place, message);
+            walk.problem(ConfigRule::Batch, BATCH_KEYS[key], place, message);
             None
         }
     }
 }
 
 /// Train batch, micro batch and accumulation from those that are given.
-fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
+fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     let mut positive = [None; 3];
     for (index, value) in given.into_iter().enumerate() {
         positive[index] = match value.map(|v| u64::try_from(v).ok().filter(|v| *v > 0)) {
@@ -167,7 +167,8 @@ mod tests {
 
     #[test]
     fn another_train_batch_size_changes_only_the_accumulation() {
-        let batch = Batch { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
+        let batch =
+            BatchConfig { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
         let new = batch.with_train_batch_size(60, 4).unwrap();
         assert_eq!((new.train_micro_batch_size_per_gpu, new.gradient_accumulation_steps), (3, 5));
         insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 ranks; a positive multiple of 3 * 4 is needed");

@@ -26,7 +26,7 @@ pub enum ConfigError {
         /// The file, or "the configuration text".
         origin: String,
         /// Where.
-        place: Place,
+        place: TextPosition,
         /// The allowed values.
         expected: String,
         /// The value found.
@@ -40,12 +40,12 @@ pub enum ConfigError {
         /// Path of the key.
         path: String,
         /// Its first place.
-        first: Place,
+        first: TextPosition,
         /// Its second place.
-        second: Place,
+        second: TextPosition,
     },
     /// A configuration that can be read, but breaks rules; all of them are listed, in file order.
-    #[error("{origin}{}", Listed(problems))]
+    #[error("{origin}{}", ProblemList(problems))]
     Problems {
         /// The file, "the configuration text" or "the configuration value".
         origin: String,
@@ -93,14 +93,14 @@ pub enum ConfigError {
 
 /// A place in a text, counted from 1; columns count characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Place {
+pub struct TextPosition {
     /// Line, from 1.
     pub line: usize,
     /// Column in characters, from 1.
     pub column: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for TextPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "line {}, column {}", self.line, self.column)
     }
@@ -109,7 +109,7 @@ impl fmt::Display for Place {
 /// Which kind of rule a [`ConfigProblem`] breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Rule {
+pub enum ConfigRule {
     /// DeepSpeed has no such key, or not in this place.
     UnknownKey,
     /// A DeepSpeed key in the wrong section.
@@ -130,7 +130,7 @@ pub enum Rule {
     Unsupported,
 }
 
-impl Rule {
+impl ConfigRule {
     /// The kind of rule in words.
     pub fn name(self) -> &'static str {
         match self {
@@ -151,11 +151,11 @@ impl Rule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigProblem {
     /// Which kind of rule is broken.
-    pub rule: Rule,
+    pub rule: ConfigRule,
     /// Path of the key as the file has it, such as `zero_optimization.stage`.
     pub path: String,
     /// Where the key or its value is; `None`: the key is absent, or the source is no text.
-    pub place: Option<Place>,
+    pub place: Option<TextPosition>,
     /// The value found, the allowed values, and how to fix it.
     pub message: String,
 }
@@ -170,9 +170,9 @@ impl fmt::Display for ConfigProblem {
 }
 
 /// The problems of one configuration as a message: one line for one, a list for more.
-struct Listed<'a>(&'a [ConfigProblem]);
+struct ProblemList<'a>(&'a [ConfigProblem]);
 
-impl fmt::Display for Listed<'_> {
+impl fmt::Display for ProblemList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             [one] => write!(f, ": {one}"),

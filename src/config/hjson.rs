@@ -5,8 +5,8 @@
 //! which go to the end of their line. Where such a string took in what was not meant for it (a bracket that it does
 //! not open, the next key), it is refused: DeepSpeed reads it, or fails far from its place.
 
-use super::Place;
-use super::node::{Entry, Json, Node};
+use super::TextPosition;
+use super::json_node::{JsonEntry, JsonNode, JsonValue};
 use super::note::shown;
 use std::collections::HashMap;
 
@@ -17,22 +17,22 @@ pub(crate) const MAX_BYTES: usize = 4 << 20;
 
 /// Why a text cannot be read.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum ReadError {
-    Syntax { place: Place, expected: String, found: String },
-    Duplicate { path: String, first: Place, second: Place },
+pub(crate) enum HjsonError {
+    Syntax { place: TextPosition, expected: String, found: String },
+    Duplicate { path: String, first: TextPosition, second: TextPosition },
 }
 
-type Result<T> = std::result::Result<T, ReadError>;
+type Result<T> = std::result::Result<T, HjsonError>;
 
 /// Reads a whole text whose outermost value is an object.
-pub(crate) fn read_object(bytes: &[u8]) -> Result<Node> {
+pub(crate) fn read_object(bytes: &[u8]) -> Result<JsonNode> {
     read(bytes, true)
 }
 
 /// Reads a whole text. A byte order mark before it is skipped.
-fn read(bytes: &[u8], only_object: bool) -> Result<Node> {
-    let start = Place { line: 1, column: 1 };
-    let error = |place, expected: &str, found: String| ReadError::Syntax { place, expected: expected.into(), found };
+fn read(bytes: &[u8], only_object: bool) -> Result<JsonNode> {
+    let start = TextPosition { line: 1, column: 1 };
+    let error = |place, expected: &str, found: String| HjsonError::Syntax { place, expected: expected.into(), found };
     if bytes.len() > MAX_BYTES {
         return Err(error(start, &format!("at most {MAX_BYTES} bytes"), format!("{} bytes", bytes.len())));
     }
@@ -40,12 +40,12 @@ fn read(bytes: &[u8], only_object: bool) -> Result<Node> {
         Ok(text) => text.strip_prefix('\u{feff}').unwrap_or(text),
         Err(e) => {
             let good = String::from_utf8_lossy(&bytes[..e.valid_up_to()]);
-            let mut reader = Reader::new(&good);
+            let mut reader = HjsonReader::new(&good);
             while reader.bump().is_some() {}
             return Err(error(reader.place, "UTF-8 text", format!("the byte 0x{:02x}", bytes[e.valid_up_to()])));
         }
     };
-    let mut reader = Reader::new(text);
+    let mut reader = HjsonReader::new(text);
     reader.skip_blank()?;
     let place = Some(reader.place);
     let node = match reader.peek() {
@@ -53,7 +53,7 @@ fn read(bytes: &[u8], only_object: bool) -> Result<Node> {
         None | Some('[') if only_object => {
             return Err(reader.expected("an object `{...}` as the outermost value"));
         }
-        _ if only_object => Node { place, value: reader.members(None, 0)? },
+        _ if only_object => JsonNode { place, value: reader.members(None, 0)? },
         _ => reader.value(0, false)?,
     };
     reader.skip_blank()?;
@@ -65,16 +65,16 @@ fn read(bytes: &[u8], only_object: bool) -> Result<Node> {
 
 const AFTER_ITEM: &str = "`,` or `]` after an item of the list";
 
-struct Reader<'a> {
+struct HjsonReader<'a> {
     rest: std::str::Chars<'a>,
-    place: Place,
+    place: TextPosition,
     /// Keys from the root to here, for messages.
     path: Vec<String>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> HjsonReader<'a> {
     fn new(text: &'a str) -> Self {
-        Self { rest: text.chars(), place: Place { line: 1, column: 1 }, path: Vec::new() }
+        Self { rest: text.chars(), place: TextPosition { line: 1, column: 1 }, path: Vec::new() }
     }
 
     fn peek(&self) -> Option<char> {
@@ -84,7 +84,7 @@ impl<'a> Reader<'a> {
     fn bump(&mut self) -> Option<char> {
         let c = self.rest.next()?;
         if c == '\n' {
-            self.place = Place { line: self.place.line + 1, column: 1 };
+            self.place = TextPosition { line: self.place.line + 1, column: 1 };
         } else {
             self.place.column += 1;
         }
@@ -100,7 +100,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The error that something else was expected at this place.
-    fn expected(&self, expected: impl Into<String>) -> ReadError {
+    fn expected(&self, expected: impl Into<String>) -> HjsonError {
         let found = match self.peek() {
             None => "the end of the text".to_string(),
             Some('\n' | '\r') => "the end of the line".to_string(),
@@ -111,7 +111,7 @@ impl<'a> Reader<'a> {
             Some(c) if c.is_control() => format!("the control character 0x{:02x}", u32::from(c)),
             Some(c) => format!("`{c}`"),
         };
-        ReadError::Syntax { place: self.place, expected: expected.into(), found }
+        HjsonError::Syntax { place: self.place, expected: expected.into(), found }
     }
 
     /// Skips blanks and comments.
@@ -141,7 +141,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn value(&mut self, depth: usize, of_list: bool) -> Result<Node> {
+    fn value(&mut self, depth: usize, of_list: bool) -> Result<JsonNode> {
         let place = self.place;
         let value = match self.peek() {
             Some('{' | '[') if depth == MAX_DEPTH => {
@@ -149,32 +149,32 @@ impl<'a> Reader<'a> {
             }
             Some('{') => self.object(depth)?,
             Some('[') => self.list(depth)?,
-            Some('"') => Json::String(self.string('"')?),
-            Some('\'') if self.rest.as_str().starts_with("'''") => Json::String(self.long_string()?),
-            Some('\'') => Json::String(self.string('\'')?),
+            Some('"') => JsonValue::String(self.string('"')?),
+            Some('\'') if self.rest.as_str().starts_with("'''") => JsonValue::String(self.long_string()?),
+            Some('\'') => JsonValue::String(self.string('\'')?),
             _ => self.plain(of_list)?,
         };
-        Ok(Node { place: Some(place), value })
+        Ok(JsonNode { place: Some(place), value })
     }
 
-    fn object(&mut self, depth: usize) -> Result<Json> {
+    fn object(&mut self, depth: usize) -> Result<JsonValue> {
         let open = self.place;
         self.bump();
         self.members(Some(open), depth)
     }
 
     /// Keys and values up to the `}` of the object that begins at `open`; without one, to the end of the text.
-    fn members(&mut self, open: Option<Place>, depth: usize) -> Result<Json> {
-        let mut entries: Vec<Entry> = Vec::new();
-        let mut seen: HashMap<String, Place> = HashMap::new();
+    fn members(&mut self, open: Option<TextPosition>, depth: usize) -> Result<JsonValue> {
+        let mut entries: Vec<JsonEntry> = Vec::new();
+        let mut seen: HashMap<String, TextPosition> = HashMap::new();
         loop {
             self.skip_blank()?;
             match (open, self.peek()) {
                 (Some(_), Some('}')) => {
                     self.bump();
-                    return Ok(Json::Object(entries));
+                    return Ok(JsonValue::Object(entries));
                 }
-                (None, None) => return Ok(Json::Object(entries)),
+                (None, None) => return Ok(JsonValue::Object(entries)),
                 (Some(open), None) => {
                     return Err(self.expected(format!("`}}` for the object that begins at {open}")));
                 }
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
             self.path.push(key.clone());
             if let Some(first) = seen.insert(key.clone(), place) {
                 let path = self.path.iter().map(|key| shown(key)).collect::<Vec<_>>().join(".");
-                return Err(ReadError::Duplicate { path, first, second: place });
+                return Err(HjsonError::Duplicate { path, first, second: place });
             }
             self.skip_blank()?;
             if !self.take_if(':') {
@@ -206,7 +206,7 @@ impl<'a> Reader<'a> {
                 let end = if open.is_some() { " or `}`" } else { "" };
                 return Err(self.expected(format!("`,`{end} after the value of `{}`", shown(&key))));
             }
-            entries.push(Entry { key, place: Some(place), node });
+            entries.push(JsonEntry { key, place: Some(place), node });
         }
     }
 
@@ -226,14 +226,14 @@ impl<'a> Reader<'a> {
         Ok(key)
     }
 
-    fn list(&mut self, depth: usize) -> Result<Json> {
+    fn list(&mut self, depth: usize) -> Result<JsonValue> {
         let open = self.place;
         self.bump();
         let mut items = Vec::new();
         loop {
             self.skip_blank()?;
             if self.take_if(']') {
-                return Ok(Json::List(items));
+                return Ok(JsonValue::List(items));
             }
             if self.peek().is_none() {
                 return Err(self.expected(format!("`]` for the list that begins at {open}")));
@@ -247,7 +247,7 @@ impl<'a> Reader<'a> {
     }
 
     /// What stands without quotes: a number, `true`, `false`, `null`, or a string that goes to the end of its line.
-    fn plain(&mut self, of_list: bool) -> Result<Json> {
+    fn plain(&mut self, of_list: bool) -> Result<JsonValue> {
         let place = self.place;
         let rest = self.rest.as_str();
         if rest.is_empty() || rest.starts_with(is_punctuator) {
@@ -259,7 +259,7 @@ impl<'a> Reader<'a> {
             _ => false,
         };
         let end = rest.char_indices().find(ends).map_or(rest.len(), |(at, _)| at);
-        if let Some(value) = scalar(rest[..end].trim_end()).map_err(|(expected, found)| ReadError::Syntax {
+        if let Some(value) = scalar(rest[..end].trim_end()).map_err(|(expected, found)| HjsonError::Syntax {
             place,
             expected: expected.into(),
             found,
@@ -270,7 +270,7 @@ impl<'a> Reader<'a> {
         let text = rest.split(['\n', '\r']).next().unwrap_or_default().trim_end();
         self.refuse_swallowed(text, of_list)?;
         self.skip(text.len());
-        Ok(Json::String(text.into()))
+        Ok(JsonValue::String(text.into()))
     }
 
     /// The error of a string without quotes that took in what was not meant for it.
@@ -302,14 +302,14 @@ impl<'a> Reader<'a> {
         }
         if unopened {
             if !is_value && let Err((expected, found)) = broken_number(first) {
-                return Err(ReadError::Syntax { place: self.place, expected: expected.into(), found });
+                return Err(HjsonError::Syntax { place: self.place, expected: expected.into(), found });
             }
             return Err(self.no_value("; without them it is its whole line, here with a bracket in it"));
         }
         Ok(())
     }
 
-    fn no_value(&self, why: &str) -> ReadError {
+    fn no_value(&self, why: &str) -> HjsonError {
         let of = self.path.last().map(|key| format!(" of `{}`", shown(key))).unwrap_or_default();
         self.expected(format!("a JSON value{of} (text goes in double quotes{why})"))
     }
@@ -417,23 +417,25 @@ impl<'a> Reader<'a> {
 type BadNumber = (&'static str, String);
 
 /// The value of a word that is no string; `None`: it is one.
-fn scalar(word: &str) -> std::result::Result<Option<Json>, BadNumber> {
+fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
     match word {
-        "true" => return Ok(Some(Json::Bool(true))),
-        "false" => return Ok(Some(Json::Bool(false))),
-        "null" => return Ok(Some(Json::Null)),
+        "true" => return Ok(Some(JsonValue::Bool(true))),
+        "false" => return Ok(Some(JsonValue::Bool(false))),
+        "null" => return Ok(Some(JsonValue::Null)),
         _ => {}
     }
     if number_length(word) != Some(word.len()) {
         return Ok(None);
     }
     if let Ok(i) = word.parse() {
-        return Ok(Some(Json::Int(i)));
+        return Ok(Some(JsonValue::Int(i)));
     }
     match word.parse::<f64>() {
         Ok(x) if !x.is_finite() => Err(("a number below 1.8e308", format!("`{}`", shown(word)))),
-        Ok(_) if word.trim_start_matches('-').bytes().all(|c| c.is_ascii_digit()) => Ok(Some(Json::Long(word.into()))),
-        Ok(x) => Ok(Some(Json::Float(x))),
+        Ok(_) if word.trim_start_matches('-').bytes().all(|c| c.is_ascii_digit()) => {
+            Ok(Some(JsonValue::Long(word.into())))
+        }
+        Ok(x) => Ok(Some(JsonValue::Float(x))),
         Err(_) => Ok(None),
     }
 }

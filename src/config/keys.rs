@@ -3,45 +3,45 @@
 //! Everything else reads it: the walk over a file, the nearest known key of a misspelt one, the printed configuration
 //! and docs/config.md. Defaults are those of DeepSpeed 0.19.8's source.
 
-mod core;
 mod key;
 mod optim;
-mod other;
-mod short;
+mod other_sections;
+mod shorthand;
+mod top_level;
 mod zero;
 
-pub(crate) use key::{Key, Kind, NO_DEFAULT, Section, Status, join};
+pub(crate) use key::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, join};
 
 /// All sections; the root is the first.
-pub(crate) fn sections() -> impl Iterator<Item = &'static Section> {
-    [core::SECTIONS, zero::SECTIONS, optim::SECTIONS, other::SECTIONS].into_iter().flatten()
+pub(crate) fn sections() -> impl Iterator<Item = &'static ConfigSection> {
+    [top_level::SECTIONS, zero::SECTIONS, optim::SECTIONS, other_sections::SECTIONS].into_iter().flatten()
 }
 
 /// The section of that path. Sections with types are found by [`typed_section`].
-pub(crate) fn section(path: &str) -> &'static Section {
+pub(crate) fn section(path: &str) -> &'static ConfigSection {
     sections()
         .find(|section| section.path == path && section.types.is_empty())
         .unwrap_or_else(|| panic!("the table has no section {path}"))
 }
 
 /// The parameters of one type of optimizer or schedule, by its exact name.
-pub(crate) fn typed_section(path: &str, of_type: &str) -> Option<&'static Section> {
+pub(crate) fn typed_section(path: &str, of_type: &str) -> Option<&'static ConfigSection> {
     sections().find(|section| section.path == path && section.types.contains(&of_type))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::value;
+    use crate::config::value_conversion;
 
     #[test]
     fn every_default_parses_and_is_of_its_kind() {
         for section in sections() {
             for key in section.keys {
                 let Some(default) = key.default_value() else { continue };
-                if !default.is_null() && key.kind != Kind::Section {
-                    let node = crate::config::node::Node::from_value(&default);
-                    let read = value::convert(&node, key, false);
+                if !default.is_null() && key.kind != ConfigValueKind::Section {
+                    let node = crate::config::json_node::JsonNode::from_value(&default);
+                    let read = value_conversion::convert(&node, key, false);
                     assert_eq!(read.as_ref(), Ok(&default), "{}", section.join(key.name));
                 }
             }
@@ -56,7 +56,7 @@ mod tests {
             names.sort_unstable();
             names.dedup();
             assert_eq!(names.len(), before, "{}", section.path);
-            for key in section.keys.iter().filter(|key| key.kind == Kind::Section) {
+            for key in section.keys.iter().filter(|key| key.kind == ConfigValueKind::Section) {
                 let path = section.join(key.name);
                 assert!(sections().any(|s| s.path == path), "{path} has no table");
             }
@@ -67,7 +67,8 @@ mod tests {
     fn every_section_hangs_under_a_key() {
         for section in sections().filter(|section| !section.path.is_empty()) {
             let (parent, name) = section.path.rsplit_once('.').unwrap_or(("", section.path));
-            let found = sections().any(|s| s.path == parent && s.key(name).is_some_and(|k| k.kind == Kind::Section));
+            let found =
+                sections().any(|s| s.path == parent && s.key(name).is_some_and(|k| k.kind == ConfigValueKind::Section));
             assert!(found, "{}", section.path);
         }
     }

@@ -1,6 +1,6 @@
 //! The output of a run: the sections of monitors, loggers and profilers.
 
-use super::walk::{Walk, set};
+use super::walk::{ConfigWalk, set};
 use crate::notice::LogLevel;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -85,7 +85,7 @@ impl Default for FlopsProfiler {
 }
 
 /// Reads the sections, which the walk has checked key by key.
-pub(super) fn resolve(walk: &Walk<'_>) -> Monitoring {
+pub(super) fn resolve(walk: &ConfigWalk<'_>) -> Monitoring {
     let folder = |section: &str| {
         walk.bool(&format!("{section}.enabled")).then(|| MonitorFolder {
             output_path: walk.str(&format!("{section}.output_path")).unwrap_or_default().into(),
@@ -104,7 +104,7 @@ pub(super) fn resolve(walk: &Walk<'_>) -> Monitoring {
     }
 }
 
-fn comms_logger(walk: &Walk<'_>) -> Option<CommsLogger> {
+fn comms_logger(walk: &ConfigWalk<'_>) -> Option<CommsLogger> {
     walk.get("comms_logger")?.as_object()?;
     let ops = walk.get("comms_logger.prof_ops").and_then(Value::as_array).into_iter().flatten();
     Some(CommsLogger {
@@ -114,7 +114,7 @@ fn comms_logger(walk: &Walk<'_>) -> Option<CommsLogger> {
     })
 }
 
-fn flops_profiler(walk: &Walk<'_>) -> Option<FlopsProfiler> {
+fn flops_profiler(walk: &ConfigWalk<'_>) -> Option<FlopsProfiler> {
     let size = |key: &str| usize::try_from(walk.int(&format!("flops_profiler.{key}")).unwrap_or(-1)).ok();
     walk.bool("flops_profiler.enabled").then(|| FlopsProfiler {
         profile_step: walk.count("flops_profiler.profile_step"),

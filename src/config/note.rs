@@ -2,7 +2,7 @@
 
 /// A note about a configuration, printed once, with the key's path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Note {
+pub struct ConfigNote {
     /// Path of the key, such as `zero_optimization.contiguous_gradients`.
     pub path: String,
     /// The text of the note.

@@ -1,7 +1,7 @@
 //! `zero_optimization.offload_optimizer`, `zero_optimization.offload_param` and `aio`.
 
-use super::walk::Walk;
-use super::{Aio, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
+use super::walk::ConfigWalk;
+use super::{Aio, ConfigRule, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig};
 use crate::layout::ZeroStage;
 use crate::util::cache_home;
 use serde_json::Value;
@@ -9,24 +9,26 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// An offload section, and the first stage at which it has an effect, as in DeepSpeed.
-pub(super) struct Section {
+pub(super) struct OffloadSection {
     pub path: &'static str,
     pub from: ZeroStage,
 }
 
-pub(super) const OPTIMIZER: Section = Section { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
-pub(super) const PARAM: Section = Section { path: "zero_optimization.offload_param", from: ZeroStage::Three };
+pub(super) const OPTIMIZER: OffloadSection =
+    OffloadSection { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
+pub(super) const PARAM: OffloadSection =
+    OffloadSection { path: "zero_optimization.offload_param", from: ZeroStage::Three };
 
 /// `offload_optimizer.delayed_update_after` where it is absent.
 const DELAYED_UPDATE_AFTER: u64 = 40;
 
-impl Section {
+impl OffloadSection {
     fn join(&self, key: &str) -> String {
         format!("{}.{key}", self.path)
     }
 
     /// `device` with its folder; `None`: nothing is offloaded.
-    fn to(&self, walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
+    fn to(&self, walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
         let nvme = match walk.str(&self.join("device"))? {
             "cpu" => false,
             "nvme" => true,
@@ -50,7 +52,7 @@ impl Section {
                         let text =
                             format!("{path:?} found: this user has no home folder; give a path that begins with /");
                         let place = walk.place(&key);
-                        walk.problem(Rule::Conflict, &key, place, text);
+                        walk.problem(ConfigRule::Conflict, &key, place, text);
                         None
                     }
                 }
@@ -61,20 +63,20 @@ impl Section {
                     "{found}: device \"nvme\" needs a folder on a fast local disk; give its path, or use device \"cpu\""
                 );
                 let place = walk.place(&key).or_else(|| walk.place(&self.join("device")));
-                walk.problem(Rule::Conflict, &key, place, text);
+                walk.problem(ConfigRule::Conflict, &key, place, text);
                 None
             }
         }
     }
 
     /// A count that is at least `least` where files are used.
-    fn count(&self, walk: &mut Walk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
+    fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
         let path = self.join(key);
         let found = count(walk, &path);
         if to.nvme_path().is_some() && found < least {
             let place = walk.place(&path);
             let text = format!("{found} found, allowed with device \"nvme\" is {least} or more{why}");
-            walk.problem(Rule::Range, &path, place, text);
+            walk.problem(ConfigRule::Range, &path, place, text);
         }
         found
     }
@@ -93,7 +95,7 @@ fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Optio
 
 /// Where master weights, moments and gradient shares live; problems go to the walk.
 pub(super) fn optimizer(
-    walk: &mut Walk<'_>,
+    walk: &mut ConfigWalk<'_>,
     stage: ZeroStage,
     optimizer: Option<&OptimizerConfig>,
 ) -> Option<OffloadOptimizer> {
@@ -127,14 +129,14 @@ pub(super) fn optimizer(
 
 /// The updates before the first one that is delayed. These keys have no value where they are absent: DeepSpeed, to which a
 /// configuration may be printed, knows neither.
-fn delayed_update_after(walk: &Walk<'_>) -> Option<u64> {
+fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
     let given = |key: &str| walk.get(&OPTIMIZER.join(key));
     let is_delayed = given("delayed_update").and_then(Value::as_bool).unwrap_or(false);
     is_delayed.then(|| given("delayed_update_after").and_then(Value::as_u64).unwrap_or(DELAYED_UPDATE_AFTER))
 }
 
 /// Where parameter shards live; problems go to the walk.
-pub(super) fn param(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
+pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
     let to = PARAM.to(walk, stage)?;
     Some(OffloadParam {
         buffer_count: PARAM.count(walk, "buffer_count", &to, 1, ""),
@@ -146,7 +148,7 @@ pub(super) fn param(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadPara
 }
 
 /// How files are accessed.
-pub(super) fn aio(walk: &Walk<'_>) -> Aio {
+pub(super) fn aio(walk: &ConfigWalk<'_>) -> Aio {
     let of = |key: &str| count(walk, &format!("aio.{key}"));
     Aio {
         block_size: of("block_size"),
@@ -155,7 +157,7 @@ pub(super) fn aio(walk: &Walk<'_>) -> Aio {
     }
 }
 
-fn count(walk: &Walk<'_>, path: &str) -> usize {
+fn count(walk: &ConfigWalk<'_>, path: &str) -> usize {
     // Beyond usize (on 32 bits) there is no difference to "all".
     usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
 }

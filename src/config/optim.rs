@@ -2,10 +2,10 @@
 
 use super::keys::typed_section;
 use super::note::shown;
-use super::walk::{Walk, defaults};
+use super::walk::{ConfigWalk, defaults};
 use super::{
-    AdagradConfig, AdamConfig, EightBit, EightBitConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig,
-    Rule, SgdConfig,
+    AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LionConfig, MuonConfig, NsMethod,
+    OptimizerConfig, SgdConfig,
 };
 use crate::layout::ZeroStage;
 use serde_json::Value;
@@ -37,7 +37,7 @@ const TORCH_ADAMW_DECAY: f64 = 0.01;
 const OPTIMIZER: &str = "optimizer";
 
 /// The optimizer of the file; problems go to the walk.
-pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
+pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
     if !walk.given.contains_key(OPTIMIZER) || walk.get(OPTIMIZER) == Some(&Value::Null) {
         untested(walk, None, stage);
         return None;
@@ -80,18 +80,18 @@ fn of(key: &str) -> String {
     format!("optimizer.params.{key}")
 }
 
-fn betas(walk: &Walk<'_>) -> (f64, f64) {
+fn betas(walk: &ConfigWalk<'_>) -> (f64, f64) {
     let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
     let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
     (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
 }
 
-fn lion(walk: &Walk<'_>) -> LionConfig {
+fn lion(walk: &ConfigWalk<'_>) -> LionConfig {
     LionConfig { lr: walk.float(&of("lr")), betas: betas(walk), weight_decay: walk.float(&of("weight_decay")) }
 }
 
 /// Decay is decoupled in both of bitsandbytes' Adams.
-fn adam_8bit(walk: &Walk<'_>) -> AdamConfig {
+fn adam_8bit(walk: &ConfigWalk<'_>) -> AdamConfig {
     AdamConfig {
         lr: walk.float(&of("lr")),
         betas: betas(walk),
@@ -102,12 +102,12 @@ fn adam_8bit(walk: &Walk<'_>) -> AdamConfig {
     }
 }
 
-fn eight_bit(walk: &Walk<'_>, kind: EightBit) -> OptimizerConfig {
+fn eight_bit(walk: &ConfigWalk<'_>, kind: EightBit) -> OptimizerConfig {
     let min_8bit_size = usize::try_from(walk.count(&of("min_8bit_size"))).unwrap_or(usize::MAX);
     OptimizerConfig::EightBit(EightBitConfig { kind, min_8bit_size })
 }
 
-fn sgd(walk: &mut Walk<'_>) -> SgdConfig {
+fn sgd(walk: &mut ConfigWalk<'_>) -> SgdConfig {
     let sgd = SgdConfig {
         lr: walk.float(&of("lr")),
         momentum: walk.float(&of("momentum")),
@@ -117,12 +117,12 @@ fn sgd(walk: &mut Walk<'_>) -> SgdConfig {
     };
     if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
         let place = walk.place(&of("nesterov"));
-        walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
+        walk.problem(ConfigRule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
     }
     sgd
 }
 
-fn lamb(walk: &mut Walk<'_>) -> LambConfig {
+fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     let lamb = LambConfig {
         lr: walk.float(&of("lr")),
         betas: betas(walk),
@@ -139,17 +139,17 @@ fn lamb(walk: &mut Walk<'_>) -> LambConfig {
         let place = walk.place(&of(key));
         let text =
             format!("min_coeff {} is above max_coeff {}: give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
-        walk.problem(Rule::Conflict, &of(key), place, text);
+        walk.problem(ConfigRule::Conflict, &of(key), place, text);
     }
     lamb
 }
 
 /// Muon with its AdamW. Each half's own rate takes precedence over the common one.
-fn muon(walk: &mut Walk<'_>) -> MuonConfig {
+fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {
         let place = walk.place(&of("momentum"));
-        walk.problem(Rule::Range, &of("momentum"), place, "1 found, a momentum has to be at least 0 and below 1");
+        walk.problem(ConfigRule::Range, &of("momentum"), place, "1 found, a momentum has to be at least 0 and below 1");
     }
     let rate = |key: &str, default: f64| {
         let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
@@ -173,7 +173,7 @@ fn muon(walk: &mut Walk<'_>) -> MuonConfig {
 }
 
 /// Adam, or AdamW, which is `always_decoupled`.
-fn adam(walk: &mut Walk<'_>, always_decoupled: bool) -> AdamConfig {
+fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
     let adam_w_mode = walk.bool(&of("adam_w_mode"));
     let decoupled = always_decoupled || adam_w_mode;
     // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
@@ -195,7 +195,7 @@ fn adam(walk: &mut Walk<'_>, always_decoupled: bool) -> AdamConfig {
 }
 
 /// Reads `params` by the table of its type; `None` where there is none.
-pub(super) fn parameters(walk: &mut Walk<'_>, owner: &str, of_type: &str) -> Option<()> {
+pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, of_type: &str) -> Option<()> {
     let path = format!("{owner}.params");
     let section = typed_section(&path, of_type)?;
     walk.set(&path, Value::Object(defaults(section)));
@@ -206,16 +206,23 @@ pub(super) fn parameters(walk: &mut Walk<'_>, owner: &str, of_type: &str) -> Opt
 }
 
 /// Complains about an absent type, once.
-pub(super) fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
+pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str]) {
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
         let place = walk.place(owner);
-        walk.problem(Rule::Type, &path, place, format!("has to be given: {}", names.join(", ")));
+        walk.problem(ConfigRule::Type, &path, place, format!("has to be given: {}", names.join(", ")));
     }
 }
 
 /// Complains about a type that is not offered.
-pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others: &[&str], any_case: bool) {
+pub(super) fn stranger(
+    walk: &mut ConfigWalk<'_>,
+    path: &str,
+    found: &str,
+    names: &[&str],
+    others: &[&str],
+    any_case: bool,
+) {
     const ALIKE: f64 = 0.6;
     /// Longer names are like none, and comparing very long ones takes seconds.
     const LONGEST: usize = 100;
@@ -224,17 +231,22 @@ pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&s
     let offered = names.join(", ");
     let told = shown(found);
     if others.iter().any(|name| same(&name)) {
-        return walk.problem(Rule::Unsupported, path, place, format!("\"{told}\" is not supported: use {offered}"));
+        return walk.problem(
+            ConfigRule::Unsupported,
+            path,
+            place,
+            format!("\"{told}\" is not supported: use {offered}"),
+        );
     }
     let found: String = found.chars().take(LONGEST).collect();
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
     let near = names.iter().filter(|name| likeness(name) >= ALIKE).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
-    walk.problem(Rule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
+    walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
 }
 
 /// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
-fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
+fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
     let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
     if let (Some(name), false) = (untested, allowed) {
@@ -243,7 +255,7 @@ fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
             "{name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
              or AdamW"
         );
-        walk.problem(Rule::Conflict, "optimizer.type", place, text);
+        walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
         let text = "accepted and has no effect on what this file says: only SGD, Lamb and an optimizer of one's own at \
                     stage 1 to 3 need it";

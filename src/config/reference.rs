@@ -1,7 +1,7 @@
 //! docs/config.md, from the table of keys: a test compares the file, or regenerates it.
 
-use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, sections};
-use super::value;
+use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, sections};
+use super::value_conversion;
 use std::fmt::Write;
 
 const HEAD: &str = "\
@@ -54,20 +54,20 @@ fn reference_markdown() -> String {
 /// The word for each key that is no section.
 fn words() -> impl Iterator<Item = &'static str> {
     let keys = sections().flat_map(|section| section.keys.iter().map(move |key| (section, key)));
-    keys.filter(|(_, key)| key.kind != Kind::Section || key.status != Status::OfSection)
+    keys.filter(|(_, key)| key.kind != ConfigValueKind::Section || key.status != KeyStatus::OfSection)
         .map(|(section, key)| of_key(section, key).0)
 }
 
 /// The word for a key, and its reason.
-fn of_key(section: &Section, key: &Key) -> (&'static str, Option<String>) {
+fn of_key(section: &ConfigSection, key: &ConfigKey) -> (&'static str, Option<String>) {
     match key.status {
-        Status::OfSection if key.kind == Kind::Section => ("see its section", None),
-        Status::OfSection => (status(section.status).0, None),
+        KeyStatus::OfSection if key.kind == ConfigValueKind::Section => ("see its section", None),
+        KeyStatus::OfSection => (status(section.status).0, None),
         own => status(own),
     }
 }
 
-fn heading(text: &mut String, section: &Section) {
+fn heading(text: &mut String, section: &ConfigSection) {
     let name = if section.path.is_empty() { "Top level".to_string() } else { format!("`{}`", section.path) };
     let of = if section.types.is_empty() { String::new() } else { format!(" of {}", section.types.join(", ")) };
     // Writing to a String cannot fail.
@@ -79,7 +79,7 @@ fn heading(text: &mut String, section: &Section) {
     if !section.checked {
         facts.push("Not looked into: it cannot change training.".to_string());
     }
-    if section.status != Status::Honoured {
+    if section.status != KeyStatus::Honoured {
         let when = section.switch.map(|switch| format!(" when `{switch}` is true")).unwrap_or_default();
         let (word, why) = status(section.status);
         facts.push(format!("As a whole {word}{when}{}.", why.map(|why| format!(": {why}")).unwrap_or_default()));
@@ -89,12 +89,13 @@ fn heading(text: &mut String, section: &Section) {
     }
 }
 
-fn row(text: &mut String, section: &Section, key: &Key) {
+fn row(text: &mut String, section: &ConfigSection, key: &ConfigKey) {
     let mut name = format!("`{}`", key.name);
     for alias in key.aliases {
         let _ = write!(name, " or `{alias}`");
     }
-    let kind = if key.kind == Kind::Section { "object".to_string() } else { value::needed(key.kind) };
+    let kind =
+        if key.kind == ConfigValueKind::Section { "object".to_string() } else { value_conversion::needed(key.kind) };
     let default = match key.default {
         NO_DEFAULT => "none".to_string(),
         // The class paths are too long for a table.
@@ -108,19 +109,19 @@ fn row(text: &mut String, section: &Section, key: &Key) {
 }
 
 /// The word for a status, and its reason.
-fn status(status: Status) -> (&'static str, Option<String>) {
+fn status(status: KeyStatus) -> (&'static str, Option<String>) {
     match status {
-        Status::Honoured => ("honoured", None),
+        KeyStatus::Honoured => ("honoured", None),
         // Inside a section whose switch is refused, or whose one honoured key decides.
-        Status::OfSection => ("noted", None),
-        Status::OfRefused => ("refused", Some("with its section".into())),
-        Status::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),
-        Status::NoEffect(why) => ("noted", Some(why.into())),
-        Status::Refused(why) => ("refused", Some(why.into())),
-        Status::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
-        Status::Removed(why) => ("removed", Some(why.into())),
-        Status::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
-        Status::Moved(to) => ("translated", Some(format!("to {to}"))),
+        KeyStatus::OfSection => ("noted", None),
+        KeyStatus::OfRefused => ("refused", Some("with its section".into())),
+        KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),
+        KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
+        KeyStatus::Refused(why) => ("refused", Some(why.into())),
+        KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
+        KeyStatus::Removed(why) => ("removed", Some(why.into())),
+        KeyStatus::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
+        KeyStatus::Moved(to) => ("translated", Some(format!("to {to}"))),
     }
 }
 

@@ -1,30 +1,30 @@
 //! From a walked file to a [`Config`]: typed values, and the rules that hold between keys.
 
-use super::node::{Json, Node};
+use super::json_node::{JsonNode, JsonValue};
 use super::note::shown;
-use super::walk::Walk;
+use super::walk::ConfigWalk;
 use super::{
-    Config, ConfigProblem, Fp16, GradientOp, LeafModule, Note, Precision, Rule, RunValues, StatePrecision,
-    TagValidation, ZeroConfig, batch, monitoring, offload, optim, scheduler, value,
+    Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, Precision, RunValues, StatePrecision,
+    TagValidation, ZeroConfig, batch, monitoring, offload, optim, scheduler, value_conversion,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use serde_json::Value;
 
 /// The problems of a tree, in file order, and the notes about it.
-pub(super) struct Rejection {
+pub(super) struct ConfigRejection {
     pub problems: Vec<ConfigProblem>,
-    pub notes: Vec<Note>,
+    pub notes: Vec<ConfigNote>,
 }
 
 /// Resolves a whole tree.
-pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result<Config, Rejection> {
-    let Json::Object(entries) = &root.value else {
-        let message = format!("an object `{{...}}` is needed, {} found", value::found(root));
-        let problem = ConfigProblem { rule: Rule::Type, path: "(top)".into(), place: root.place, message };
-        return Err(Rejection { problems: vec![problem], notes: Vec::new() });
+pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Result<Config, ConfigRejection> {
+    let JsonValue::Object(entries) = &root.value else {
+        let message = format!("an object `{{...}}` is needed, {} found", value_conversion::found(root));
+        let problem = ConfigProblem { rule: ConfigRule::Type, path: "(top)".into(), place: root.place, message };
+        return Err(ConfigRejection { problems: vec![problem], notes: Vec::new() });
     };
-    let mut walk = Walk::new(entries, run);
+    let mut walk = ConfigWalk::new(entries, run);
     let walk_ref = &mut walk;
     let batch = batch::resolve(walk_ref, world_size);
     let mut zero = zero(walk_ref);
@@ -52,7 +52,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
         // A refused key was not accepted.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
-        return Err(Rejection { problems: walk.problems, notes: walk.notes });
+        return Err(ConfigRejection { problems: walk.problems, notes: walk.notes });
     };
     Ok(Config {
         world_size,
@@ -99,11 +99,11 @@ fn dtype(name: Option<&str>) -> Option<DType> {
     })
 }
 
-fn gradient_op(walk: &Walk<'_>) -> GradientOp {
+fn gradient_op(walk: &ConfigWalk<'_>) -> GradientOp {
     if walk.str("gradient_allreduce_op") == Some("sum") { GradientOp::Sum } else { GradientOp::Mean }
 }
 
-fn tag_validation(walk: &Walk<'_>) -> TagValidation {
+fn tag_validation(walk: &ConfigWalk<'_>) -> TagValidation {
     match walk.str("checkpoint.tag_validation").map(str::to_lowercase).as_deref() {
         Some("ignore") => TagValidation::Ignore,
         Some("fail") => TagValidation::Fail,
@@ -111,7 +111,7 @@ fn tag_validation(walk: &Walk<'_>) -> TagValidation {
     }
 }
 
-fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
+fn zero(walk: &mut ConfigWalk<'_>) -> ZeroConfig {
     let stage = ZeroStage::from_number(walk.count("zero_optimization.stage")).unwrap_or_default();
     let count = |key: &str| {
         // Counts are below 2^63: beyond usize (on 32 bits) there is no difference to "all".
@@ -152,14 +152,14 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
     }
 }
 
-fn precision(walk: &mut Walk<'_>) -> Precision {
+fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
     match (walk.bool("fp16.enabled"), walk.bool("bf16.enabled")) {
         (false, false) => Precision::F32,
         (false, true) => Precision::Bf16 { check_grad_overflow: walk.bool("bf16.check_grad_overflow") },
         (true, true) => {
             let place = walk.place("bf16.enabled");
             let text = "bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off";
-            walk.problem(Rule::Conflict, "bf16.enabled", place, text);
+            walk.problem(ConfigRule::Conflict, "bf16.enabled", place, text);
             Precision::F32
         }
         (true, false) => fp16(walk),
@@ -167,7 +167,7 @@ fn precision(walk: &mut Walk<'_>) -> Precision {
 }
 
 /// Master weights and moments; the rules are DeepSpeed's.
-fn states(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) -> StatePrecision {
+fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> StatePrecision {
     let keys =
         ["fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
     let [fp16_master, bf16_master, bf16_moments] = keys.map(|key| walk.bool(key));
@@ -184,12 +184,12 @@ fn states(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) -> StateP
             continue;
         };
         let place = walk.place(key);
-        walk.problem(Rule::Conflict, key, place, text);
+        walk.problem(ConfigRule::Conflict, key, place, text);
     }
     StatePrecision { master_weights: !fp16_master && !bf16_master, bf16_moments }
 }
 
-fn fp16(walk: &mut Walk<'_>) -> Precision {
+fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     /// 2^127 is the largest power of two in f32, in which the loss is scaled.
     const LARGEST_POWER: i64 = 127;
     let loss_scale = walk.float("fp16.loss_scale");
@@ -208,7 +208,7 @@ fn fp16(walk: &mut Walk<'_>) -> Precision {
             let path = format!("fp16.{key}");
             let place = walk.place(&path);
             walk.problem(
-                Rule::Range,
+                ConfigRule::Range,
                 &path,
                 place,
                 format!("{value} found, allowed with a dynamic loss scale is {allowed}"),
@@ -227,7 +227,7 @@ fn fp16(walk: &mut Walk<'_>) -> Precision {
 }
 
 /// `torch_autocast`: the format of products in an f32 model.
-fn autocast(walk: &mut Walk<'_>, precision: Precision) -> Option<DType> {
+fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     if !walk.bool("torch_autocast.enabled") {
         return None;
     }
@@ -244,12 +244,14 @@ fn autocast(walk: &mut Walk<'_>, precision: Precision) -> Option<DType> {
         "bf16" | "bfloat16" => return Some(DType::BF16),
         "fp32" | "float32" | "float" => return None,
         "fp16" | "float16" | "half" => (
-            Rule::Unsupported,
+            ConfigRule::Unsupported,
             "is not supported: its smallest number is 6e-8, so gradients of such products need a scaled loss, which a \
              model of f32 does not have; use \"bfloat16\", or the fp16 section in place of this one",
         ),
-        "int8" => (Rule::Unsupported, "is not supported: products of whole numbers have no gradient; use \"bfloat16\""),
-        _ => (Rule::Range, "found, allowed is \"bfloat16\" or \"float32\""),
+        "int8" => {
+            (ConfigRule::Unsupported, "is not supported: products of whole numbers have no gradient; use \"bfloat16\"")
+        }
+        _ => (ConfigRule::Range, "found, allowed is \"bfloat16\" or \"float32\""),
     };
     let place = walk.place(key);
     let text = format!("\"{}\" {text}", shown(&name));
@@ -258,7 +260,7 @@ fn autocast(walk: &mut Walk<'_>, precision: Precision) -> Option<DType> {
 }
 
 /// `torch_autocast.lower_precision_safe_modules`: classes that DeepSpeed has in its list, or that round here.
-fn check_safe_modules(walk: &mut Walk<'_>) {
+fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     const KNOWN: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
     let key = "torch_autocast.lower_precision_safe_modules";
     let classes = walk.strings(key);
@@ -272,17 +274,17 @@ fn check_safe_modules(walk: &mut Walk<'_>) {
             KNOWN.join(", ")
         );
         let place = walk.place(key);
-        walk.problem(Rule::Unsupported, key, place, text);
+        walk.problem(ConfigRule::Unsupported, key, place, text);
     }
 }
 
 /// Rules between the keys of gradients and the stage.
-fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
     let sum = "gradient_allreduce_op";
     if gradient_op(walk) == GradientOp::Sum && stage == ZeroStage::Three {
         let place = walk.place(sum);
         walk.problem(
-            Rule::Conflict,
+            ConfigRule::Conflict,
             sum,
             place,
             "gradient_allreduce_op \"sum\" is not possible with stage 3: use mean",
@@ -291,18 +293,18 @@ fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) 
     let factor = walk.float("gradient_predivide_factor");
     if factor == 0.0 {
         let place = walk.place("gradient_predivide_factor");
-        walk.problem(Rule::Range, "gradient_predivide_factor", place, "0 found, it has to be greater than 0");
+        walk.problem(ConfigRule::Range, "gradient_predivide_factor", place, "0 found, it has to be greater than 0");
     }
     if stage >= ZeroStage::Two && walk.bool("zero_optimization.reduce_scatter") {
         let text = format!("is not possible with stage {stage} and reduce_scatter: set reduce_scatter to false, or");
         if factor != 1.0 {
             let place = walk.place("gradient_predivide_factor");
             let text = format!("{factor} {text} remove it");
-            walk.problem(Rule::Conflict, "gradient_predivide_factor", place, text);
+            walk.problem(ConfigRule::Conflict, "gradient_predivide_factor", place, text);
         }
         if walk.bool("prescale_gradients") {
             let place = walk.place("prescale_gradients");
-            walk.problem(Rule::Conflict, "prescale_gradients", place, format!("true {text} remove it"));
+            walk.problem(ConfigRule::Conflict, "prescale_gradients", place, format!("true {text} remove it"));
         }
     }
     let norm = "zero_optimization.compute_grad_norm";
@@ -316,25 +318,25 @@ fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) 
             let place = walk.place(norm);
             let text = "false needs stage 1 or 2, gradient_clipping 0, no offloaded optimizer, and not stage 1 with \
                         bf16 and f32 accumulation";
-            walk.problem(Rule::Conflict, norm, place, text);
+            walk.problem(ConfigRule::Conflict, norm, place, text);
         }
     }
 }
 
 /// Rules inside `zero_optimization`.
-fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage) {
+fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     let bucket = "zero_optimization.allgather_bucket_size";
     let size = walk.count(bucket);
     // Only where the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
         let place = walk.place(bucket);
         let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed; use {}", size - 1);
-        walk.problem(Rule::Range, bucket, place, text);
+        walk.problem(ConfigRule::Range, bucket, place, text);
     }
     let ratio = "zero_optimization.offload_optimizer.ratio";
     if walk.get(ratio).and_then(Value::as_f64).is_some_and(|ratio| ratio < 1.0) && stage < ZeroStage::Three {
         let place = walk.place(ratio);
-        walk.problem(Rule::Conflict, ratio, place, format!("a share below 1 needs stage 3, not stage {stage}"));
+        walk.problem(ConfigRule::Conflict, ratio, place, format!("a share below 1 needs stage 3, not stage {stage}"));
     }
     let weights = "zero_optimization.zero_quantized_weights";
     if walk.bool(weights) && stage < ZeroStage::Three {
@@ -345,7 +347,7 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage) {
 }
 
 /// `compress_between_hosts_only` where nothing is compressed.
-fn check_compression(walk: &mut Walk<'_>, zero: &ZeroConfig) {
+fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
         let text = "accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a \
@@ -355,7 +357,7 @@ fn check_compression(walk: &mut Walk<'_>, zero: &ZeroConfig) {
 }
 
 /// `mics_shard_size`, where it has an effect.
-fn mics_shard_size(walk: &mut Walk<'_>, zero: &ZeroConfig, world_size: usize) -> Option<usize> {
+fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usize) -> Option<usize> {
     let key = "zero_optimization.mics_shard_size";
     let found = walk.int(key).filter(|ranks| *ranks > 0)?;
     if zero.stage < ZeroStage::Three {
@@ -370,7 +372,7 @@ fn mics_shard_size(walk: &mut Walk<'_>, zero: &ZeroConfig, world_size: usize) ->
             (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
         let allowed = divisors.join(", ");
         let text = format!("{found} found: it has to divide the number of ranks, {world_size}; allowed are {allowed}");
-        walk.problem(Rule::Range, key, place, text);
+        walk.problem(ConfigRule::Range, key, place, text);
     }
     if zero.hpz_partition_size > 1 {
         let hpz = zero.hpz_partition_size;
@@ -379,13 +381,13 @@ fn mics_shard_size(walk: &mut Walk<'_>, zero: &ZeroConfig, world_size: usize) ->
              these alone, and a second copy brings nothing nearer; leave zero_hpz_partition_size out where memory has room for \
              all states of a group, or mics_shard_size where it has room for the parameters only"
         );
-        walk.problem(Rule::Conflict, key, place, text);
+        walk.problem(ConfigRule::Conflict, key, place, text);
     }
     ranks
 }
 
 /// `data_types.keep_in_fp32_modules`: the list, where it has an effect.
-fn kept_modules(walk: &mut Walk<'_>, precision: Precision) -> Vec<String> {
+fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> {
     let key = "data_types.keep_in_fp32_modules";
     if !walk.get(key).is_some_and(Value::is_array) {
         return Vec::new();
@@ -395,7 +397,7 @@ fn kept_modules(walk: &mut Walk<'_>, precision: Precision) -> Vec<String> {
         let text = "an empty name, or a dot at an end or beside another one, found; allowed are whole words of the names of \
                     parameters, between dots, in which * stands for any characters (\"ln_f\", \"mlp.c_proj\", \"ln_*\")";
         let place = walk.place(key);
-        walk.problem(Rule::Range, key, place, text);
+        walk.problem(ConfigRule::Range, key, place, text);
     }
     if precision == Precision::F32 && !names.is_empty() {
         walk.note(key, "accepted and has no effect here: the whole model is f32");
@@ -405,7 +407,7 @@ fn kept_modules(walk: &mut Walk<'_>, precision: Precision) -> Vec<String> {
 }
 
 /// `data_types` against the precision.
-fn check_data_types(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
     let own = match precision {
         Precision::F32 => "fp32",
         Precision::Bf16 { .. } => "bf16",
@@ -415,7 +417,7 @@ fn check_data_types(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision)
     if let Some(other) = walk.str(key).filter(|name| *name != own) {
         let text = format!("\"{other}\" contradicts the fp16 and bf16 sections, which choose \"{own}\"");
         let place = walk.place(key);
-        walk.problem(Rule::Conflict, key, place, text);
+        walk.problem(ConfigRule::Conflict, key, place, text);
     }
     let key = "data_types.grad_accum_dtype";
     if let Some(other) = walk.str(key).filter(|name| *name != own && stage == ZeroStage::Zero) {
@@ -423,12 +425,12 @@ fn check_data_types(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision)
             "\"{other}\" differs from the model's \"{own}\": at stage 0 they have to be equal, as in DeepSpeed"
         );
         let place = walk.place(key);
-        walk.problem(Rule::Conflict, key, place, text);
+        walk.problem(ConfigRule::Conflict, key, place, text);
     }
 }
 
 /// `vocabulary_size`: a hint, and all that DeepSpeed does with it is this.
-fn check_vocabulary(walk: &mut Walk<'_>) {
+fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
         let next = size.saturating_add(TILE - size % TILE);
@@ -438,7 +440,7 @@ fn check_vocabulary(walk: &mut Walk<'_>) {
 }
 
 /// `data_efficiency`: each feature that is on is named.
-fn check_data_efficiency(walk: &mut Walk<'_>) {
+fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     if !walk.bool("data_efficiency.enabled") {
         return;
     }
@@ -459,7 +461,7 @@ fn check_data_efficiency(walk: &mut Walk<'_>) {
     for path in paths {
         let place = walk.place(&path);
         walk.problem(
-            Rule::Unsupported,
+            ConfigRule::Unsupported,
             &path,
             place,
             "is on and not supported: it would change training; switch it off",
@@ -468,7 +470,7 @@ fn check_data_efficiency(walk: &mut Walk<'_>) {
 }
 
 /// Whether every unit recomputes: by the key of this engine, or else by any other key that asks for it, with a note.
-fn activation_checkpointing(walk: &mut Walk<'_>) -> bool {
+fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let path = |key: &str| format!("activation_checkpointing.{key}");
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {
         return on;

@@ -1,6 +1,6 @@
 //! The configuration as the engine uses it: every default filled in, every rule checked.
 
-use super::{Monitoring, Note};
+use super::{ConfigNote, Monitoring};
 use crate::layout::{ShardMesh, ZeroStage};
 use candle_core::DType;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ pub struct Config {
     /// Ranks that the batch keys were resolved for.
     pub world_size: usize,
     /// The batch triad.
-    pub batch: Batch,
+    pub batch: BatchConfig,
     /// `fp16`, `bf16`, or neither.
     pub precision: Precision,
     /// `torch_autocast`, where it is enabled: the format of the products of linear layers in an f32 model.
@@ -71,7 +71,7 @@ pub struct Config {
     /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.
     pub shows_save_statistics: bool,
     /// The notes about this file: keys accepted without effect, translated, or not supported.
-    pub notes: Vec<Note>,
+    pub notes: Vec<ConfigNote>,
     /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
     /// [`Config::to_deepspeed_json`]. The fields above take precedence.
     pub recorded: serde_json::Map<String, serde_json::Value>,
@@ -79,7 +79,7 @@ pub struct Config {
 
 /// `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x world size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Batch {
+pub struct BatchConfig {
     /// Samples per optimizer step over all ranks.
     pub train_batch_size: usize,
     /// Samples per rank and forward.

@@ -2,8 +2,8 @@
 
 use super::note::shown;
 use super::optim::{needs_type, parameters, stranger};
-use super::walk::Walk;
-use super::{OneCycleConfig, OptimizerConfig, PerGroup, Rule, SchedulerConfig, WarmupType};
+use super::walk::ConfigWalk;
+use super::{ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
 use serde_json::Value;
 
 /// Schedules, in exact letter case.
@@ -30,7 +30,7 @@ const PYTORCH_SCHEDULES: [&str; 15] = [
 const SCHEDULER: &str = "scheduler";
 
 /// The schedule of the file, beside the optimizer that it is for; problems go to the walk.
-pub(super) fn scheduler(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
+pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
     if !walk.given.contains_key(SCHEDULER) || walk.get(SCHEDULER) == Some(&Value::Null) {
         return None;
     }
@@ -66,7 +66,7 @@ fn of(key: &str) -> String {
 
 /// A rate, or one for each parameter group; `None` where there is none. How many groups there are, the engine learns
 /// from its builder.
-fn given_rate(walk: &mut Walk<'_>, key: &str) -> Option<PerGroup> {
+fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     let rate = match walk.get(&of(key))? {
         Value::Array(rates) => PerGroup::Each(rates.iter().filter_map(Value::as_f64).collect()),
         rate => PerGroup::All(rate.as_f64()?),
@@ -79,23 +79,23 @@ fn given_rate(walk: &mut Walk<'_>, key: &str) -> Option<PerGroup> {
 }
 
 /// A rate that has a default.
-fn rate(walk: &mut Walk<'_>, key: &str) -> PerGroup {
+fn rate(walk: &mut ConfigWalk<'_>, key: &str) -> PerGroup {
     given_rate(walk, key).unwrap_or(PerGroup::All(0.0))
 }
 
 /// Complains about a required parameter that is not there. (A value that does not fit has been complained about.)
-fn required(walk: &mut Walk<'_>, key: &str, why: &str) {
+fn required(walk: &mut ConfigWalk<'_>, key: &str, why: &str) {
     let path = of(key);
     if !walk.given.contains_key(&path) {
         let place = walk.place(SCHEDULER);
-        walk.problem(Rule::Type, &path, place, format!("has to be given: {why}"));
+        walk.problem(ConfigRule::Type, &path, place, format!("has to be given: {why}"));
     }
 }
 
 /// The note about a warm-up from a rate to a lower one, which DeepSpeed takes too.
-fn falling(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) {
+fn falling(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) {
     let Some(min) = walk.get(&of("warmup_min_lr")).and_then(Value::as_f64) else { return };
-    let own = |walk: &Walk<'_>| optimizer.and_then(|_| walk.get("optimizer.params.lr")).and_then(Value::as_f64);
+    let own = |walk: &ConfigWalk<'_>| optimizer.and_then(|_| walk.get("optimizer.params.lr")).and_then(Value::as_f64);
     let given = walk.get(&of("warmup_max_lr")).and_then(Value::as_f64);
     let (max, of_whom) = match given {
         Some(max) => (Some(max), "warmup_max_lr"),
@@ -107,7 +107,7 @@ fn falling(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) {
     }
 }
 
-fn warm_up(walk: &mut Walk<'_>, name: &str, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
+fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
     let warmup_type = match walk.str(&of("warmup_type")) {
         Some("linear") => WarmupType::Linear,
         Some("log") | None => WarmupType::Log,
@@ -157,7 +157,7 @@ fn warm_up(walk: &mut Walk<'_>, name: &str, optimizer: Option<&OptimizerConfig>)
     })
 }
 
-fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<OneCycleConfig> {
+fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<OneCycleConfig> {
     let bounds = ["cycle_min_lr", "cycle_max_lr"].map(|key| {
         let lr = given_rate(walk, key);
         if lr.is_none() {
@@ -190,7 +190,7 @@ fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option
     };
     if cycle_first_step_size == 0.0 {
         let place = walk.place(&of("cycle_first_step_size"));
-        walk.problem(Rule::Range, &of("cycle_first_step_size"), place, "0 found, allowed is a number above 0");
+        walk.problem(ConfigRule::Range, &of("cycle_first_step_size"), place, "0 found, allowed is a number above 0");
     }
     if cycle.cycle_momentum {
         cycled_momentum(walk, &cycle, optimizer);
@@ -199,7 +199,7 @@ fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option
 }
 
 /// The note about a momentum that falls and rises.
-fn cycled_momentum(walk: &mut Walk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
+fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";
         return walk.note(&of("cycle_momentum"), text);
@@ -207,7 +207,7 @@ fn cycled_momentum(walk: &mut Walk<'_>, cycle: &OneCycleConfig, optimizer: Optio
     for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
         if beta == 1.0 {
             let place = walk.place(&of(key));
-            walk.problem(Rule::Range, &of(key), place, "1 found, a momentum has to be at least 0 and below 1");
+            walk.problem(ConfigRule::Range, &of(key), place, "1 found, a momentum has to be at least 0 and below 1");
         }
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;

@@ -1,6 +1,6 @@
 //! A JSON Schema of the configuration, from the table of keys, for editors.
 
-use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, section, sections};
+use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, section, sections};
 use serde_json::{Map, Value, json};
 
 /// A JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
@@ -22,17 +22,17 @@ pub fn json_schema() -> Value {
 }
 
 /// Name of a section's definition; tables of parameters have the first of their types at the end.
-fn name(section: &Section) -> String {
+fn name(section: &ConfigSection) -> String {
     match section.types.first() {
         Some(of_type) => format!("{}.{of_type}", section.path),
         None => section.path.to_string(),
     }
 }
 
-fn definition(section: &'static Section) -> Value {
+fn definition(section: &'static ConfigSection) -> Value {
     let mut schema = object(section);
     let params = format!("{}.params", section.path);
-    let choices: Vec<&Section> = sections().filter(|s| s.path == params && !s.types.is_empty()).collect();
+    let choices: Vec<&ConfigSection> = sections().filter(|s| s.path == params && !s.types.is_empty()).collect();
     if !choices.is_empty() {
         typed(&mut schema, section, &choices);
     }
@@ -43,7 +43,7 @@ fn definition(section: &'static Section) -> Value {
 }
 
 /// An object with the keys of a section and no others.
-fn object(section: &'static Section) -> Value {
+fn object(section: &'static ConfigSection) -> Value {
     let mut properties = Map::new();
     for key in section.keys {
         properties.insert(key.name.into(), property(section, key));
@@ -57,7 +57,7 @@ fn object(section: &'static Section) -> Value {
 }
 
 /// The type chooses the table of parameters. Names of optimizers go in any letter case.
-fn typed(schema: &mut Value, section: &Section, choices: &[&Section]) {
+fn typed(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]) {
     let one = |name: &&str| {
         if section.path == "optimizer" {
             let any_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
@@ -86,16 +86,16 @@ fn typed(schema: &mut Value, section: &Section, choices: &[&Section]) {
     schema["allOf"] = branches.collect();
 }
 
-fn reference(section: &Section) -> Value {
+fn reference(section: &ConfigSection) -> Value {
     json!({"$ref": format!("#/$defs/{}", name(section))})
 }
 
-fn property(section: &'static Section, key: &'static Key) -> Value {
-    let mut schema = if key.kind == Kind::Section {
+fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
+    let mut schema = if key.kind == ConfigValueKind::Section {
         let path = section.join(key.name);
         let inner = sections().find(|s| s.path == path && s.types.is_empty()).map_or_else(|| json!({}), reference);
         if key.default == "null" { json!({"anyOf": [inner, {"type": "null"}]}) } else { inner }
-    } else if !section.checked || key.kind == Kind::Any {
+    } else if !section.checked || key.kind == ConfigValueKind::Any {
         // Not looked into.
         json!({})
     } else {
@@ -104,8 +104,8 @@ fn property(section: &'static Section, key: &'static Key) -> Value {
             forms.push(json!({"type": "null"}));
         }
         // A required name has no other value to stand for.
-        let named = key.default == NO_DEFAULT && key.kind == Kind::Str;
-        if !named && !matches!(key.kind, Kind::AutoOr(_)) {
+        let named = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
+        if !named && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
             forms.push(json!({"const": "auto"}));
         }
         if forms.len() == 1 { forms.remove(0) } else { json!({"anyOf": forms}) }
@@ -114,36 +114,36 @@ fn property(section: &'static Section, key: &'static Key) -> Value {
     if let Some(default) = key.default_value() {
         schema["default"] = default;
     }
-    if matches!(key.status, Status::Removed(_) | Status::RemovedUnlessOff(_) | Status::Moved(_)) {
+    if matches!(key.status, KeyStatus::Removed(_) | KeyStatus::RemovedUnlessOff(_) | KeyStatus::Moved(_)) {
         schema["deprecated"] = true.into();
     }
     schema
 }
 
 /// The values that a kind accepts, without `null` and `"auto"`.
-fn value(kind: Kind) -> Value {
+fn value(kind: ConfigValueKind) -> Value {
     let strings = json!({"type": "array", "items": {"type": "string"}});
     match kind {
-        Kind::Bool => json!({"type": "boolean"}),
-        Kind::Int(min, max) | Kind::IntNoBool(min, max) => {
+        ConfigValueKind::Bool => json!({"type": "boolean"}),
+        ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
             let mut schema = json!({"type": "integer"});
             bound(&mut schema, "minimum", (min != i64::MIN).then(|| min.into()));
             bound(&mut schema, "maximum", (max != i64::MAX).then(|| max.into()));
             schema
         }
-        Kind::Float(min, max) => {
+        ConfigValueKind::Float(min, max) => {
             let mut schema = json!({"type": "number"});
             bound(&mut schema, "minimum", (min != f64::MIN).then(|| min.into()));
             bound(&mut schema, "maximum", (max != f64::MAX).then(|| max.into()));
             schema
         }
-        Kind::PerGroup(min, max) => {
-            let number = value(Kind::Float(min, max));
+        ConfigValueKind::PerGroup(min, max) => {
+            let number = value(ConfigValueKind::Float(min, max));
             json!({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
         }
-        Kind::Str => json!({"type": "string"}),
-        Kind::OneOf(words) => json!({"enum": words}),
-        Kind::OneOfAnyCase(words) => {
+        ConfigValueKind::Str => json!({"type": "string"}),
+        ConfigValueKind::OneOf(words) => json!({"enum": words}),
+        ConfigValueKind::OneOfAnyCase(words) => {
             let cases = words.iter().flat_map(|word| [(*word).to_string(), word.to_lowercase(), word.to_uppercase()]);
             let mut all: Vec<String> = Vec::new();
             cases.for_each(|word| {
@@ -153,14 +153,14 @@ fn value(kind: Kind) -> Value {
             });
             json!({"enum": all})
         }
-        Kind::Strings => strings,
-        Kind::StringsOrOne => json!({"anyOf": [strings, {"type": "string"}]}),
-        Kind::Betas => {
+        ConfigValueKind::Strings => strings,
+        ConfigValueKind::StringsOrOne => json!({"anyOf": [strings, {"type": "string"}]}),
+        ConfigValueKind::Betas => {
             let beta = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
             json!({"type": "array", "items": beta, "minItems": 2, "maxItems": 2})
         }
-        Kind::AutoOr(inner) => json!({"anyOf": [value(*inner), {"const": "auto"}]}),
-        Kind::Any | Kind::Section => json!({}),
+        ConfigValueKind::AutoOr(inner) => json!({"anyOf": [value(*inner), {"const": "auto"}]}),
+        ConfigValueKind::Any | ConfigValueKind::Section => json!({}),
     }
 }
 
@@ -171,16 +171,16 @@ fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
 }
 
 /// Meaning and, where it differs from DeepSpeed, what becomes of the key here.
-fn description(key: &Key) -> String {
+fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {
-        Status::Honoured | Status::OfSection | Status::OfRefused => meaning.to_string(),
-        Status::AsEveryUnit(why) => format!("{meaning} Only asks for every_unit here: {why}."),
-        Status::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
-        Status::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
-        Status::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
-        Status::Removed(why) | Status::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),
-        Status::Moved(to) => format!("{meaning} Taken as `{to}`."),
+        KeyStatus::Honoured | KeyStatus::OfSection | KeyStatus::OfRefused => meaning.to_string(),
+        KeyStatus::AsEveryUnit(why) => format!("{meaning} Only asks for every_unit here: {why}."),
+        KeyStatus::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
+        KeyStatus::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
+        KeyStatus::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
+        KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),
+        KeyStatus::Moved(to) => format!("{meaning} Taken as `{to}`."),
     }
 }
 
@@ -195,7 +195,7 @@ fn extend(schema: &mut Value, more: Value) {
 mod tests {
     use super::*;
     use crate::config::hjson::read_object;
-    use crate::config::node::Json;
+    use crate::config::json_node::JsonValue;
     use std::collections::BTreeSet;
 
     /// The definition that a property leads to, by `$ref` or through `anyOf`.
@@ -235,14 +235,14 @@ mod tests {
     }
 
     /// Checks that the schema has every key, and that a plain value is of a type that it names.
-    fn walk(schema: &Value, object: &Value, entries: &Json, path: &str) {
-        let Json::Object(entries) = entries else { panic!("{path} is no object") };
+    fn walk(schema: &Value, object: &Value, entries: &JsonValue, path: &str) {
+        let JsonValue::Object(entries) = entries else { panic!("{path} is no object") };
         for entry in entries {
             let path = format!("{path}.{}", entry.key);
             let mut property = &object["properties"][&entry.key];
             assert!(property.is_object(), "the schema has no {path}");
             if entry.key == "params" {
-                let Some(Json::String(of_type)) = entries.iter().find(|e| e.key == "type").map(|e| &e.node.value)
+                let Some(JsonValue::String(of_type)) = entries.iter().find(|e| e.key == "type").map(|e| &e.node.value)
                 else {
                     panic!("{path} without a type")
                 };
@@ -252,16 +252,16 @@ mod tests {
                 property = &branch.unwrap_or_else(|| panic!("no branch for {of_type}"))["then"]["properties"]["params"];
             }
             match (&entry.node.value, target(schema, property)) {
-                (inner @ Json::Object(_), Some(section)) => walk(schema, section, inner, &path),
-                (Json::Object(_), None) => panic!("{path} is an object"),
+                (inner @ JsonValue::Object(_), Some(section)) => walk(schema, section, inner, &path),
+                (JsonValue::Object(_), None) => panic!("{path} is an object"),
                 (plain, _) => {
                     let wanted: &[&str] = match plain {
-                        Json::Bool(_) => &["boolean"],
-                        Json::Int(_) | Json::Long(_) => &["integer", "number"],
-                        Json::Float(_) => &["integer", "number"],
-                        Json::String(_) => &["string", "enum"],
-                        Json::List(_) => &["array"],
-                        Json::Null | Json::Object(_) => &["null"],
+                        JsonValue::Bool(_) => &["boolean"],
+                        JsonValue::Int(_) | JsonValue::Long(_) => &["integer", "number"],
+                        JsonValue::Float(_) => &["integer", "number"],
+                        JsonValue::String(_) => &["string", "enum"],
+                        JsonValue::List(_) => &["array"],
+                        JsonValue::Null | JsonValue::Object(_) => &["null"],
                     };
                     let text = property.to_string();
                     assert!(wanted.iter().any(|word| text.contains(&format!("\"{word}\""))), "{path}: {text}");

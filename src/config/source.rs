@@ -1,8 +1,8 @@
 //! Where a configuration comes from.
 
-use super::hjson::{self, ReadError};
-use super::node::Node;
-use super::{Config, Note, RunValues, resolve};
+use super::hjson::{self, HjsonError};
+use super::json_node::JsonNode;
+use super::{Config, ConfigNote, RunValues, resolve};
 use crate::error::{ConfigError, Error, Result};
 use crate::files;
 use serde_json::Value;
@@ -48,7 +48,7 @@ impl Config {
             ConfigSource::Resolved(config) => {
                 return Err(ConfigError::WorldSize { resolved: config.world_size, world_size }.into());
             }
-            ConfigSource::Value(value) => ("the configuration value".to_string(), Node::from_value(&value)),
+            ConfigSource::Value(value) => ("the configuration value".to_string(), JsonNode::from_value(&value)),
             ConfigSource::Text(text) => {
                 let origin = "the configuration text".to_string();
                 let root = read(&origin, text.as_bytes())?;
@@ -69,7 +69,7 @@ impl Config {
 /// The result of checking a configuration, whether it loads or not.
 pub(crate) struct CheckOutcome {
     /// The notes about it.
-    pub notes: Vec<Note>,
+    pub notes: Vec<ConfigNote>,
     /// The configuration, or what is wrong with it.
     pub outcome: Result<Config>,
 }
@@ -83,7 +83,7 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
     };
     match resolve::resolve(&root, world_size, run) {
         Ok(config) => CheckOutcome { notes: config.notes.clone(), outcome: Ok(config) },
-        Err(resolve::Rejection { problems, notes }) => {
+        Err(resolve::ConfigRejection { problems, notes }) => {
             CheckOutcome { notes, outcome: Err(ConfigError::Problems { origin, problems }.into()) }
         }
     }
@@ -104,13 +104,13 @@ pub(crate) fn read_value(path: &Path) -> Result<Value> {
     Ok(read(&path.display().to_string(), &read_file(path)?)?.to_value())
 }
 
-fn read(origin: &str, bytes: &[u8]) -> Result<Node> {
+fn read(origin: &str, bytes: &[u8]) -> Result<JsonNode> {
     let origin = origin.to_string();
     hjson::read_object(bytes).map_err(|error| match error {
-        ReadError::Syntax { place, expected, found } => {
+        HjsonError::Syntax { place, expected, found } => {
             Error::from(ConfigError::Syntax { origin, place, expected, found })
         }
-        ReadError::Duplicate { path, first, second } => {
+        HjsonError::Duplicate { path, first, second } => {
             Error::from(ConfigError::DuplicateKey { origin, path, first, second })
         }
     })

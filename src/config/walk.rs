@@ -1,9 +1,9 @@
 //! The walk over a file beside the table: values, problems and notes.
 
-use super::keys::{self, Key, Kind, Section, Status, join};
-use super::node::{Entry, Json};
+use super::json_node::{JsonEntry, JsonValue};
+use super::keys::{self, ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, join};
 use super::note::shown;
-use super::{ConfigProblem, Note, Place, Rule, RunValues, nearest, value};
+use super::{ConfigNote, ConfigProblem, ConfigRule, RunValues, TextPosition, suggest, value_conversion};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 
@@ -12,24 +12,24 @@ const OLD_BF16: &str = "bfloat16";
 
 /// The result of a walk.
 #[derive(Default)]
-pub(crate) struct Walk<'a> {
+pub(crate) struct ConfigWalk<'a> {
     /// Every value under DeepSpeed's names, defaults filled in.
     pub tree: Map<String, Value>,
     /// Path of each key that the file gives, and where.
-    pub given: HashMap<String, Option<Place>>,
+    pub given: HashMap<String, Option<TextPosition>>,
     /// Parameters of the optimizer and the schedule, whose table depends on their type.
-    pub params: HashMap<String, &'a [Entry]>,
+    pub params: HashMap<String, &'a [JsonEntry]>,
     /// Batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
     /// The run's values, for any other `"auto"`.
     pub run: RunValues,
     pub problems: Vec<ConfigProblem>,
-    pub notes: Vec<Note>,
+    pub notes: Vec<ConfigNote>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> ConfigWalk<'a> {
     /// Walks over the outermost object.
-    pub fn new(entries: &'a [Entry], run: &RunValues) -> Self {
+    pub fn new(entries: &'a [JsonEntry], run: &RunValues) -> Self {
         let mut walk = Self { tree: defaults(keys::section("")), run: *run, ..Self::default() };
         walk.section(keys::section(""), entries);
         walk.bare_zero(entries);
@@ -37,7 +37,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Walks over one object whose defaults are in the tree already.
-    pub fn section(&mut self, section: &'static Section, entries: &'a [Entry]) {
+    pub fn section(&mut self, section: &'static ConfigSection, entries: &'a [JsonEntry]) {
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
         let mut moved = Vec::new();
@@ -54,18 +54,18 @@ impl<'a> Walk<'a> {
             };
             if let Some(other) = first_name.insert(key.name, &entry.key) {
                 let message = format!("the same as `{}`, which is given too; remove one of them", section.join(other));
-                self.problem(Rule::Conflict, &path, entry.place, message);
+                self.problem(ConfigRule::Conflict, &path, entry.place, message);
                 continue;
             }
             self.given.insert(section.join(key.name), entry.place);
             match key.status {
-                Status::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
+                KeyStatus::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
                     self.note(&path, "is off; nothing like it is offered here");
                 }
-                Status::Removed(why) | Status::RemovedUnlessOff(why) => {
-                    self.problem(Rule::Removed, &path, entry.place, why);
+                KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => {
+                    self.problem(ConfigRule::Removed, &path, entry.place, why);
                 }
-                Status::Moved(to) => moved.push((key, entry, to)),
+                KeyStatus::Moved(to) => moved.push((key, entry, to)),
                 _ => self.key(section, key, entry),
             }
         }
@@ -77,24 +77,26 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn key(&mut self, section: &'static Section, key: &'static Key, entry: &'a Entry) {
+    fn key(&mut self, section: &'static ConfigSection, key: &'static ConfigKey, entry: &'a JsonEntry) {
         let path = section.join(key.name);
         if entry.key == OLD_BF16 {
             self.note(OLD_BF16, "an old name: taken as `bf16`");
         }
-        if key.kind == Kind::Section {
+        if key.kind == ConfigValueKind::Section {
             return self.object(key, entry, path);
         }
-        if entry.node.value == Json::String("auto".into()) && !matches!(key.kind, Kind::AutoOr(_) | Kind::Any) {
+        if entry.node.value == JsonValue::String("auto".into())
+            && !matches!(key.kind, ConfigValueKind::AutoOr(_) | ConfigValueKind::Any)
+        {
             return self.auto(section, key, entry, path);
         }
-        if let (Kind::Str, Json::String(text)) = (key.kind, &entry.node.value)
+        if let (ConfigValueKind::Str, JsonValue::String(text)) = (key.kind, &entry.node.value)
             && text.ends_with(',')
         {
             let text = shown(text);
             self.note(&path, format!("\"{text}\" ends with a comma: a string without quotes is its whole line"));
         }
-        match value::convert(&entry.node, key, section.strict) {
+        match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => {
                 if section.checked {
                     self.judge(key, &path, &value, entry);
@@ -108,33 +110,33 @@ impl<'a> Walk<'a> {
     }
 
     /// Notes or refuses a value by the status of its key.
-    fn judge(&mut self, key: &Key, path: &str, value: &Value, entry: &Entry) {
+    fn judge(&mut self, key: &ConfigKey, path: &str, value: &Value, entry: &JsonEntry) {
         if key.default_value().as_ref() == Some(value) {
             return;
         }
         let place = entry.node.place;
         match key.status {
-            Status::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
-            Status::Refused(why) => self.problem(Rule::Unsupported, path, place, unsupported(value, why)),
-            Status::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
-                self.problem(Rule::Unsupported, path, place, unsupported(value, why));
+            KeyStatus::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
+            KeyStatus::Refused(why) => self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why)),
+            KeyStatus::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
+                self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why));
             }
             _ => {}
         }
     }
 
-    fn object(&mut self, key: &'static Key, entry: &'a Entry, path: String) {
+    fn object(&mut self, key: &'static ConfigKey, entry: &'a JsonEntry, path: String) {
         match &entry.node.value {
-            Json::Null if key.default == "null" => {}
+            JsonValue::Null if key.default == "null" => {}
             // Its deprecated bare form; `bare_zero` reads it.
-            Json::Bool(_) if path == "zero_optimization" => {}
-            Json::Object(inner) if path.ends_with(".params") => {
+            JsonValue::Bool(_) if path == "zero_optimization" => {}
+            JsonValue::Object(inner) if path.ends_with(".params") => {
                 self.params.insert(path, inner);
             }
-            Json::Object(inner) => {
-                if let Status::Refused(why) = key.status {
+            JsonValue::Object(inner) => {
+                if let KeyStatus::Refused(why) = key.status {
                     let message = format!("not supported: {why}; remove the section");
-                    return self.problem(Rule::Unsupported, &path, entry.place, message);
+                    return self.problem(ConfigRule::Unsupported, &path, entry.place, message);
                 }
                 let section = keys::section(&path);
                 if key.default == "null" {
@@ -152,14 +154,17 @@ impl<'a> Walk<'a> {
                 }
             }
             _ => {
-                let message =
-                    format!("{} is needed, {} found", value::needed(Kind::Section), value::found(&entry.node));
-                self.problem(Rule::Type, &path, entry.node.place, message);
+                let message = format!(
+                    "{} is needed, {} found",
+                    value_conversion::needed(ConfigValueKind::Section),
+                    value_conversion::found(&entry.node)
+                );
+                self.problem(ConfigRule::Type, &path, entry.node.place, message);
             }
         }
     }
 
-    fn unknown(&mut self, section: &'static Section, entry: &Entry, path: String) {
+    fn unknown(&mut self, section: &'static ConfigSection, entry: &JsonEntry, path: String) {
         let comment =
             section.path.is_empty() && ["_", "//", "comment"].iter().any(|start| entry.key.starts_with(start));
         if comment {
@@ -168,25 +173,25 @@ impl<'a> Walk<'a> {
             // Likeness to every key is slow: a file of nothing but strangers would take minutes.
             const MOST_ADVISED: usize = 1000;
             let (rule, message) = if self.problems.len() < MOST_ADVISED {
-                nearest::advice(section, &entry.key)
+                suggest::advice(section, &entry.key)
             } else {
-                (Rule::UnknownKey, "no such key here".to_string())
+                (ConfigRule::UnknownKey, "no such key here".to_string())
             };
             self.problem(rule, &path, entry.place, message);
         }
     }
 
     /// Translates a deprecated key.
-    fn moved(&mut self, section: &'static Section, key: &Key, entry: &Entry, to: &'static str) {
+    fn moved(&mut self, section: &'static ConfigSection, key: &ConfigKey, entry: &JsonEntry, to: &'static str) {
         let path = section.join(key.name);
-        let value = match value::convert(&entry.node, key, section.strict) {
+        let value = match value_conversion::convert(&entry.node, key, section.strict) {
             Ok(value) => value,
             Err((rule, message)) => return self.problem(rule, &path, entry.node.place, message),
         };
         let target = section.join(to.split('.').next().unwrap_or(to));
         if self.given.contains_key(&target) && target.starts_with("zero_optimization.") {
             let message = format!("deprecated, and its new form `{target}` is given too; remove this one");
-            return self.problem(Rule::Conflict, &path, entry.place, message);
+            return self.problem(ConfigRule::Conflict, &path, entry.place, message);
         }
         match (key.name, value) {
             ("cpu_offload" | "cpu_offload_param", Value::Bool(on)) => {
@@ -211,10 +216,10 @@ impl<'a> Walk<'a> {
     }
 
     /// `zero_optimization: true` is stage 1 with `allgather_size` as its bucket; `false` is stage 0.
-    fn bare_zero(&mut self, entries: &[Entry]) {
+    fn bare_zero(&mut self, entries: &[JsonEntry]) {
         let find = |name: &str| entries.iter().find(|entry| entry.key == name);
         let bare = match find("zero_optimization").map(|entry| &entry.node.value) {
-            Some(Json::Bool(on)) => Some(*on),
+            Some(JsonValue::Bool(on)) => Some(*on),
             _ => None,
         };
         if let Some(on) = bare {
@@ -224,7 +229,7 @@ impl<'a> Walk<'a> {
         }
         let Some(entry) = find("allgather_size") else { return };
         let Some(key) = keys::section("").key("allgather_size") else { return };
-        match (bare, value::convert(&entry.node, key, false)) {
+        match (bare, value_conversion::convert(&entry.node, key, false)) {
             (Some(true), Ok(size)) => {
                 self.note("allgather_size", "deprecated: taken as `zero_optimization.allgather_bucket_size`");
                 self.set("zero_optimization.allgather_bucket_size", size);
@@ -236,20 +241,23 @@ impl<'a> Walk<'a> {
     }
 
     /// The one note, or refusal, of a section that is judged as a whole.
-    fn whole(&mut self, section: &Section) {
+    fn whole(&mut self, section: &ConfigSection) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
         let on = match section.switch {
             Some(switch) => values.get(switch) == Some(&Value::Bool(true)),
             None => section.keys.iter().any(|key| {
-                key.kind != Kind::Section && key.default_value().is_some_and(|v| values.get(key.name) != Some(&v))
+                key.kind != ConfigValueKind::Section
+                    && key.default_value().is_some_and(|v| values.get(key.name) != Some(&v))
             }),
         };
         match section.status {
-            Status::NoEffect(why) if on => self.note(section.path, format!("accepted and has no effect here: {why}")),
-            Status::Refused(why) if on => {
+            KeyStatus::NoEffect(why) if on => {
+                self.note(section.path, format!("accepted and has no effect here: {why}"))
+            }
+            KeyStatus::Refused(why) if on => {
                 let path = join(section.path, section.switch.unwrap_or_default());
                 let place = self.place(&path);
-                self.problem(Rule::Unsupported, &path, place, unsupported(&Value::Bool(true), why));
+                self.problem(ConfigRule::Unsupported, &path, place, unsupported(&Value::Bool(true), why));
             }
             _ => {
                 if let Some(note) = section.when_off
@@ -262,17 +270,17 @@ impl<'a> Walk<'a> {
     }
 
     /// Adds a problem.
-    pub fn problem(&mut self, rule: Rule, path: &str, place: Option<Place>, message: impl Into<String>) {
+    pub fn problem(&mut self, rule: ConfigRule, path: &str, place: Option<TextPosition>, message: impl Into<String>) {
         self.problems.push(ConfigProblem { rule, path: path.into(), place, message: message.into() });
     }
 
     /// Adds a note.
     pub fn note(&mut self, path: &str, message: impl Into<String>) {
-        self.notes.push(Note { path: path.into(), message: message.into() });
+        self.notes.push(ConfigNote { path: path.into(), message: message.into() });
     }
 
     /// Where the file gives that key.
-    pub fn place(&self, path: &str) -> Option<Place> {
+    pub fn place(&self, path: &str) -> Option<TextPosition> {
         self.given.get(path).copied().flatten()
     }
 
@@ -321,12 +329,12 @@ impl<'a> Walk<'a> {
 }
 
 /// Whether a section is switched off.
-fn is_off(value: &Json) -> bool {
+fn is_off(value: &JsonValue) -> bool {
     match value {
-        Json::Object(entries) => {
-            entries.iter().any(|entry| entry.key == "enabled" && entry.node.value == Json::Bool(false))
+        JsonValue::Object(entries) => {
+            entries.iter().any(|entry| entry.key == "enabled" && entry.node.value == JsonValue::Bool(false))
         }
-        other => *other == Json::Bool(false),
+        other => *other == JsonValue::Bool(false),
     }
 }
 
@@ -353,13 +361,15 @@ pub(crate) fn set(tree: &mut Map<String, Value>, path: &str, value: Value) {
 }
 
 /// The defaults of a section and of the sections in it.
-pub(crate) fn defaults(section: &Section) -> Map<String, Value> {
+pub(crate) fn defaults(section: &ConfigSection) -> Map<String, Value> {
     let mut map = Map::new();
     for key in section.keys {
         let Some(default) = key.default_value() else { continue };
         let path = section.join(key.name);
         let value = match (key.kind, &default) {
-            (Kind::Section, Value::Object(_)) if key.name != "params" => Value::Object(defaults(keys::section(&path))),
+            (ConfigValueKind::Section, Value::Object(_)) if key.name != "params" => {
+                Value::Object(defaults(keys::section(&path)))
+            }
             _ => default,
         };
         map.insert(key.name.into(), value);

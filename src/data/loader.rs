@@ -8,7 +8,7 @@
 
 use super::{Order, Sampler, TokenData};
 use crate::Result;
-use crate::config::Batch as BatchConfig;
+use crate::config::BatchConfig;
 use crate::error::DataError;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -121,10 +121,10 @@ impl Loader {
         self.position = position;
     }
 
-    /// Goes on after `samples` samples of all ranks together, as [`Loaded::global_samples`] says: no sample twice, none
+    /// Goes on after `samples` samples of all ranks together, as [`LoadedCheckpoint::global_samples`] says: no sample twice, none
     /// lost, whatever the number of ranks and the batch were.
     ///
-    /// [`Loaded::global_samples`]: crate::checkpoint::Loaded::global_samples
+    /// [`LoadedCheckpoint::global_samples`]: crate::checkpoint::LoadedCheckpoint::global_samples
     pub fn resume(&mut self, samples: u64) {
         (self.first, self.position) = (samples, 0);
     }

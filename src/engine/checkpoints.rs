@@ -2,8 +2,10 @@
 
 use super::{Engine, Losses, Phase};
 use crate::checkpoint::failed_elsewhere;
-use crate::checkpoint::store::{Sending, Upload, address, fetch};
-use crate::checkpoint::{self, LoadOptions, Loaded, Manifest, Progress, SaveJob, SaveOptions, SaveRequest};
+use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
+use crate::checkpoint::{
+    self, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
+};
 use crate::comm::agree::{Failure, agree};
 use crate::comm::calls::during;
 use crate::error::Result;
@@ -57,7 +59,8 @@ impl<M> Engine<M> {
         let progress = self.progress();
         let mut manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, options);
-        manifest.previous = self.place.as_ref().and_then(|place| place.before(dir.as_ref(), &manifest.tag));
+        manifest.previous =
+            self.last_checkpoint.as_ref().and_then(|last| last.previous_of(dir.as_ref(), &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
         let request = SaveRequest {
@@ -70,7 +73,7 @@ impl<M> Engine<M> {
             upload_to: self.config.upload_checkpoints_to.clone(),
         };
         let saving = self.settled(|engine| {
-            SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.held_folders)
+            SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;
         let path = saving.path();
         self.saving = Some(saving);
@@ -87,8 +90,8 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            let (place, sending) = self.attempt(|_| saving.end())?;
-            self.place = place;
+            let (last, sending) = self.attempt(|_| saving.end())?;
+            self.last_checkpoint = last;
             self.attempt(|engine| engine.start_upload(sending))?;
         }
         Ok(())
@@ -108,10 +111,10 @@ impl<M> Engine<M> {
     }
 
     /// Begins to send a checkpoint that was saved. Collective.
-    fn start_upload(&mut self, sending: Option<Sending>) -> std::result::Result<(), Failure> {
+    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), Failure> {
         if let Some(sending) = sending {
             let url = sending.url.clone();
-            self.upload = agree(self.core.comm(), Upload::start(sending), failed_elsewhere(Path::new(&url)))?;
+            self.upload = agree(self.core.comm(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
         }
         Ok(())
     }
@@ -129,7 +132,7 @@ impl<M> Engine<M> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
         self.attempt(|engine| {
-            checkpoint::check_dir(engine.core.comm(), dir.as_ref(), on_each_host, &mut engine.held_folders)
+            checkpoint::check_dir(engine.core.comm(), dir.as_ref(), on_each_host, &mut engine.locked_folders)
         })
     }
 
@@ -151,7 +154,7 @@ impl<M> Engine<M> {
     /// Everything that is needed is checked before anything changes. With the optimizer's states come the learning rates
     /// that [`set_lr`](Self::set_lr) had given (DeepSpeed's `param_groups`); where it had not been called, those of this
     /// engine's configuration hold. The data goes on where
-    /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
+    /// [`LoadedCheckpoint::global_samples`] says: see [`crate::data::Loader::resume`].
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
@@ -162,7 +165,7 @@ impl<M> Engine<M> {
         dir: impl AsRef<Path>,
         tag: Option<&str>,
         options: &LoadOptions,
-    ) -> Result<Option<Loaded>> {
+    ) -> Result<Option<LoadedCheckpoint>> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
@@ -183,10 +186,10 @@ impl<M> Engine<M> {
         }
         let Some(checkpoint) = self.settled(load)? else { return Ok(None) };
         self.forget_forward();
-        self.place = None;
+        self.last_checkpoint = None;
         if !options.load_module_only {
-            self.place = checkpoint.place();
-            self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
+            self.last_checkpoint = checkpoint.as_last();
+            self.set_progress(TrainingProgress::of(checkpoint.manifest(), self.progress(), options));
             if options.load_optimizer_states {
                 self.go_on_with_rates(checkpoint.manifest());
             }
@@ -238,8 +241,8 @@ impl<M> Engine<M> {
     /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let ended = saving.end().and_then(|(place, sending)| {
-            self.place = place;
+        let ended = saving.end().and_then(|(last, sending)| {
+            self.last_checkpoint = last;
             self.start_upload(sending)
         });
         match ended {
@@ -252,8 +255,8 @@ impl<M> Engine<M> {
         }
     }
 
-    fn progress(&self) -> Progress {
-        Progress {
+    fn progress(&self) -> TrainingProgress {
+        TrainingProgress {
             global_steps: self.global_steps,
             skipped_steps: self.skipped_steps,
             optimizer_steps: self.optimizer_steps,
@@ -263,7 +266,7 @@ impl<M> Engine<M> {
         }
     }
 
-    fn set_progress(&mut self, progress: Progress) {
+    fn set_progress(&mut self, progress: TrainingProgress) {
         self.global_steps = progress.global_steps;
         self.skipped_steps = progress.skipped_steps;
         self.optimizer_steps = progress.optimizer_steps;

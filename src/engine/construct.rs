@@ -10,7 +10,7 @@ use super::given::Own;
 use super::gradient_check_state::Check;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
-use crate::checkpoint::{self, HeldFolders};
+use crate::checkpoint::{self, LockedFolders};
 use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
@@ -145,9 +145,9 @@ impl<M> Engine<M> {
             clock: Clock::default(),
             reporter,
             saving: None,
-            place: None,
+            last_checkpoint: None,
             upload: None,
-            held_folders: HeldFolders::default(),
+            locked_folders: LockedFolders::default(),
             failed_save: None,
             stopped: None,
             recorder: None,

@@ -5,7 +5,7 @@ use super::clock::WaitSeconds;
 use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
-use crate::files::{NewFile, only_earlier};
+use crate::files::{AtomicFile, only_earlier};
 use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
 use crate::notice::{say, warn};
 use crate::optim::Momentum;
@@ -64,7 +64,7 @@ impl<M> Engine<M> {
                 Some(path) => {
                     let write = || {
                         only_earlier(path, FlopsProfile::BEGINS, "profile")?;
-                        let mut file = NewFile::beside(path)?;
+                        let mut file = AtomicFile::beside(path)?;
                         file.file().write_all(format!("{text}\n").as_bytes())?;
                         file.finish()
                     };

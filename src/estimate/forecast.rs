@@ -7,7 +7,7 @@ use super::network::{Network, Travel};
 use super::script::{Played, Script};
 use super::{Estimate, Measured, Setting, Shapes};
 use crate::comm::{EvenHosts, Kind};
-use crate::config::{Batch, Config};
+use crate::config::{BatchConfig, Config};
 use crate::error::{EstimateError, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -126,7 +126,7 @@ impl Estimate {
 /// The configuration for another number of ranks, with as many samples for each.
 fn with_ranks(config: &Config, ranks: usize) -> Config {
     let of_rank = config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
-    let batch = Batch { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };
+    let batch = BatchConfig { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };
     Config { world_size: ranks, batch, ..config.clone() }
 }
 

@@ -60,7 +60,7 @@ pub enum OutputError {
         "{} has room for {available} bytes, and {needed} are written there; free some, or give another place",
         path.display()
     )]
-    Room {
+    NoSpace {
         /// The folder.
         path: PathBuf,
         /// Bytes that will be written.

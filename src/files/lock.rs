@@ -37,7 +37,7 @@ pub(crate) struct FolderLock {
 }
 
 /// What came of asking for a folder.
-pub(crate) enum Asked {
+pub(crate) enum FolderLockOutcome {
     /// It is this process's now.
     Held(FolderLock),
     /// It is another one's, whose number the system may tell.
@@ -49,16 +49,16 @@ impl FolderLock {
     ///
     /// # Errors
     /// The file in it cannot be created or opened.
-    pub fn ask(folder: &Path, patience: Duration) -> Result<Asked> {
+    pub fn ask(folder: &Path, patience: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
             let asked = Self::try_once(folder)?;
             match asked {
-                Some(Asked::Busy(_)) | None if start.elapsed() < patience => {
+                Some(FolderLockOutcome::Busy(_)) | None if start.elapsed() < patience => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 Some(asked) => return Ok(asked),
-                None => return Ok(Asked::Busy(None)),
+                None => return Ok(FolderLockOutcome::Busy(None)),
             }
         }
     }
@@ -74,8 +74,8 @@ impl FolderLock {
             return Ok(Ok(known));
         }
         match Self::ask(folder, patience)? {
-            Asked::Busy(owner) => Ok(Err(owner)),
-            Asked::Held(held) => {
+            FolderLockOutcome::Busy(owner) => Ok(Err(owner)),
+            FolderLockOutcome::Held(held) => {
                 let held = Arc::new(held);
                 shared.retain(|known| known.strong_count() > 0);
                 shared.push(Arc::downgrade(&held));
@@ -95,18 +95,18 @@ impl FolderLock {
     }
 
     /// Nothing where the file went away meanwhile.
-    fn try_once(folder: &Path) -> Result<Option<Asked>> {
+    fn try_once(folder: &Path) -> Result<Option<FolderLockOutcome>> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
-            Attempt::Held(file) => Some(Asked::Held(Self { file, folder: number(folder)? })),
-            Attempt::Busy(inode) => Some(Asked::Busy(owner(inode))),
-            Attempt::Gone => None,
+            FileLockOutcome::Held(file) => Some(FolderLockOutcome::Held(Self { file, folder: number(folder)? })),
+            FileLockOutcome::Busy(inode) => Some(FolderLockOutcome::Busy(owner(inode))),
+            FileLockOutcome::Gone => None,
         })
     }
 }
 
 /// What came of asking for a file.
-pub(super) enum Attempt {
+pub(super) enum FileLockOutcome {
     Held(FileLock),
     /// It is another one's; the number of the file.
     Busy(u64),
@@ -122,8 +122,8 @@ impl FileLock {
     pub fn wait(path: &Path) -> Result<Self> {
         loop {
             match Self::attempt(path, FlockOperation::LockExclusive) {
-                Ok(Attempt::Held(held)) => return Ok(held),
-                Ok(Attempt::Busy(_) | Attempt::Gone) => {}
+                Ok(FileLockOutcome::Held(held)) => return Ok(held),
+                Ok(FileLockOutcome::Busy(_) | FileLockOutcome::Gone) => {}
                 // A signal came, which somebody else sees to.
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
@@ -135,14 +135,16 @@ impl FileLock {
     ///
     /// # Errors
     /// The file cannot be created or opened, or has something in it: then it is somebody's, and no lock.
-    pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<Attempt> {
+    pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<FileLockOutcome> {
         // A link of somebody else's is not followed, and a pipe not waited for.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());
         let file = match open.open(path) {
             // It was removed between looking for it and making it.
-            Err(e) if e.kind() == ErrorKind::NotFound && super::folder_of(path).is_dir() => return Ok(Attempt::Gone),
+            Err(e) if e.kind() == ErrorKind::NotFound && super::folder_of(path).is_dir() => {
+                return Ok(FileLockOutcome::Gone);
+            }
             opened => opened?,
         };
         let found = file.metadata()?;
@@ -155,16 +157,16 @@ impl FileLock {
         }
         let holds = match flock(&file, operation) {
             Ok(()) => true,
-            Err(Errno::WOULDBLOCK) => return Ok(Attempt::Busy(found.ino())),
+            Err(Errno::WOULDBLOCK) => return Ok(FileLockOutcome::Busy(found.ino())),
             Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
             Err(errno) => return Err(errno.into()),
         };
         // Whoever held it before may have removed the file: then this is a lock on nothing.
         match path.symlink_metadata() {
             Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
-            _ => return Ok(Attempt::Gone),
+            _ => return Ok(FileLockOutcome::Gone),
         }
-        Ok(Attempt::Held(Self { file, path: path.to_owned(), holds }))
+        Ok(FileLockOutcome::Held(Self { file, path: path.to_owned(), holds }))
     }
 }
 
@@ -219,8 +221,8 @@ mod tests {
 
     fn held(folder: &Path) -> Option<FolderLock> {
         match FolderLock::ask(folder, Duration::ZERO).unwrap() {
-            Asked::Held(held) => Some(held),
-            Asked::Busy(owner) => {
+            FolderLockOutcome::Held(held) => Some(held),
+            FolderLockOutcome::Busy(owner) => {
                 assert_eq!(owner, Some(std::process::id()));
                 None
             }

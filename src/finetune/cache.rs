@@ -12,7 +12,7 @@
 use super::error::FinetuneError;
 use super::sample::Sample;
 use crate::error::{Error, Result};
-use crate::files::{self, Scratch, WRITING};
+use crate::files::{self, ScratchFolder, WRITING};
 use crate::util::cache_home;
 use memmap2::Mmap;
 use rayon::prelude::*;
@@ -259,7 +259,7 @@ impl Cache {
 pub(super) struct Writer {
     data: BufWriter<File>,
     /// It has that name in the end.
-    scratch: Scratch,
+    scratch: ScratchFolder,
     /// The index, until it is appended: for files of many samples it is larger than what may be in memory.
     index: BufWriter<File>,
     /// Bytes written, header included.
@@ -273,7 +273,7 @@ impl Writer {
     /// Writes beside `path`, in a folder that a later run removes if this one is killed. Only this user can read the file.
     pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
-        let scratch = Scratch::new(folder, WRITING)?;
+        let scratch = ScratchFolder::new(folder, WRITING)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(scratch.path().join("new"))?;
         let mut data = BufWriter::with_capacity(1 << 20, file);
         data.write_all(&[0; HEADER])?;

@@ -84,9 +84,9 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
         sources.push(Origin::Tensor(name, shape, change));
     }
     let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
-    let mut file = files::NewFile::beside(out).map_err(wrong)?;
+    let mut file = files::AtomicFile::beside(out).map_err(wrong)?;
     let bytes = entries.iter().map(Entry::bytes).sum();
-    files::ask_for_room(files::folder_of(out), bytes)?;
+    files::check_free_space(files::folder_of(out), bytes)?;
     let mut buffered = BufWriter::new(file.file());
     let mut count = merged.counter(bytes);
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);

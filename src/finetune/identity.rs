@@ -36,7 +36,7 @@ pub(super) struct Saved {
 impl Saved {
     /// What the newest checkpoint of `dir` says, if there is one. What is wrong with one shows when it is loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
-        let (path, manifest) = checkpoint::newest(dir).ok().flatten()?;
+        let (path, manifest) = checkpoint::newest_checkpoint(dir).ok().flatten()?;
         Some(Self::of(path, manifest.global_steps, &manifest.client_state))
     }
 

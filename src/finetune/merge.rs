@@ -3,7 +3,7 @@
 use super::out::{new_folder, write_beside};
 use super::tokenizer_files::TokenizerFiles;
 use super::{Adapter, AdapterTensor, Base};
-use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
+use crate::checkpoint::{ConsolidatedDtype, TensorEntry, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
@@ -241,9 +241,9 @@ impl Merged<'_> {
         const MOST_BYTES: u64 = 5_000_000_000;
         let dtype = dtype.unwrap_or_else(|| self.base.dtype());
         let shapes = self.shapes();
-        let entries: Vec<Entry> = shapes
+        let entries: Vec<TensorEntry> = shapes
             .iter()
-            .map(|(name, shape)| Entry {
+            .map(|(name, shape)| TensorEntry {
                 name: self.name_in_files(name),
                 dtype: dtype.names().0.into(),
                 shape: shape.clone(),
@@ -251,7 +251,7 @@ impl Merged<'_> {
             })
             .collect();
         let bytes = entries.iter().map(|entry| entry.bytes).sum();
-        files::ask_for_room(folder, bytes)?;
+        files::check_free_space(folder, bytes)?;
         let mut count = self.counter(bytes);
         write_model_files(folder, &entries, MOST_BYTES, |at, take| {
             let (name, shape) = &shapes[at];

@@ -3,16 +3,16 @@
 use super::templates::{ADDITIONAL, additional_templates};
 use crate::checkpoint::{ConsolidatedDtype, create, write_json};
 use crate::error::{Error, OutputError, Result};
-use crate::files::{self, NewFolder, free_folder};
+use crate::files::{self, AtomicFolder, free_folder};
 use serde_json::Value;
 use std::io::Write as _;
 use std::path::Path;
 
 /// A folder beside `out`, which must be absent or empty.
-pub(super) fn new_folder(out: &Path) -> Result<NewFolder> {
+pub(super) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     match free_folder(out).map_err(wrong("read"))? {
-        Ok(out) => NewFolder::beside(&out).map_err(wrong("create")),
+        Ok(out) => AtomicFolder::beside(&out).map_err(wrong("create")),
         Err(problem) => Err(OutputError::Refused { path: out.to_owned(), problem: problem.into() }.into()),
     }
 }

@@ -7,7 +7,9 @@ use super::prepare::{Prepared, Start};
 use crate::checkpoint;
 use crate::config::Config;
 use crate::error::{Error, OutputError, Result};
-use crate::files::{Claims, Input, Output, Outputs, Written, ask_for_room, free_folder, must_stay};
+use crate::files::{
+    InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, check_free_space, free_folder, must_stay,
+};
 use crate::nn::is_adapter;
 use std::path::{Path, PathBuf};
 
@@ -63,36 +65,37 @@ impl Options {
     }
 
     /// What the run reads and writes, as far as the options tell.
-    pub(crate) fn outputs(&self) -> Outputs {
-        let mut outputs = Outputs::default().reads("MODEL", &self.model, Input::Model);
+    pub(crate) fn outputs(&self) -> RunPaths {
+        let mut outputs = RunPaths::default().reads("MODEL", &self.model, InputKind::Model);
         let held = match &self.validation {
             Some(Held::Files(files)) => files.as_slice(),
             _ => &[],
         };
         for (flag, sources) in [("--data", self.data.as_slice()), ("--val", held)] {
-            outputs = sources.iter().fold(outputs, |outputs, source| outputs.reads(flag, &source.path, Input::File));
+            outputs =
+                sources.iter().fold(outputs, |outputs, source| outputs.reads(flag, &source.path, InputKind::File));
         }
         if let Some(adapter) = &self.adapter {
-            outputs = outputs.reads("--adapter", adapter, Input::Model);
+            outputs = outputs.reads("--adapter", adapter, InputKind::Model);
         }
         if let Some(file) = &self.ds_config {
-            outputs = outputs.reads("--ds_config", file, Input::File);
+            outputs = outputs.reads("--ds_config", file, InputKind::File);
         }
         for (part, folder) in self.parts() {
             let flag = if part == Part::Best { "the folder for the best model" } else { "--out" };
-            outputs = outputs.writes(flag, folder, Output::Folder);
+            outputs = outputs.writes(flag, folder, OutputKind::Folder);
         }
         if let Some(saving) = &self.saving {
-            outputs = outputs.writes("--save", &saving.dir, Output::Checkpoints);
+            outputs = outputs.writes("--save", &saving.dir, OutputKind::Checkpoints);
         }
         match &self.cache {
-            Some(cache) => outputs.writes("--cache", cache, Output::Shared),
+            Some(cache) => outputs.writes("--cache", cache, OutputKind::Shared),
             None => outputs,
         }
     }
 
     /// The same, with what a configuration adds.
-    pub(super) fn outputs_with(&self, config: &Config) -> Outputs {
+    pub(super) fn outputs_with(&self, config: &Config) -> RunPaths {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
         let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
         let param = zero.param_files().and_then(|section| section.to.nvme_path());
@@ -100,19 +103,21 @@ impl Options {
         offload.dedup();
         let mut outputs = self.outputs();
         for folder in offload {
-            outputs = outputs.writes("nvme_path", folder, Output::Shared);
+            outputs = outputs.writes("nvme_path", folder, OutputKind::Shared);
         }
         if let Some(file) = monitoring.flops_profiler.as_ref().and_then(|profiler| profiler.output_file.as_ref()) {
-            outputs = outputs.writes("flops_profiler.output_file", file, Output::File);
+            outputs = outputs.writes("flops_profiler.output_file", file, OutputKind::File);
         }
         outputs
     }
 
     /// What a run may replace: what it has written before, where it goes on from a checkpoint that is there.
-    pub(super) fn written(&self) -> Written {
+    pub(super) fn written(&self) -> OutputDigests {
         match &self.saving {
-            Some(saving) if saving.resume && checkpoint::has_any(&saving.dir) => Written::of_run(&saving.dir),
-            saving => Written::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
+            Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
+                OutputDigests::of_run(&saving.dir)
+            }
+            saving => OutputDigests::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
         }
     }
 
@@ -120,7 +125,7 @@ impl Options {
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(super) fn check_free(&self, written: &Written) -> Result<()> {
+    pub(super) fn check_free(&self, written: &OutputDigests) -> Result<()> {
         self.parts().try_for_each(|(part, folder)| self.place(part, &folder, written).map(drop))
     }
 
@@ -128,7 +133,7 @@ impl Options {
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(super) fn place(&self, part: Part, folder: &Path, written: &Written) -> Result<(PathBuf, bool)> {
+    pub(super) fn place(&self, part: Part, folder: &Path, written: &OutputDigests) -> Result<(PathBuf, bool)> {
         let refuse = |problem: String| Err(OutputError::Refused { path: folder.to_owned(), problem }.into());
         let wrong = |source| Error::Io { action: "read", path: folder.to_owned(), source };
         match free_folder(folder).map_err(wrong)? {
@@ -149,7 +154,7 @@ impl Options {
     ///
     /// # Errors
     /// Outputs in the way of inputs or of each other; what cannot be written; another job that writes there.
-    pub(crate) fn claim(&self, more: impl FnOnce(Outputs) -> Outputs) -> Result<Claims> {
+    pub(crate) fn claim(&self, more: impl FnOnce(RunPaths) -> RunPaths) -> Result<OutputLocks> {
         // Kind by kind first: what is in a folder counts less than which folder it is.
         let outputs = more(self.outputs());
         outputs.check()?;
@@ -162,7 +167,9 @@ impl Options {
 
     /// Refuses folders that have what the run neither continues nor may replace.
     fn check_places(&self) -> Result<()> {
-        if let Some(saving) = self.saving.as_ref().filter(|saving| !saving.resume && checkpoint::has_any(&saving.dir)) {
+        if let Some(saving) =
+            self.saving.as_ref().filter(|saving| !saving.resume && checkpoint::has_checkpoints(&saving.dir))
+        {
             let problem = "it has checkpoints of an earlier run, which --resume continues".into();
             return Err(OutputError::Refused { path: saving.dir.clone(), problem }.into());
         }
@@ -174,7 +181,7 @@ impl Prepared {
     /// Refuses folders for the result whose disk has too little room for it.
     ///
     /// # Errors
-    /// [`OutputError::Room`], [`OutputError::Refused`].
+    /// [`OutputError::NoSpace`], [`OutputError::Refused`].
     pub(super) fn check_room(&self) -> Result<()> {
         /// For descriptions and headers, and what a file system needs for names.
         const MORE: u64 = 1 << 16;
@@ -185,7 +192,7 @@ impl Prepared {
         let at = std::path::absolute(out).map_err(|source| Error::Io { action: "find", path: out.clone(), source })?;
         let is_inside = at.is_dir() && must_stay(&at);
         let folder = at.ancestors().skip(usize::from(!is_inside)).find(|folder| folder.is_dir());
-        ask_for_room(folder.unwrap_or(Path::new("/")), needed)
+        check_free_space(folder.unwrap_or(Path::new("/")), needed)
     }
 
     /// Bytes of a folder of the result, and those that are needed while it is written.

@@ -9,7 +9,7 @@ use super::places::Part;
 use super::prepare::{Prepared, Start};
 use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
-use crate::files::{NewFolder, Written, folder_of};
+use crate::files::{AtomicFolder, OutputDigests, folder_of};
 use crate::param::WeightFiles;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,18 +24,18 @@ pub(super) fn write(
     card: &Card<'_>,
     part: Part,
     to: &Path,
-    written: &mut Written,
+    written: &mut OutputDigests,
 ) -> Result<Option<Error>> {
     let prepared = card.prepared;
-    let place = |written: &Written| prepared.options.place(part, to, written);
+    let place = |written: &OutputDigests| prepared.options.place(part, to, written);
     let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
-    let begin = || NewFolder::beside(&place(written)?.0).map_err(wrong);
+    let begin = || AtomicFolder::beside(&place(written)?.0).map_err(wrong);
     let begun = (engine.rank() == 0).then(begin).transpose();
     let folder = match agree(engine, to, begun)? {
         Ok(folder) => folder,
         Err(error) => return Ok(Some(error)),
     };
-    let filled = fill(engine, prepared, folder.as_ref().map_or(to, NewFolder::path))?;
+    let filled = fill(engine, prepared, folder.as_ref().map_or(to, AtomicFolder::path))?;
     let filled = filled.and_then(|()| folder.as_ref().map_or(Ok(()), |folder| card.write(folder.path())));
     let filled = match agree(engine, to, filled)? {
         Ok(()) => Ok(()),
@@ -144,7 +144,7 @@ pub(super) fn finish(
     engine: &mut Engine<Network>,
     card: &Card<'_>,
     (part, to): (Part, PathBuf),
-    written: &mut Written,
+    written: &mut OutputDigests,
     is_saved: bool,
 ) -> Result<()> {
     let Some(error) = write(engine, card, part, &to, written)? else { return Ok(()) };
@@ -162,7 +162,7 @@ pub(super) fn finish(
         return Err(OutputError::Refused { path: to, problem }.into());
     }
     for saved in elsewhere(&to) {
-        if write(engine, card, part, &saved, &mut Written::nothing(None))?.is_none() {
+        if write(engine, card, part, &saved, &mut OutputDigests::nothing(None))?.is_none() {
             return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
         }
     }

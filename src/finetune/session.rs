@@ -31,7 +31,7 @@ use crate::comm::Communicator;
 use crate::config::Config;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::files::{Claims, Written};
+use crate::files::{OutputDigests, OutputLocks};
 use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
@@ -141,9 +141,9 @@ pub struct FineTune {
     first_step: u64,
     chosen: Option<String>,
     /// Outputs that no other job may write; of rank 0, unless the process that started it keeps them.
-    _claims: Claims,
+    _claims: OutputLocks,
     /// What this run has written into the folders of its result.
-    written: Written,
+    written: OutputDigests,
     /// Whether the best model could not be written.
     best_is_lost: bool,
     /// Why the newest checkpoint could not be saved.
@@ -174,7 +174,7 @@ impl FineTune {
                 let claims = claims.and_then(|claims| prepared.check_room().map(|()| claims));
                 claims.inspect_err(|error| comm.abort(&error.to_string()))?
             }
-            false => Claims::default(),
+            false => OutputLocks::default(),
         };
         let written = prepared.options.written();
         let engine = build(&prepared, config, rates, comm.clone())?;
@@ -251,7 +251,7 @@ impl FineTune {
     fn check_result(&mut self) -> Result<()> {
         if self.resumed.is_none() {
             let saving = self.prepared.options.saving.as_ref();
-            self.written = Written::nothing(saving.map(|saving| saving.dir.as_path()));
+            self.written = OutputDigests::nothing(saving.map(|saving| saving.dir.as_path()));
         }
         // Of the host that writes.
         match self.comm.rank() {

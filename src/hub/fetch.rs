@@ -7,7 +7,7 @@ use super::repository::{Parts, Repository, is_part};
 use super::settings::Settings;
 use super::snapshot::{CONFIG, Snapshot, beside};
 use crate::error::{Error, Result};
-use crate::files::{Asked, FolderLock};
+use crate::files::{FolderLock, FolderLockOutcome};
 use crate::finetune::ADDITIONAL;
 use crate::notice;
 use crate::offload::free_space;
@@ -187,13 +187,13 @@ impl Fetch<'_, '_> {
         let mut is_said = false;
         loop {
             match FolderLock::ask(folder, Duration::from_secs(1)).map_err(wrong("lock"))? {
-                Asked::Held(lock) => return Ok(lock),
-                Asked::Busy(owner) if !is_said => {
+                FolderLockOutcome::Held(lock) => return Ok(lock),
+                FolderLockOutcome::Busy(owner) if !is_said => {
                     is_said = true;
                     let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
                     notice::say(&format!("{who} fetches {}: this one waits for it", self.repository));
                 }
-                Asked::Busy(_) => {}
+                FolderLockOutcome::Busy(_) => {}
             }
         }
     }

@@ -16,7 +16,7 @@ pub(crate) const EXIT_SETUP: u8 = 2;
 
 /// Where a line goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stream {
+pub(super) enum ConsoleStream {
     Out,
     Err,
 }
@@ -45,17 +45,17 @@ pub(super) fn asked_to_end() {
 
 /// Writes all of `bytes`, however long the terminal or pipe takes; after [`asked_to_end`] no longer than about a second
 /// without any progress. One writer at a time, as with the standard library's streams.
-pub(super) fn write(stream: Stream, bytes: &[u8]) -> io::Result<()> {
-    static WRITERS: [Mutex<Writer>; 2] = [Mutex::new(Writer::Direct), Mutex::new(Writer::Direct)];
+pub(super) fn write(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
+    static WRITERS: [Mutex<ConsoleWriter>; 2] = [Mutex::new(ConsoleWriter::Direct), Mutex::new(ConsoleWriter::Direct)];
     let mut writer = lock(&WRITERS[stream as usize]);
-    if matches!(*writer, Writer::Direct) && LISTENING.load(Ordering::SeqCst) {
-        *writer = Writer::start(stream);
+    if matches!(*writer, ConsoleWriter::Direct) && LISTENING.load(Ordering::SeqCst) {
+        *writer = ConsoleWriter::start(stream);
     }
     writer.write(stream, bytes)
 }
 
 /// The way to one of the launcher's own streams.
-enum Writer {
+enum ConsoleWriter {
     /// By the thread that has something to say.
     Direct,
     /// By a thread of its own: one that writes into a full pipe cannot be called back, one that waits for it can give up.
@@ -64,8 +64,8 @@ enum Writer {
     GivenUp,
 }
 
-impl Writer {
-    fn start(stream: Stream) -> Self {
+impl ConsoleWriter {
+    fn start(stream: ConsoleStream) -> Self {
         let (chunks, to_write) = channel::<Vec<u8>>();
         let (done, written) = channel();
         let work = move || {
@@ -79,7 +79,7 @@ impl Writer {
         thread.map_or(Self::Direct, |_| Self::Thread { chunks, written })
     }
 
-    fn write(&mut self, stream: Stream, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
         match self {
             Self::Direct => write_now(stream, bytes),
             Self::GivenUp => Ok(()),
@@ -107,17 +107,17 @@ impl Writer {
     }
 }
 
-fn write_now(stream: Stream, bytes: &[u8]) -> io::Result<()> {
+fn write_now(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
     match stream {
-        Stream::Out => {
+        ConsoleStream::Out => {
             let mut out = io::stdout().lock();
             out.write_all(bytes).and_then(|()| out.flush())
         }
-        Stream::Err => io::stderr().lock().write_all(bytes),
+        ConsoleStream::Err => io::stderr().lock().write_all(bytes),
     }
 }
 
-impl Stream {
+impl ConsoleStream {
     fn name(self) -> &'static str {
         match self {
             Self::Out => "standard output",
@@ -127,8 +127,8 @@ impl Stream {
 }
 
 /// A line on stderr. A closed stderr must not change the exit code, as `eprintln!` would.
-pub(crate) fn say(line: &str) {
-    let _ = write(Stream::Err, format!("{line}\n").as_bytes());
+pub(crate) fn eprint(line: &str) {
+    let _ = write(ConsoleStream::Err, format!("{line}\n").as_bytes());
 }
 
 /// Something that [`print()`] had to say went nowhere.
@@ -149,7 +149,7 @@ pub(crate) fn print(text: impl Display) -> bool {
         Err(error) => {
             // Once: what follows goes the same way.
             if !LOST.swap(true, Ordering::SeqCst) {
-                say(&cannot_write(Stream::Out, &error));
+                eprint(&cannot_write(ConsoleStream::Out, &error));
             }
             false
         }
@@ -162,25 +162,25 @@ pub(crate) fn colours() -> bool {
 }
 
 /// The message about a stream that cannot be written.
-pub(super) fn cannot_write(stream: Stream, error: &io::Error) -> String {
+pub(super) fn cannot_write(stream: ConsoleStream, error: &io::Error) -> String {
     format!("zerorun: cannot write to {}: {error}", stream.name())
 }
 
 /// Says why nothing was done, or not all, and gives the exit code `code`.
 pub(crate) fn refused(error: &Error, code: u8) -> ExitCode {
-    say(&format!("zerorun: {error}"));
+    eprint(&format!("zerorun: {error}"));
     ExitCode::from(code)
 }
 
 /// Why there is nothing to carry out: help or version was asked for, or the command line is wrong.
 #[derive(Debug)]
-pub(crate) struct Refused(pub(crate) clap::Error);
+pub(crate) struct CommandLineError(pub(crate) clap::Error);
 
-impl Refused {
+impl CommandLineError {
     /// Prints the text where it belongs and gives the exit code.
     pub(crate) fn print(&self) -> ExitCode {
         if self.0.use_stderr() {
-            say(self.message().trim_end());
+            eprint(self.message().trim_end());
             ExitCode::from(EXIT_SETUP)
         } else {
             // Help on a closed pipe is nobody's loss.

@@ -7,7 +7,7 @@
 
 /// A script taken apart.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Parts {
+pub(super) struct ScriptParts {
     /// The TOML text between the fences and the script's line where it begins, from 1.
     /// `None` if there is no frontmatter.
     pub(super) manifest: Option<(String, usize)>,
@@ -17,7 +17,7 @@ pub(super) struct Parts {
 
 /// The problem of a frontmatter.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Problem {
+pub(super) struct FrontmatterProblem {
     /// Line in the script, from 1.
     pub(super) line: usize,
     pub(super) found: String,
@@ -25,19 +25,19 @@ pub(super) struct Problem {
 }
 
 /// Takes a script apart.
-pub(super) fn split(script: &str) -> Result<Parts, Problem> {
+pub(super) fn split(script: &str) -> Result<ScriptParts, FrontmatterProblem> {
     let script = script.strip_prefix('\u{feff}').unwrap_or(script);
     let lines: Vec<&str> = script.split_inclusive('\n').collect();
     let first = usize::from(lines.first().is_some_and(|line| is_shebang(line)));
     let opening = lines.iter().skip(first).position(|line| !line.trim().is_empty()).map(|at| first + at);
     let fence = opening.map_or(0, |at| dashes(lines[at]));
     let (Some(opening), 3..) = (opening, fence) else {
-        return Ok(Parts { manifest: None, code: with_comments(&lines, |at| at < first) });
+        return Ok(ScriptParts { manifest: None, code: with_comments(&lines, |at| at < first) });
     };
     let line = opening + 1;
     let info = lines[opening][fence..].trim();
     if !matches!(info, "" | "cargo") {
-        return Err(Problem {
+        return Err(FrontmatterProblem {
             line,
             found: format!("the frontmatter is marked `{info}`"),
             fix: "only `cargo`, or nothing, may follow the dashes".to_string(),
@@ -45,14 +45,14 @@ pub(super) fn split(script: &str) -> Result<Parts, Problem> {
     }
     let closing = lines.iter().skip(opening + 1).position(|line| dashes(line) >= fence).map(|at| opening + 1 + at);
     let Some(closing) = closing else {
-        return Err(Problem {
+        return Err(FrontmatterProblem {
             line,
             found: "the frontmatter that begins here has no end".to_string(),
             fix: format!("close it with a line `{}`", "-".repeat(fence)),
         });
     };
     if lines[closing].trim_end().len() != fence {
-        return Err(Problem {
+        return Err(FrontmatterProblem {
             line: closing + 1,
             found: format!("`{}` does not close the frontmatter of line {line}", shortened(lines[closing].trim_end())),
             fix: format!("close it with a line `{}` and nothing else", "-".repeat(fence)),
@@ -60,7 +60,7 @@ pub(super) fn split(script: &str) -> Result<Parts, Problem> {
     }
     let manifest = lines[opening + 1..closing].concat();
     let hidden = |at: usize| at < first || (opening..=closing).contains(&at);
-    Ok(Parts { manifest: Some((manifest, opening + 2)), code: with_comments(&lines, hidden) })
+    Ok(ScriptParts { manifest: Some((manifest, opening + 2)), code: with_comments(&lines, hidden) })
 }
 
 /// rustc's rule: `#!` begins a program's name unless an attribute follows, as in `#![allow(...)]`.
@@ -121,14 +121,14 @@ mod tests {
             " ---\na = 1\n ---\n",
             "--\n--\n",
         ] {
-            assert_eq!(split(script).unwrap(), Parts { manifest: None, code: script.to_string() }, "{script:?}");
+            assert_eq!(split(script).unwrap(), ScriptParts { manifest: None, code: script.to_string() }, "{script:?}");
         }
     }
 
     #[test]
     fn a_shebang_becomes_a_comment() {
         let parts = split("#!/usr/bin/env zerorun\r\nfn main() {}\n").unwrap();
-        assert_eq!(parts, Parts { manifest: None, code: "//\r\nfn main() {}\n".to_string() });
+        assert_eq!(parts, ScriptParts { manifest: None, code: "//\r\nfn main() {}\n".to_string() });
     }
 
     #[test]

@@ -3,11 +3,11 @@
 //! This process becomes `mpirun` ([`words`] are its arguments), whose exit code is the job's. Hosts that have Open MPI alone
 //! can be used so: `zerorun` itself lets ranks meet as MPICH does.
 
-use super::exported::exports;
+use super::exported_variables::exports;
 use super::hosts::error::HostsError;
-use super::hosts::world::{DEVICES, World};
+use super::hosts::world_info::{DEVICES, WorldInfo};
 use super::nodes::DEFAULT_PORT;
-use super::ranks::{Job, KEEP_MEMORY};
+use super::ranks::{KEEP_MEMORY, LocalJob};
 use crate::comm::env::TIMEOUT_MS;
 use crate::error::{Error, LaunchError, Result};
 use std::ffi::OsString;
@@ -20,7 +20,7 @@ const MPIRUN: &str = "mpirun";
 
 /// Whose `mpirun` it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum MpirunFlavor {
     /// Open MPI's.
     OpenMpi,
     /// MPICH's, or another with its arguments.
@@ -29,13 +29,13 @@ pub(crate) enum Kind {
 
 /// How ranks are started by `mpirun`.
 #[derive(Debug, Clone)]
-pub(crate) struct Mpirun {
-    pub(crate) kind: Kind,
+pub(crate) struct MpirunOptions {
+    pub(crate) kind: MpirunFlavor,
     /// Arguments of the user's for it.
     pub(crate) args: Vec<String>,
 }
 
-impl Kind {
+impl MpirunFlavor {
     /// As `--launcher` has it.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -68,7 +68,12 @@ impl Kind {
 ///
 /// # Errors
 /// There is no `mpirun` of this kind; hosts with different GPUs; a variable or a word that cannot be passed on.
-pub(crate) fn become_mpirun(job: &Job, mpirun: &Mpirun, world: &World, master_addr: Option<&str>) -> Result<u8> {
+pub(crate) fn become_mpirun(
+    job: &LocalJob,
+    mpirun: &MpirunOptions,
+    world: &WorldInfo,
+    master_addr: Option<&str>,
+) -> Result<u8> {
     mpirun.kind.check()?;
     let folder = std::env::current_dir()
         .map_err(|source| LaunchError::Setup { what: "finding the working directory", source })?;
@@ -89,13 +94,13 @@ pub(crate) fn become_mpirun(job: &Job, mpirun: &Mpirun, world: &World, master_ad
 }
 
 /// The arguments, up to the program.
-fn words(mpirun: &Mpirun, world: &World, folder: PathBuf, variables: &[(String, String)]) -> Vec<OsString> {
+fn words(mpirun: &MpirunOptions, world: &WorldInfo, folder: PathBuf, variables: &[(String, String)]) -> Vec<OsString> {
     let hosts = world.hosts().iter().map(|host| format!("{}:{}", host.name, host.slots.len()));
     let hosts = hosts.collect::<Vec<_>>().join(",");
     let mut words: Vec<OsString> = vec!["-n".into(), world.size().to_string().into()];
     let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
     match mpirun.kind {
-        Kind::OpenMpi => {
+        MpirunFlavor::OpenMpi => {
             add(&["--host", &hosts]);
             // Ranks of a host are consecutive.
             if !mpirun.args.iter().any(|word| word == "--map-by" || word == "-map-by") {
@@ -103,21 +108,21 @@ fn words(mpirun: &Mpirun, world: &World, folder: PathBuf, variables: &[(String, 
             }
             add(&["--wdir"]);
         }
-        Kind::Mpich => add(&["-hosts", &hosts, "-wdir"]),
+        MpirunFlavor::Mpich => add(&["-hosts", &hosts, "-wdir"]),
     }
     words.push(folder.into());
     words.extend(mpirun.args.iter().map(OsString::from));
     for (name, value) in variables {
         match mpirun.kind {
-            Kind::OpenMpi => words.extend(["-x".into(), format!("{name}={value}").into()]),
-            Kind::Mpich => words.extend(["-genv".into(), name.into(), value.into()]),
+            MpirunFlavor::OpenMpi => words.extend(["-x".into(), format!("{name}={value}").into()]),
+            MpirunFlavor::Mpich => words.extend(["-genv".into(), name.into(), value.into()]),
         }
     }
     words
 }
 
 /// The GPUs that programs shall see: `mpirun` gives all hosts the same.
-fn devices(world: &World, kind: Kind) -> Result<Option<String>, HostsError> {
+fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, HostsError> {
     let hosts = world.hosts();
     let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {
         return Ok(Some(world.devices(0)));
@@ -135,32 +140,35 @@ fn devices(world: &World, kind: Kind) -> Result<Option<String>, HostsError> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::hosts::Host;
+    use super::super::hosts::HostSlots;
     use super::*;
 
-    fn line(kind: Kind, args: &str) -> String {
-        let world = World::new(vec![Host::with_slots("a", 2), Host::with_slots("b", 1)]).unwrap();
+    fn line(kind: MpirunFlavor, args: &str) -> String {
+        let world = WorldInfo::new(vec![HostSlots::with_slots("a", 2), HostSlots::with_slots("b", 1)]).unwrap();
         let args = args.split_whitespace().map(String::from).collect();
         let variables =
             [("NCCL_DEBUG".to_string(), "INFO".to_string()), ("UCX_TLS".to_string(), "tcp self".to_string())];
-        let words = words(&Mpirun { kind, args }, &world, "/data/my runs".into(), &variables);
+        let words = words(&MpirunOptions { kind, args }, &world, "/data/my runs".into(), &variables);
         words.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join("|")
     }
 
     #[test]
     fn mpirun_gets_hosts_with_their_slots_the_folder_the_variables_and_the_users_arguments() {
-        insta::assert_snapshot!(line(Kind::OpenMpi, "--bind-to none"), @"-n|3|--host|a:2,b:1|--map-by|slot|--wdir|/data/my runs|--bind-to|none|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
-        insta::assert_snapshot!(line(Kind::OpenMpi, "--map-by node"), @"-n|3|--host|a:2,b:1|--wdir|/data/my runs|--map-by|node|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
-        insta::assert_snapshot!(line(Kind::Mpich, "-iface eth0"), @"-n|3|-hosts|a:2,b:1|-wdir|/data/my runs|-iface|eth0|-genv|NCCL_DEBUG|INFO|-genv|UCX_TLS|tcp self");
+        insta::assert_snapshot!(line(MpirunFlavor::OpenMpi, "--bind-to none"), @"-n|3|--host|a:2,b:1|--map-by|slot|--wdir|/data/my runs|--bind-to|none|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
+        insta::assert_snapshot!(line(MpirunFlavor::OpenMpi, "--map-by node"), @"-n|3|--host|a:2,b:1|--wdir|/data/my runs|--map-by|node|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
+        insta::assert_snapshot!(line(MpirunFlavor::Mpich, "-iface eth0"), @"-n|3|-hosts|a:2,b:1|-wdir|/data/my runs|-iface|eth0|-genv|NCCL_DEBUG|INFO|-genv|UCX_TLS|tcp self");
     }
 
     #[test]
     fn gpus_are_the_slots_where_all_hosts_have_the_same() {
         let of = |slots: [&[usize]; 2]| {
             let [a, b] = slots.map(|slots| slots.to_vec());
-            let world =
-                World::new(vec![Host { name: "a".into(), slots: a }, Host { name: "b".into(), slots: b }]).unwrap();
-            devices(&world, Kind::OpenMpi)
+            let world = WorldInfo::new(vec![
+                HostSlots { name: "a".into(), slots: a },
+                HostSlots { name: "b".into(), slots: b },
+            ])
+            .unwrap();
+            devices(&world, MpirunFlavor::OpenMpi)
         };
         assert_eq!(of([&[1, 3], &[1, 3]]).unwrap().as_deref(), Some("1,3"));
         assert_eq!(of([&[0, 1], &[0]]).unwrap(), None);
@@ -169,9 +177,13 @@ mod tests {
 
     #[test]
     fn an_mpirun_is_known_by_what_it_says_of_its_version() {
-        assert!(Kind::OpenMpi.says("mpirun (Open MPI) 5.0.11") && !Kind::Mpich.says("mpirun (Open MPI) 5.0.11"));
         assert!(
-            Kind::Mpich.says("HYDRA build details:\n    Version: 5.0.2") && !Kind::OpenMpi.says("HYDRA build details:")
+            MpirunFlavor::OpenMpi.says("mpirun (Open MPI) 5.0.11")
+                && !MpirunFlavor::Mpich.says("mpirun (Open MPI) 5.0.11")
+        );
+        assert!(
+            MpirunFlavor::Mpich.says("HYDRA build details:\n    Version: 5.0.2")
+                && !MpirunFlavor::OpenMpi.says("HYDRA build details:")
         );
     }
 }

@@ -15,48 +15,48 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
 /// Names and values as ranks have put them.
-pub(crate) type Values = Vec<(String, String)>;
+pub(crate) type PmiValues = Vec<(String, String)>;
 
 /// Bytes of the longest name and value, which the library keeps to.
 const NAME_BYTES: usize = 64;
 const VALUE_BYTES: usize = 4096;
 
 /// Serves the ranks of this host.
-pub(crate) struct Server {
+pub(crate) struct PmiServer {
     /// The name of the space of values. Libraries name memory of their ranks by it, so no two starts have the same.
     space: String,
     /// Ranks of all hosts.
     world: usize,
     /// Ranks of this host.
     local: usize,
-    state: Mutex<State>,
+    state: Mutex<PmiState>,
     /// Sends what this host's ranks have put, once all of them are at the barrier.
-    send: Box<dyn Fn(Values) + Send + Sync>,
+    send: Box<dyn Fn(PmiValues) + Send + Sync>,
 }
 
 #[derive(Default)]
-struct State {
+struct PmiState {
     values: BTreeMap<String, String>,
     /// Put since the last barrier.
-    fresh: Values,
+    fresh: PmiValues,
     /// Ranks at the barrier.
     waiting: Vec<UnixStream>,
 }
 
-impl Server {
+impl PmiServer {
     /// Serves the ranks of the start `space`, in which hosts have these numbers of ranks; this is host `node`. What its ranks
-    /// have put goes to `send` whenever all are at a barrier, and [`Server::deliver`] lets them on.
+    /// have put goes to `send` whenever all are at a barrier, and [`PmiServer::deliver`] lets them on.
     pub(crate) fn new(
         space: String,
         ranks: &[usize],
         node: usize,
-        send: impl Fn(Values) + Send + Sync + 'static,
+        send: impl Fn(PmiValues) + Send + Sync + 'static,
     ) -> Self {
         let world = ranks.iter().sum();
         // To MPICH each rank is a host of its own: those of one host share this library's memory, and memory of MPICH's would
         // stay in /dev/shm after ranks that are killed.
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
-        let state = Mutex::new(State { values, ..State::default() });
+        let state = Mutex::new(PmiState { values, ..PmiState::default() });
         Self { space, world, local: ranks[node], state, send: Box::new(send) }
     }
 
@@ -140,7 +140,7 @@ impl Server {
     }
 
     /// Takes what the ranks of all hosts have put, and lets this host's leave the barrier.
-    pub(crate) fn deliver(&self, values: Values) {
+    pub(crate) fn deliver(&self, values: PmiValues) {
         let mut state = lock(&self.state);
         state.values.extend(values);
         for mut rank in std::mem::take(&mut state.waiting) {
@@ -157,7 +157,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     /// A rank's side of the socket.
-    fn rank(server: &Arc<Server>) -> (UnixStream, BufReader<UnixStream>) {
+    fn rank(server: &Arc<PmiServer>) -> (UnixStream, BufReader<UnixStream>) {
         let socket = UnixStream::from(server.socket().unwrap());
         (socket.try_clone().unwrap(), BufReader::new(socket))
     }
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn ranks_get_what_others_have_put_when_all_hosts_are_at_the_barrier() {
         let (sender, sent) = channel();
-        let server = Arc::new(Server::new("a_start".into(), &[2, 1], 0, move |values| sender.send(values).unwrap()));
+        let server = Arc::new(PmiServer::new("a_start".into(), &[2, 1], 0, move |values| sender.send(values).unwrap()));
         let (mut a, mut b) = (rank(&server), rank(&server));
         assert_eq!(
             ask(&mut a, "cmd=init pmi_version=1 pmi_subversion=1"),

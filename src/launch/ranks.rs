@@ -3,16 +3,16 @@
 //! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
 //! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
-use super::binding;
-use super::console::{Stream, say};
-use super::hosts::cores::CoreList;
-use super::hosts::world::DEVICES;
+use super::console::{ConsoleStream, eprint};
+use super::core_binding;
+use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
+use super::hosts::core_list::CoreList;
+use super::hosts::world_info::DEVICES;
 use super::nodes::secret::SECRET;
-use super::output::Output;
 use super::pmi;
-use super::report::{self, Culprit, Ended, Fate, Request};
-use super::signals::{self, Event, die_with_parent};
-use super::tail::Tail;
+use super::rank_output::RankOutput;
+use super::signals::{self, LauncherEvent, die_with_parent};
+use super::stderr_tail::StderrTail;
 use crate::comm::Fault;
 use crate::comm::agree::rank_pointed_at;
 use crate::comm::env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
@@ -51,7 +51,7 @@ const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// The job to start.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct LocalJob {
     /// Absolute path of the executable.
     pub(crate) program: PathBuf,
     pub(crate) args: Vec<OsString>,
@@ -74,7 +74,7 @@ pub(crate) struct Job {
     /// Where ranks put the parts of their timeline.
     pub(crate) timeline: Option<PathBuf>,
     /// Where the job has several hosts, what this one is of it.
-    pub(crate) part: Option<Part>,
+    pub(crate) multi_host: Option<MultiHostContext>,
     /// The cores to which ranks are bound, at least one for each; `None`: they run on any.
     pub(crate) cores: Option<CoreList>,
     /// [`DEVICES`] of the ranks; `None`: as the environment says.
@@ -83,7 +83,7 @@ pub(crate) struct Job {
 
 /// One host of a job on several.
 #[derive(Clone)]
-pub(crate) struct Part {
+pub(crate) struct MultiHostContext {
     /// The first rank here, of the ranks of all hosts.
     pub(crate) first: usize,
     /// The place of this host, and the number of hosts.
@@ -94,14 +94,14 @@ pub(crate) struct Part {
     /// The address of the first host, for the program's own use.
     pub(crate) master_addr: String,
     /// Through which the ranks' MPI libraries meet.
-    pub(crate) pmi: Arc<pmi::Server>,
-    /// A rank of another host that is gone or has failed, and why; [`Event::News`] says that it is there.
-    pub(crate) news: Arc<Mutex<Option<(usize, String)>>>,
+    pub(crate) pmi: Arc<pmi::PmiServer>,
+    /// A rank of another host that is gone or has failed, and why; [`LauncherEvent::PeerMessage`] says that it is there.
+    pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
     /// Tells the other hosts of a signal that asks this launcher to end.
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
-impl Part {
+impl MultiHostContext {
     /// All of the job, whose ranks meet in MPI all the same: `start` is how often it was started before.
     pub(crate) fn whole(ranks: usize, start: u32) -> Self {
         let now =
@@ -113,24 +113,24 @@ impl Part {
             hosts: 1,
             host: None,
             master_addr: Ipv4Addr::LOCALHOST.to_string(),
-            pmi: pmi::Server::alone(space, ranks),
-            news: Arc::default(),
+            pmi: pmi::PmiServer::alone(space, ranks),
+            remote_failure: Arc::default(),
             tell: Arc::new(|_| {}),
         }
     }
 }
 
-impl std::fmt::Debug for Part {
+impl std::fmt::Debug for MultiHostContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { first, place, hosts, host, .. } = self;
         let host = host.as_deref().unwrap_or("this one");
-        write!(f, "Part {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
+        write!(f, "MultiHostContext {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
     }
 }
 
 /// How a run ended.
 #[derive(Debug)]
-pub(crate) enum End {
+pub(crate) enum RunEnd {
     /// All ranks ended with 0.
     Well,
     /// All ranks ended with 0, and some of what they wrote could not be passed on, which has been said.
@@ -139,12 +139,12 @@ pub(crate) enum End {
     Interrupted(Signal),
     /// Another host of the job is gone or has failed.
     Elsewhere,
-    Failed(Failure),
+    Failed(RunFailure),
 }
 
 /// A run that a rank brought down.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct RunFailure {
     /// The time from the start to the first failure.
     pub(crate) after: Duration,
     /// Which rank failed and how, without a line end.
@@ -161,24 +161,25 @@ pub(crate) struct Failure {
 }
 
 /// Runs the ranks to their end. Call it on the main thread.
-pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
+pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = Region::create(job.world)?;
-    let mut output = Output::new(job.part.as_ref().map_or((None, 0), |part| (part.host.clone(), part.first)));
+    let mut output =
+        RankOutput::new(job.multi_host.as_ref().map_or((None, 0), |context| (context.host.clone(), context.first)));
     let common = common_environment(job)?;
-    let mut ranks = Ranks {
+    let mut ranks = RankProcesses {
         region,
         all: Vec::with_capacity(job.world),
         started: Instant::now(),
-        why: Why::Running,
+        cause: ShutdownCause::Running,
         asked: None,
         grace: job.grace,
         on_signal: job.on_signal,
-        part: job.part.clone(),
+        multi_host: job.multi_host.clone(),
     };
     for rank in 0..job.world {
         ranks.start(rank, job, &common, &mut output)?;
         events.try_iter().for_each(|event| ranks.handle(event));
-        if !matches!(ranks.why, Why::Running) {
+        if !matches!(ranks.cause, ShutdownCause::Running) {
             break;
         }
     }
@@ -190,24 +191,24 @@ pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let drained = output.drain(events);
     ranks.asked = drained.asked.or(ranks.asked);
     Ok(match ranks.end(&drained.tails) {
-        End::Well if drained.unwritten => End::Unwritten,
+        RunEnd::Well if drained.unwritten => RunEnd::Unwritten,
         end => end,
     })
 }
 
 /// The variables that are the same for all ranks.
-fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
+fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     let local = job.world.to_string();
     let port = match job.master_port {
         Some(port) => port,
         None => free_port()?,
     };
-    let part = job.part.as_ref();
+    let context = job.multi_host.as_ref();
     let mut variables = vec![
-        ("WORLD_SIZE", part.map_or(job.world, |part| part.pmi.world()).to_string()),
+        ("WORLD_SIZE", context.map_or(job.world, |context| context.pmi.world()).to_string()),
         ("LOCAL_WORLD_SIZE", local.clone()),
         ("LOCAL_SIZE", local),
-        ("MASTER_ADDR", part.map_or_else(|| Ipv4Addr::LOCALHOST.to_string(), |part| part.master_addr.clone())),
+        ("MASTER_ADDR", context.map_or_else(|| Ipv4Addr::LOCALHOST.to_string(), |context| context.master_addr.clone())),
         ("MASTER_PORT", port.to_string()),
         (RESTART, job.restart.to_string()),
         (TORCH_RESTART, job.restart.to_string()),
@@ -217,9 +218,9 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         None if is_set(TIMEOUT_MS) => {}
         None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
     }
-    let (place, hosts) = part.map_or((0, 1), |part| (part.place, part.hosts));
+    let (place, hosts) = context.map_or((0, 1), |context| (context.place, context.hosts));
     variables.extend([("CROSS_RANK", place.to_string()), ("CROSS_SIZE", hosts.to_string())]);
-    variables.extend(part.map(|part| ("PMI_SIZE", part.pmi.world().to_string())));
+    variables.extend(context.map(|context| ("PMI_SIZE", context.pmi.world().to_string())));
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
     variables.extend(job.devices.clone().map(|devices| (DEVICES, devices)));
     let cores = match &job.cores {
@@ -227,7 +228,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
     if job.world > cores && job.restart == 0 {
-        say(&format!(
+        eprint(&format!(
             "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
             job.world,
             if cores == 1 { "" } else { "s" }
@@ -267,11 +268,11 @@ fn free_port() -> Result<u16> {
 
 /// Why the ranks come to their end.
 #[derive(Debug, Clone, Copy)]
-enum Why {
+enum ShutdownCause {
     /// They do not, so far.
     Running,
     /// A rank failed. `first` is the one that was seen to end first; another may have brought it to that.
-    Failure { first: Fate, at: Instant },
+    Failure { first: EndedRank, at: Instant },
     /// The launcher got a signal.
     Interrupted { signal: Signal, at: Instant },
     /// Another host is gone or has failed.
@@ -279,17 +280,17 @@ enum Why {
 }
 
 #[derive(Debug)]
-struct Rank {
+struct RankProcess {
     child: Child,
     /// Also the number of its process group.
     pid: Pid,
-    request: Request,
-    fate: Option<Fate>,
+    request: StopRequest,
+    end: Option<EndedRank>,
 }
 
-impl Rank {
+impl RankProcess {
     fn signal(&self, signal: Signal) {
-        if self.fate.is_none() {
+        if self.end.is_none() {
             // A group that is gone needs no signal.
             let _ = kill_process_group(self.pid, signal);
         }
@@ -305,27 +306,27 @@ impl Rank {
     }
 
     /// Ends what is left of its group (helpers that it started) and takes its exit status.
-    fn collect(&mut self) -> Ended {
+    fn collect(&mut self) -> RankExitStatus {
         let _ = kill_process_group(self.pid, Signal::KILL);
         // It is our own child and not waited for yet, so this cannot fail.
-        self.child.wait().map_or(Ended::Signal(9), Ended::of)
+        self.child.wait().map_or(RankExitStatus::Signal(9), RankExitStatus::of)
     }
 }
 
-struct Ranks {
+struct RankProcesses {
     region: Region,
-    all: Vec<Rank>,
+    all: Vec<RankProcess>,
     started: Instant,
-    why: Why,
+    cause: ShutdownCause,
     /// The last signal that asked the launcher to end.
     asked: Option<Signal>,
     grace: Duration,
     on_signal: Option<&'static str>,
-    part: Option<Part>,
+    multi_host: Option<MultiHostContext>,
 }
 
-impl Ranks {
-    fn start(&mut self, rank: usize, job: &Job, common: &[(&str, String)], output: &mut Output) -> Result<()> {
+impl RankProcesses {
+    fn start(&mut self, rank: usize, job: &LocalJob, common: &[(&str, String)], output: &mut RankOutput) -> Result<()> {
         // The region's descriptor stays open across exec.
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
@@ -343,11 +344,11 @@ impl Ranks {
             command.env_remove(PROMETHEUS_PORT);
         }
         // Until the rank has it.
-        let socket = match &self.part {
+        let socket = match &self.multi_host {
             None => None,
-            Some(part) => {
+            Some(context) => {
                 let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
-                let socket = part.pmi.socket().map_err(setup)?;
+                let socket = context.pmi.socket().map_err(setup)?;
                 // Where an mpirun has started this launcher, the ranks are not that one's.
                 for (name, _) in std::env::vars_os() {
                     if ["OMPI_COMM_WORLD_", "PMIX_", "JSM_NAMESPACE_", "PALS_"]
@@ -361,8 +362,8 @@ impl Ranks {
                 Some(socket)
             }
         };
-        match &self.part {
-            Some(part) if part.hosts == 1 => command.env(BACKEND, "mpi"),
+        match &self.multi_host {
+            Some(context) if context.hosts == 1 => command.env(BACKEND, "mpi"),
             _ => command.env_remove(BACKEND),
         };
         match &job.script {
@@ -372,7 +373,7 @@ impl Ranks {
         command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         match &job.cores {
             Some(cores) => {
-                binding::bind(&mut command, cores.share(rank, job.world)?);
+                core_binding::bind(&mut command, cores.share(rank, job.world)?);
                 command.env(BOUND, "1");
             }
             None => {
@@ -383,7 +384,7 @@ impl Ranks {
         // launcher alone, which passes it on.
         command.process_group(0);
         die_with_parent(&mut command, Signal::KILL);
-        if job.world > 1 || job.part.as_ref().is_some_and(|part| part.hosts > 1) {
+        if job.world > 1 || job.multi_host.as_ref().is_some_and(|context| context.hosts > 1) {
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
             // A process group in the background that reads from the terminal is stopped by the kernel.
@@ -398,26 +399,26 @@ impl Ranks {
         })?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let pid = Pid::from_child(&child);
-        self.all.push(Rank { child, pid, request: Request::Nothing, fate: None });
+        self.all.push(RankProcess { child, pid, request: StopRequest::Nothing, end: None });
         if let Some(out) = out {
-            output.carry(rank, out, Stream::Out)?;
+            output.carry(rank, out, ConsoleStream::Out)?;
         }
         if let Some(err) = err {
-            output.carry(rank, err, Stream::Err)?;
+            output.carry(rank, err, ConsoleStream::Err)?;
         }
         Ok(())
     }
 
     /// The first rank of this host.
     fn first(&self) -> usize {
-        self.part.as_ref().map_or(0, |part| part.first)
+        self.multi_host.as_ref().map_or(0, |context| context.first)
     }
 
     /// Returns when every rank has ended.
-    fn supervise(&mut self, events: &Receiver<Event>) {
+    fn supervise(&mut self, events: &Receiver<LauncherEvent>) {
         loop {
             self.collect_ended();
-            if self.all.iter().all(|rank| rank.fate.is_some()) {
+            if self.all.iter().all(|rank| rank.end.is_some()) {
                 return;
             }
             let next = self.press();
@@ -434,20 +435,20 @@ impl Ranks {
     fn collect_ended(&mut self) {
         for index in 0..self.all.len() {
             let rank = &mut self.all[index];
-            if rank.fate.is_some() || !rank.has_ended() {
+            if rank.end.is_some() || !rank.has_ended() {
                 continue;
             }
             let ended = rank.collect();
-            let before_failure = matches!(self.why, Why::Running);
-            let fate = Fate { rank: index, ended, request: rank.request, before_failure };
-            rank.fate = Some(fate);
+            let before_failure = matches!(self.cause, ShutdownCause::Running);
+            let end = EndedRank { rank: index, ended, request: rank.request, before_failure };
+            rank.end = Some(end);
             if ended.is_failure() {
                 self.region.mark_dead(index, &format!("its process {ended}"));
             } else {
                 self.region.mark_left(index);
             }
             if before_failure && ended.is_failure() {
-                self.why = Why::Failure { first: fate, at: Instant::now() };
+                self.cause = ShutdownCause::Failure { first: end, at: Instant::now() };
             }
         }
     }
@@ -455,28 +456,28 @@ impl Ranks {
     /// Sends what is due to the ranks that should be gone by now, and says when the next thing is due.
     fn press(&mut self) -> Instant {
         let now = Instant::now();
-        let (term, kill) = match self.why {
-            Why::Running => return now + TICK,
-            Why::Failure { at, .. } | Why::Elsewhere { at } => {
+        let (term, kill) = match self.cause {
+            ShutdownCause::Running => return now + TICK,
+            ShutdownCause::Failure { at, .. } | ShutdownCause::Elsewhere { at } => {
                 (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM)
             }
-            Why::Interrupted { at, .. } => (at + self.grace, at + self.grace),
+            ShutdownCause::Interrupted { at, .. } => (at + self.grace, at + self.grace),
         };
         if now >= kill {
-            self.demand(Request::Kill);
+            self.demand(StopRequest::Kill);
             now + TICK
         } else if now >= term {
-            self.demand(Request::Terminate);
+            self.demand(StopRequest::Terminate);
             kill
         } else {
             term
         }
     }
 
-    fn demand(&mut self, request: Request) {
-        for rank in self.all.iter_mut().filter(|rank| rank.fate.is_none() && rank.request != request) {
+    fn demand(&mut self, request: StopRequest) {
+        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none() && rank.request != request) {
             rank.request = request;
-            if request == Request::Kill {
+            if request == StopRequest::Kill {
                 rank.signal(Signal::KILL);
             } else {
                 rank.signal(Signal::TERM);
@@ -490,93 +491,97 @@ impl Ranks {
         self.all.iter().for_each(|rank| rank.signal(signal));
     }
 
-    fn handle(&mut self, event: Event) {
-        if let Event::End(signal) = event {
+    fn handle(&mut self, event: LauncherEvent) {
+        if let LauncherEvent::End(signal) = event {
             self.asked = Some(signal);
-            self.part.iter().for_each(|part| (part.tell)(signal));
+            self.multi_host.iter().for_each(|context| (context.tell)(signal));
         }
-        match (event, self.why) {
-            (Event::Child, _) => {}
-            (Event::News, _) => {
-                let news = self.part.as_ref().and_then(|part| lock(&part.news).clone());
-                if let Some((rank, why)) = news {
+        match (event, self.cause) {
+            (LauncherEvent::Child, _) => {}
+            (LauncherEvent::PeerMessage, _) => {
+                let remote_failure = self.multi_host.as_ref().and_then(|context| lock(&context.remote_failure).clone());
+                if let Some((rank, why)) = remote_failure {
                     self.region.mark_elsewhere(rank, &why);
-                    if matches!(self.why, Why::Running) {
-                        self.why = Why::Elsewhere { at: Instant::now() };
+                    if matches!(self.cause, ShutdownCause::Running) {
+                        self.cause = ShutdownCause::Elsewhere { at: Instant::now() };
                     }
                 }
             }
-            (Event::Pass(signal), _) => self.signal_all(signal),
-            (Event::Suspend, _) => {
+            (LauncherEvent::Pass(signal), _) => self.signal_all(signal),
+            (LauncherEvent::Suspend, _) => {
                 self.signal_all(Signal::STOP);
                 signals::suspend_self();
                 self.signal_all(Signal::CONT);
             }
-            (Event::End(signal), Why::Running) => {
-                self.why = Why::Interrupted { signal, at: Instant::now() };
+            (LauncherEvent::End(signal), ShutdownCause::Running) => {
+                self.cause = ShutdownCause::Interrupted { signal, at: Instant::now() };
                 if let Some(text) = self.on_signal {
-                    say(text);
+                    eprint(text);
                 }
                 self.signal_all(signal);
             }
-            (Event::End(again), Why::Interrupted { signal, at }) if again == signal && at.elapsed() < SAME_SIGNAL => {}
+            (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
+                if again == signal && at.elapsed() < SAME_SIGNAL => {}
             // Asked for the second time, or while a failure is being cleared away.
-            (Event::End(_), _) => self.demand(Request::Kill),
+            (LauncherEvent::End(_), _) => self.demand(StopRequest::Kill),
         }
     }
 
     /// How the run ended, once every rank has.
-    fn end(&self, tails: &[Tail]) -> End {
-        match self.why {
-            Why::Running => End::Well,
-            Why::Elsewhere { .. } => End::Elsewhere,
-            Why::Failure { first, at } => End::Failed(self.failure(first, at, tails)),
-            Why::Interrupted { signal, .. } => End::Interrupted(signal),
+    fn end(&self, tails: &[StderrTail]) -> RunEnd {
+        match self.cause {
+            ShutdownCause::Running => RunEnd::Well,
+            ShutdownCause::Elsewhere { .. } => RunEnd::Elsewhere,
+            ShutdownCause::Failure { first, at } => RunEnd::Failed(self.failure(first, at, tails)),
+            ShutdownCause::Interrupted { signal, .. } => RunEnd::Interrupted(signal),
         }
     }
 
-    fn failure(&self, first: Fate, at: Instant, tails: &[Tail]) -> Failure {
-        let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
+    fn failure(&self, first: EndedRank, at: Instant, tails: &[StderrTail]) -> RunFailure {
+        let ended_ranks: Vec<EndedRank> = self.all.iter().filter_map(|rank| rank.end).collect();
         // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
         // makes the others end before it.
         let blamed = self.region.first_failure();
         let culprit = blamed.and_then(|(rank, fault)| {
-            let fate = fates.iter().find(|fate| fate.rank == rank)?;
-            Some(Culprit { fate: *fate, fault })
+            let end = ended_ranks.iter().find(|end| end.rank == rank)?;
+            Some(CulpritRank { end: *end, fault })
         });
-        let mut culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
+        let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: Fault::Died });
         let mut words = self.words(&culprit, tails);
         // Ranks that fail together end in any order: the one that the others point at knows why.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
-        let by_itself = |fate: &&Fate| fate.ended.is_failure() && fate.request == Request::Nothing;
-        if let Some(fate) = fates.iter().filter(by_itself).find(|fate| Some(fate.rank + self.first()) == pointed_at) {
-            culprit = Culprit { fate: *fate, fault: Fault::Died };
+        let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
+        if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
+        {
+            culprit = CulpritRank { end: *end, fault: Fault::Died };
             words = self.words(&culprit, tails);
         }
         // From here on, numbers are those of all hosts' ranks.
         let first_here = self.first();
-        let numbered = |fate: Fate| Fate { rank: fate.rank + first_here, ..fate };
-        let (culprit, fates) =
-            (Culprit { fate: numbered(culprit.fate), ..culprit }, fates.into_iter().map(numbered).collect::<Vec<_>>());
+        let numbered = |end: EndedRank| EndedRank { rank: end.rank + first_here, ..end };
+        let (culprit, ended_ranks) = (
+            CulpritRank { end: numbered(culprit.end), ..culprit },
+            ended_ranks.into_iter().map(numbered).collect::<Vec<_>>(),
+        );
         let after = at - self.started;
-        let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
-        Failure {
+        let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended.is_failure();
+        RunFailure {
             after,
-            headline: report::headline(&culprit, after, fates.len()),
-            report: report::of_failure(&culprit, after, &words, &fates),
-            rank: culprit.fate.rank,
+            headline: failure_report::headline(&culprit, after, ended_ranks.len()),
+            report: failure_report::of_failure(&culprit, after, &words, &ended_ranks),
+            rank: culprit.end.rank,
             blames: words.iter().find_map(|line| rank_pointed_at(line)),
-            code: if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() },
+            code: if by_itself { culprit.end.ended.exit_code() } else { first.ended.exit_code() },
             asked: self.asked,
         }
     }
 }
 
-impl Ranks {
+impl RankProcesses {
     /// What the rank itself says about its failure.
-    fn words(&self, culprit: &Culprit, tails: &[Tail]) -> Vec<String> {
-        let rank = culprit.fate.rank;
-        let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended != Ended::Signal(9);
+    fn words(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
+        let rank = culprit.end.rank;
+        let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended != RankExitStatus::Signal(9);
         let reason = self.region.last_words(rank);
         match tails.get(rank) {
             Some(tail) => tail.last_words(reason.as_deref(), by_itself),
@@ -585,11 +590,11 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for RankProcesses {
     /// Ranks that still run when starting the others failed.
     fn drop(&mut self) {
         self.signal_all(Signal::KILL);
-        for rank in self.all.iter_mut().filter(|rank| rank.fate.is_none()) {
+        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none()) {
             rank.collect();
         }
     }

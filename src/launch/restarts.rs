@@ -1,10 +1,10 @@
 //! Starting the job again after a rank has failed: how often, how soon, and with how many ranks.
 
-use super::backend::Backend;
-use super::console::say;
-use super::ranks::{self, End, Failure, Job, Part};
-use super::report::Ended;
-use super::signals::{self, Event};
+use super::comm_backend::CommBackend;
+use super::console::eprint;
+use super::failure_report::RankExitStatus;
+use super::ranks::{self, LocalJob, MultiHostContext, RunEnd, RunFailure};
+use super::signals::{self, LauncherEvent};
 use crate::Result;
 use rustix::process::Signal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -23,7 +23,7 @@ const EXIT_UNWRITTEN: u8 = 1;
 
 /// When a job is started again.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rule {
+pub(crate) struct RestartPolicy {
     /// Restarts in total.
     pub(crate) max_restarts: u32,
     /// The fewest ranks to go on with.
@@ -32,7 +32,7 @@ pub(crate) struct Rule {
 
 /// A run that has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Failed {
+struct FailedRun {
     ranks: usize,
     /// The time from its start to its first failure.
     after: Duration,
@@ -40,19 +40,19 @@ struct Failed {
 
 /// The start that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Next {
+struct NextStart {
     /// 1 for the first restart.
     restart: u32,
     ranks: usize,
     pause: Duration,
 }
 
-impl Rule {
+impl RestartPolicy {
     /// The restart after the failed runs of a job, oldest first; `None` when no restart is left.
     ///
     /// Two runs in a row that had the same number of ranks and failed within 10 s take one rank away, down to
     /// `min_ranks`. Ranks that were taken away do not come back.
-    fn next(&self, failed: &[Failed]) -> Option<Next> {
+    fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
         let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
         let ranks = match failed {
             [.., a, b] if a.ranks == b.ranks && a.after < AT_ONCE && b.after < AT_ONCE => {
@@ -61,12 +61,12 @@ impl Rule {
             [.., last] => last.ranks,
             [] => return None,
         };
-        Some(Next { restart, ranks, pause: pause(failed) })
+        Some(NextStart { restart, ranks, pause: pause(failed) })
     }
 }
 
 /// How long to wait after the last of these runs.
-fn pause(failed: &[Failed]) -> Duration {
+fn pause(failed: &[FailedRun]) -> Duration {
     let soon = failed.iter().rev().take_while(|run| run.after < SOON).count();
     pause_after(soon)
 }
@@ -77,28 +77,28 @@ pub(super) fn pause_after(soon: usize) -> Duration {
     FIRST_PAUSE.saturating_mul(2u32.saturating_pow(doublings)).min(LONGEST_PAUSE)
 }
 
-/// Runs the job, again and again if the rule says so, and gives the launcher's exit code. Call it on the main thread.
-pub(crate) fn run(job: Job, rule: &Rule) -> Result<u8> {
-    run_by(Backend::Shm, job, rule)
+/// Runs the job, again and again if the policy says so, and gives the launcher's exit code. Call it on the main thread.
+pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
+    run_by(CommBackend::Shm, job, policy)
 }
 
 /// The same, with ranks that are joined by `backend`.
-pub(crate) fn run_by(backend: Backend, mut job: Job, rule: &Rule) -> Result<u8> {
+pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {
-        job.part = (backend == Backend::Mpi).then(|| Part::whole(job.world, job.restart));
+        job.multi_host = (backend == CommBackend::Mpi).then(|| MultiHostContext::whole(job.world, job.restart));
         let failure = match ranks::run(&job, &events)? {
-            End::Well => return Ok(0),
-            End::Unwritten => return Ok(EXIT_UNWRITTEN),
-            End::Elsewhere => unreachable!("the ranks are on this host"),
-            End::Interrupted(signal) => return Ok(stopped_by(signal)),
-            End::Failed(failure) => failure,
+            RunEnd::Well => return Ok(0),
+            RunEnd::Unwritten => return Ok(EXIT_UNWRITTEN),
+            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::Interrupted(signal) => return Ok(stopped_by(signal)),
+            RunEnd::Failed(failure) => failure,
         };
-        failed.push(Failed { ranks: job.world, after: failure.after });
-        let next = rule.next(&failed).filter(|_| failure.asked.is_none());
-        let Some(next) = next else { return Ok(give_up(&failure, rule)) };
-        say(&announcement(&failure, &next, job.world, rule));
+        failed.push(FailedRun { ranks: job.world, after: failure.after });
+        let next = policy.next(&failed).filter(|_| failure.asked.is_none());
+        let Some(next) = next else { return Ok(give_up(&failure, policy)) };
+        eprint(&announcement(&failure, &next, job.world, policy));
         if let Some(signal) = rest(next.pause, &events) {
             return Ok(stopped_by(signal));
         }
@@ -107,8 +107,8 @@ pub(crate) fn run_by(backend: Backend, mut job: Job, rule: &Rule) -> Result<u8> 
 }
 
 /// One line about a failure that a restart follows.
-fn announcement(failure: &Failure, next: &Next, ranks_before: usize, rule: &Rule) -> String {
-    let Next { restart, ranks, pause } = next;
+fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, policy: &RestartPolicy) -> String {
+    let NextStart { restart, ranks, pause } = next;
     let plural = if *ranks == 1 { "" } else { "s" };
     let fewer = if *ranks < ranks_before {
         format!(" (two starts with {ranks_before} failed within {} s)", AT_ONCE.as_secs())
@@ -118,40 +118,40 @@ fn announcement(failure: &Failure, next: &Next, ranks_before: usize, rule: &Rule
     format!(
         "{}; restart {restart} of {} with {ranks} rank{plural}{fewer} in {:.1} s",
         failure.headline,
-        rule.max_restarts,
+        policy.max_restarts,
         pause.as_secs_f64()
     )
 }
 
 /// Says what brought the last run down, and why no other follows; gives the launcher's exit code.
-fn give_up(failure: &Failure, rule: &Rule) -> u8 {
-    say(&failure.report);
-    match (failure.asked, rule.max_restarts) {
+fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
+    eprint(&failure.report);
+    match (failure.asked, policy.max_restarts) {
         (_, 0) => {}
-        (Some(signal), _) => say(&format!("zerorun: not restarted because of {}", signals::name(signal.as_raw()))),
-        (None, all) => say(&format!("zerorun: no restart is left: --max_restarts {all} is used up")),
+        (Some(signal), _) => eprint(&format!("zerorun: not restarted because of {}", signals::name(signal.as_raw()))),
+        (None, all) => eprint(&format!("zerorun: no restart is left: --max_restarts {all} is used up")),
     }
     failure.code
 }
 
 fn stopped_by(signal: Signal) -> u8 {
     let number = signal.as_raw();
-    say(&format!("zerorun: stopped by {}", signals::name(number)));
-    Ended::Signal(number).exit_code()
+    eprint(&format!("zerorun: stopped by {}", signals::name(number)));
+    RankExitStatus::Signal(number).exit_code()
 }
 
 /// Waits; a signal that asks the launcher to end ends the wait and is given back.
-fn rest(pause: Duration, events: &Receiver<Event>) -> Option<Signal> {
+fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         match events.recv_timeout(left) {
-            Ok(Event::End(signal)) => return Some(signal),
-            Ok(Event::Suspend) => signals::suspend_self(),
+            Ok(LauncherEvent::End(signal)) => return Some(signal),
+            Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             // There is no rank that it could concern.
-            Ok(Event::Child | Event::Pass(_) | Event::News) => {}
+            Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
-            // As in `Ranks::supervise`: it does not happen, and the pause would still be right.
+            // As in `RankProcesses::supervise`: it does not happen, and the pause would still be right.
             Err(RecvTimeoutError::Disconnected) => {
                 std::thread::sleep(left);
                 return None;
@@ -165,16 +165,16 @@ fn rest(pause: Duration, events: &Receiver<Event>) -> Option<Signal> {
 mod tests {
     use super::*;
 
-    fn rule(max_restarts: u32, min_ranks: usize) -> Rule {
-        Rule { max_restarts, min_ranks }
+    fn policy(max_restarts: u32, min_ranks: usize) -> RestartPolicy {
+        RestartPolicy { max_restarts, min_ranks }
     }
 
-    fn failed(runs: &[(usize, u64)]) -> Vec<Failed> {
-        runs.iter().map(|&(ranks, seconds)| Failed { ranks, after: Duration::from_secs(seconds) }).collect()
+    fn failed(runs: &[(usize, u64)]) -> Vec<FailedRun> {
+        runs.iter().map(|&(ranks, seconds)| FailedRun { ranks, after: Duration::from_secs(seconds) }).collect()
     }
 
     fn ranks_after(runs: &[(usize, u64)]) -> usize {
-        rule(100, 2).next(&failed(runs)).unwrap().ranks
+        policy(100, 2).next(&failed(runs)).unwrap().ranks
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         for (max_restarts, failures, expected) in
             [(0, 1, None), (1, 1, Some(1)), (1, 2, None), (3, 2, Some(2)), (3, 3, Some(3)), (3, 4, None)]
         {
-            let next = rule(max_restarts, 4).next(&failed(&vec![(4, 1); failures]));
+            let next = policy(max_restarts, 4).next(&failed(&vec![(4, 1); failures]));
             assert_eq!(next.map(|next| next.restart), expected, "{max_restarts} {failures}");
         }
     }
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_restart_is_told_in_one_line() {
-        let failure = Failure {
+        let failure = RunFailure {
             after: Duration::from_secs(3),
             headline: "zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s".to_string(),
             report: String::new(),
@@ -226,7 +226,7 @@ mod tests {
         };
         let told = |runs: &[(usize, u64)]| {
             let runs = failed(runs);
-            announcement(&failure, &rule(5, 1).next(&runs).unwrap(), runs[runs.len() - 1].ranks, &rule(5, 1))
+            announcement(&failure, &policy(5, 1).next(&runs).unwrap(), runs[runs.len() - 1].ranks, &policy(5, 1))
         };
         insta::assert_snapshot!(told(&[(4, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 1 of 5 with 4 ranks in 0.2 s");
         insta::assert_snapshot!(told(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 failed within 10 s) in 0.4 s");
@@ -235,14 +235,14 @@ mod tests {
     #[test]
     fn a_pause_ends_with_a_signal_that_ends_the_job_and_with_no_other_event() {
         let (sender, events) = std::sync::mpsc::channel();
-        for event in [Event::Child, Event::Pass(Signal::USR1)] {
+        for event in [LauncherEvent::Child, LauncherEvent::Pass(Signal::USR1)] {
             sender.send(event).unwrap();
         }
         let start = Instant::now();
         assert_eq!(rest(Duration::from_millis(50), &events), None);
         assert!(start.elapsed() >= Duration::from_millis(50));
-        sender.send(Event::Child).unwrap();
-        sender.send(Event::End(Signal::TERM)).unwrap();
+        sender.send(LauncherEvent::Child).unwrap();
+        sender.send(LauncherEvent::End(Signal::TERM)).unwrap();
         assert_eq!(rest(LONGEST_PAUSE, &events), Some(Signal::TERM));
         assert!(start.elapsed() < LONGEST_PAUSE);
     }

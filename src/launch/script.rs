@@ -1,8 +1,8 @@
 //! The kind of the named file: a program, a target of the cargo package around it, or a package of its own. A name without a
 //! slash that is no file here is a program on the `PATH`.
 
-use super::build::{Build, Kind};
-use super::frontmatter::{self, Parts};
+use super::cargo_build::{CargoBuild, CargoTargetKind};
+use super::frontmatter::{self, ScriptParts};
 use crate::error::{Error, LaunchError, Result};
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -11,46 +11,46 @@ use std::path::{Path, PathBuf};
 
 /// The program to start.
 #[derive(Debug)]
-pub(crate) enum Target {
+pub(crate) enum ScriptTarget {
     /// An executable, started as it is.
     Program {
         /// Absolute, so that it is this one, wherever the `PATH` leads.
         path: PathBuf,
     },
     /// An example or binary of the package around it.
-    InPackage(InPackage),
+    InPackage(PackageTarget),
     /// A file of its own.
-    Single(Single),
+    Single(SingleFileScript),
 }
 
 /// A target of a package that exists.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct InPackage {
+pub(crate) struct PackageTarget {
     /// Folder of the package's Cargo.toml.
     pub(super) manifest_dir: PathBuf,
-    pub(super) kind: Kind,
+    pub(super) kind: CargoTargetKind,
     /// Cargo's name of the target.
     pub(super) name: String,
 }
 
 /// A file that becomes a package of its own.
 #[derive(Debug)]
-pub(crate) struct Single {
+pub(crate) struct SingleFileScript {
     /// As typed.
     pub(super) typed: PathBuf,
     /// Absolute, without symbolic links.
     pub(super) path: PathBuf,
-    pub(super) parts: Parts,
+    pub(super) parts: ScriptParts,
 }
 
 /// Looks at the file.
-pub(crate) fn find(typed: &Path) -> Result<Target> {
+pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
     let metadata = match std::fs::metadata(typed) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return match on_path(typed, &std::env::var_os("PATH").unwrap_or_default()) {
-                Some(path) => Ok(Target::Program { path }),
+                Some(path) => Ok(ScriptTarget::Program { path }),
                 None => Err(not_found(typed)),
             };
         }
@@ -70,7 +70,7 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
         if metadata.permissions().mode() & 0o111 == 0 {
             return Err(not_startable("its name does not end in .rs and it is not executable"));
         }
-        return Ok(Target::Program { path: std::path::absolute(typed).map_err(read)? });
+        return Ok(ScriptTarget::Program { path: std::path::absolute(typed).map_err(read)? });
     }
     let path = std::fs::canonicalize(typed).map_err(read)?;
     let text = std::fs::read_to_string(&path).map_err(read)?;
@@ -84,9 +84,9 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
     if parts.manifest.is_none()
         && let Some(in_package) = in_package(&path)
     {
-        return Ok(Target::InPackage(in_package));
+        return Ok(ScriptTarget::InPackage(in_package));
     }
-    Ok(Target::Single(Single { typed: typed.to_path_buf(), path, parts }))
+    Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
 }
 
 /// Whether a shell would look a name up in `PATH`. A Rust file is never on it.
@@ -127,7 +127,7 @@ fn not_found(typed: &Path) -> Error {
 
 /// The target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's rules for
 /// where targets lie and the manifest's own `path` keys.
-fn in_package(path: &Path) -> Option<InPackage> {
+fn in_package(path: &Path) -> Option<PackageTarget> {
     for dir in path.ancestors().skip(1) {
         let Ok(text) = std::fs::read_to_string(dir.join("Cargo.toml")) else { continue };
         // A manifest that does not parse is cargo's to complain about, so the usual places still count.
@@ -137,14 +137,14 @@ fn in_package(path: &Path) -> Option<InPackage> {
             continue; // A workspace without a package of its own.
         }
         let (kind, name) = named_target(manifest.as_ref(), dir, path).or_else(|| usual_target(package, dir, path))?;
-        return Some(InPackage { manifest_dir: dir.to_path_buf(), kind, name });
+        return Some(PackageTarget { manifest_dir: dir.to_path_buf(), kind, name });
     }
     None
 }
 
 /// A `[[bin]]` or `[[example]]` with this file as its `path`.
-fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(Kind, String)> {
-    for (key, kind) in [("example", Kind::Example), ("bin", Kind::Bin)] {
+fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(CargoTargetKind, String)> {
+    for (key, kind) in [("example", CargoTargetKind::Example), ("bin", CargoTargetKind::Bin)] {
         for target in manifest?.get(key).and_then(toml::Value::as_array).into_iter().flatten() {
             let own = target.get("path").and_then(toml::Value::as_str);
             if own.and_then(|own| std::fs::canonicalize(dir.join(own)).ok()).is_some_and(|own| own == path) {
@@ -156,26 +156,26 @@ fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Opti
 }
 
 /// A file where cargo finds targets by itself.
-fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(Kind, String)> {
+fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(CargoTargetKind, String)> {
     let relative = path.strip_prefix(dir).ok()?;
     let words: Vec<&str> = relative.iter().map(|word| word.to_str()).collect::<Option<_>>()?;
     let stem = |file: &str| file.strip_suffix(".rs").map(str::to_string);
     let (kind, switch, name) = match words[..] {
-        ["examples", file] => (Kind::Example, "autoexamples", stem(file)?),
-        ["examples", name, "main.rs"] => (Kind::Example, "autoexamples", name.to_string()),
-        ["src", "main.rs"] => (Kind::Bin, "autobins", package?.get("name")?.as_str()?.to_string()),
-        ["src", "bin", file] => (Kind::Bin, "autobins", stem(file)?),
-        ["src", "bin", name, "main.rs"] => (Kind::Bin, "autobins", name.to_string()),
+        ["examples", file] => (CargoTargetKind::Example, "autoexamples", stem(file)?),
+        ["examples", name, "main.rs"] => (CargoTargetKind::Example, "autoexamples", name.to_string()),
+        ["src", "main.rs"] => (CargoTargetKind::Bin, "autobins", package?.get("name")?.as_str()?.to_string()),
+        ["src", "bin", file] => (CargoTargetKind::Bin, "autobins", stem(file)?),
+        ["src", "bin", name, "main.rs"] => (CargoTargetKind::Bin, "autobins", name.to_string()),
         _ => return None,
     };
     let switched_off = package.and_then(|package| package.get(switch)?.as_bool()) == Some(false);
     (!switched_off).then_some((kind, name))
 }
 
-impl InPackage {
+impl PackageTarget {
     /// The build of this target, in its package's own target folder.
-    pub(crate) fn into_build(self, typed: &Path, features: Option<&str>) -> Build {
-        Build {
+    pub(crate) fn into_build(self, typed: &Path, features: Option<&str>) -> CargoBuild {
+        CargoBuild {
             script: typed.to_path_buf(),
             package_dir: self.manifest_dir,
             target_dir: None,
@@ -211,13 +211,13 @@ mod tests {
     fn files_where_cargo_looks_are_targets_of_the_package() {
         let (_dir, root) = package(PLAIN, &[]);
         for (file, kind, name) in [
-            ("examples/gpt.rs", Kind::Example, "gpt"),
-            ("examples/big/main.rs", Kind::Example, "big"),
-            ("src/main.rs", Kind::Bin, "outer"),
-            ("src/bin/tool.rs", Kind::Bin, "tool"),
+            ("examples/gpt.rs", CargoTargetKind::Example, "gpt"),
+            ("examples/big/main.rs", CargoTargetKind::Example, "big"),
+            ("src/main.rs", CargoTargetKind::Bin, "outer"),
+            ("src/bin/tool.rs", CargoTargetKind::Bin, "tool"),
         ] {
             let found = in_package(&root.join(file)).unwrap();
-            assert_eq!(found, InPackage { manifest_dir: root.clone(), kind, name: name.to_string() });
+            assert_eq!(found, PackageTarget { manifest_dir: root.clone(), kind, name: name.to_string() });
         }
         for file in ["train.rs", "scripts/train.rs", "examples/big/helper.rs", "examples/a/b/main.rs"] {
             assert_eq!(in_package(&root.join(file)), None, "{file}");
@@ -269,7 +269,7 @@ mod tests {
     fn a_file_with_a_manifest_of_its_own_is_a_package_of_its_own() {
         let (_dir, root) = package(PLAIN, &["examples/plain.rs"]);
         std::fs::write(root.join("examples/own.rs"), "---\n---\nfn main() {}\n").unwrap();
-        assert!(matches!(find(&root.join("examples/plain.rs")).unwrap(), Target::InPackage(_)));
-        assert!(matches!(find(&root.join("examples/own.rs")).unwrap(), Target::Single(_)));
+        assert!(matches!(find(&root.join("examples/plain.rs")).unwrap(), ScriptTarget::InPackage(_)));
+        assert!(matches!(find(&root.join("examples/own.rs")).unwrap(), ScriptTarget::Single(_)));
     }
 }

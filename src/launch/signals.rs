@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// Something the launcher waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(crate) enum LauncherEvent {
     /// A child may have ended.
     Child,
     /// The launcher is asked to end, and the ranks with it.
@@ -23,13 +23,13 @@ pub(crate) enum Event {
     /// A signal with a meaning of the program's own.
     Pass(Signal),
     /// Something was heard of other hosts.
-    News,
+    PeerMessage,
 }
 
 /// Listens from now on; must be called before the first rank is started.
 ///
 /// Events of other kinds may be sent to the same receiver.
-pub(crate) fn listen() -> Result<(Sender<Event>, Receiver<Event>)> {
+pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>)> {
     let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
     // nohup and shells without job control start programs that ignore some of these: that must stay so.
     let ignored = ignored_signals();
@@ -42,15 +42,15 @@ pub(crate) fn listen() -> Result<(Sender<Event>, Receiver<Event>)> {
         .spawn(move || {
             for number in signals.forever() {
                 let event = match number {
-                    SIGCHLD => Event::Child,
-                    SIGINT => Event::End(Signal::INT),
-                    SIGHUP => Event::End(Signal::HUP),
-                    SIGTERM => Event::End(Signal::TERM),
-                    SIGTSTP => Event::Suspend,
-                    SIGUSR1 => Event::Pass(Signal::USR1),
-                    _ => Event::Pass(Signal::USR2),
+                    SIGCHLD => LauncherEvent::Child,
+                    SIGINT => LauncherEvent::End(Signal::INT),
+                    SIGHUP => LauncherEvent::End(Signal::HUP),
+                    SIGTERM => LauncherEvent::End(Signal::TERM),
+                    SIGTSTP => LauncherEvent::Suspend,
+                    SIGUSR1 => LauncherEvent::Pass(Signal::USR1),
+                    _ => LauncherEvent::Pass(Signal::USR2),
                 };
-                if matches!(event, Event::End(_)) {
+                if matches!(event, LauncherEvent::End(_)) {
                     console::asked_to_end();
                 }
                 if sender.send(event).is_err() {

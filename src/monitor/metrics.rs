@@ -1,7 +1,7 @@
 //! Metrics as JSON lines.
 
 use crate::error::MonitorError;
-use crate::files::{self, NewFile, lock_owner};
+use crate::files::{self, AtomicFile, lock_owner};
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
@@ -85,7 +85,7 @@ impl MetricsWriter {
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
         // Beside, then under its name: a kill in between must not cost the log.
         let replace = || {
-            let mut new = NewFile::beside(path)?;
+            let mut new = AtomicFile::beside(path)?;
             new.file().write_all(kept.as_bytes())?;
             new.finish()
         };

@@ -4,7 +4,7 @@ use super::now;
 use super::trace::cannot_write;
 use super::trace::{Summary, check_earlier, write_trace};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::{Claims, Output, Outputs, Scratch, folder_of};
+use crate::files::{OutputKind, OutputLocks, RunPaths, ScratchFolder, folder_of};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -14,10 +14,10 @@ pub(super) const PART: &str = "part-";
 /// A job that is recorded. Its parts are gone when it is dropped.
 pub(crate) struct Job {
     file: PathBuf,
-    parts: Scratch,
+    parts: ScratchFolder,
     zero: u64,
     /// No other job writes there.
-    _claims: Claims,
+    _claims: OutputLocks,
 }
 
 impl Job {
@@ -40,8 +40,8 @@ impl Job {
             return Err(MonitorError::Timeline { path: file.into(), problem }.into());
         }
         check_earlier(&absolute).map_err(wrong)?;
-        let parts = Scratch::new(folder_of(&absolute), ".candle-zero-timeline-").map_err(wrong)?;
-        let claims = Outputs::default().writes("--timeline", &absolute, Output::File).claim()?;
+        let parts = ScratchFolder::new(folder_of(&absolute), ".candle-zero-timeline-").map_err(wrong)?;
+        let claims = RunPaths::default().writes("--timeline", &absolute, OutputKind::File).claim()?;
         Ok(Self { file: absolute, parts, zero: now(), _claims: claims })
     }
 

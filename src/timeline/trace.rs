@@ -2,7 +2,7 @@
 
 use super::event::{Lane, Line};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::{NewFile, only_earlier};
+use crate::files::{AtomicFile, only_earlier};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -58,7 +58,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Sum
     events.sort_unstable_by_key(|(start, end, rank, lane, _)| (*start, *end, *rank, *lane));
 
     check_earlier(file).map_err(wrong)?;
-    let mut new = NewFile::beside(file).map_err(wrong)?;
+    let mut new = AtomicFile::beside(file).map_err(wrong)?;
     let mut out = BufWriter::new(new.file());
     let mut write = || -> std::io::Result<()> {
         write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{{\"dropped_events\":{dropped}}},\"traceEvents\":[")?;

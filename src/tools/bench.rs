@@ -2,7 +2,7 @@
 
 use crate::comm::{self, RankEnv, network};
 use crate::config::Aio;
-use crate::launch::console::{EXIT_SETUP, Refused, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, refused};
 use crate::monitor::Progress;
 use crate::offload::disk_bench::{DiskBench, DiskBenchSettings, IoRequestSettings, OverlapBench, PassTiming, measure};
 use crate::util::counted;
@@ -17,21 +17,21 @@ use std::process::ExitCode;
 /// Measures this machine.
 #[derive(Debug, Parser)]
 #[command(name = "bench", bin_name = "zerorun bench", disable_help_subcommand = true)]
-struct Arguments {
+struct BenchArguments {
     #[command(subcommand)]
-    what: What,
+    what: BenchCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    Disk(Disk),
-    Network(Network),
+enum BenchCommand {
+    Disk(DiskBenchArguments),
+    Network(NetworkBenchArguments),
 }
 
 /// Measures what MPI and collectives make of the network between hosts, as the program of each rank of a job:
 /// `zerorun --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
 #[derive(Debug, Args)]
-struct Network {
+struct NetworkBenchArguments {
     /// Bytes of each buffer, 1MiB or more: 64MiB
     #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = whole_size)]
     size: u64,
@@ -43,7 +43,7 @@ struct Network {
 
 /// Measures files of offloaded state in a folder: sequential access, and the optimizer step beside a plain loop
 #[derive(Debug, Args)]
-struct Disk {
+struct DiskBenchArguments {
     /// The folder, as in `nvme_path`; nothing stays there
     path: PathBuf,
 
@@ -75,14 +75,14 @@ struct Disk {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(match Arguments::try_parse_from(words).map_err(Refused)?.what {
-        What::Disk(disk) => disk.run(),
-        What::Network(network) => network.run(),
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
+        BenchCommand::Disk(disk) => disk.run(),
+        BenchCommand::Network(network) => network.run(),
     })
 }
 
-impl Network {
+impl NetworkBenchArguments {
     fn run(self) -> ExitCode {
         let measured = RankEnv::from_env().and_then(|env| comm::from_env(&env)).and_then(|comm| {
             let bytes = usize::try_from(self.size).unwrap_or(usize::MAX);
@@ -144,7 +144,7 @@ fn network_table(network: &network::Network) -> String {
     text
 }
 
-impl Disk {
+impl DiskBenchArguments {
     fn run(self) -> ExitCode {
         let settings = DiskBenchSettings {
             folder: self.path,
@@ -166,7 +166,7 @@ impl Disk {
         }
         let text = match measured {
             Ok(bench) if self.json => serde_json::to_string(&bench).unwrap_or_else(|e| unreachable!("numbers: {e}")),
-            Ok(bench) => Table(&bench).to_string(),
+            Ok(bench) => DiskBenchTable(&bench).to_string(),
             Err(error) => return refused(&error, EXIT_SETUP),
         };
         match writeln!(std::io::stdout(), "{}", text.trim_end()) {
@@ -211,7 +211,7 @@ fn block_size(text: &str) -> Result<usize, String> {
 }
 
 /// The text form.
-struct Table<'a>(&'a DiskBench);
+struct DiskBenchTable<'a>(&'a DiskBench);
 
 /// `1.23 GB/s`
 fn speed(timing: &PassTiming) -> String {
@@ -223,7 +223,7 @@ fn requests(IoRequestSettings { block_size, queue_depth, intra_op_parallelism }:
     format!("blocks of {} KiB, {threads} at a time", block_size >> 10)
 }
 
-impl fmt::Display for Table<'_> {
+impl fmt::Display for DiskBenchTable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let DiskBench { folder, bytes, aio, direct_is_possible, cached_at_start, sequential, step, sweep } = self.0;
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
@@ -294,11 +294,11 @@ mod tests {
     use crate::offload::DiskAccess;
     use crate::offload::disk_bench::{PipelineBench, PlainLoopBench, RequestSweepRow, SequentialBench, StepBench};
 
-    fn typed(words: &str) -> Result<Disk, Refused> {
+    fn typed(words: &str) -> Result<DiskBenchArguments, CommandLineError> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
-        match Arguments::try_parse_from(words).map_err(Refused)?.what {
-            What::Disk(disk) => Ok(disk),
-            What::Network(_) => panic!("a disk was asked for"),
+        match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
+            BenchCommand::Disk(disk) => Ok(disk),
+            BenchCommand::Network(_) => panic!("a disk was asked for"),
         }
     }
 
@@ -416,7 +416,7 @@ mod tests {
             },
             sweep: vec![RequestSweepRow { aio, timing: timing(9.0) }],
         };
-        insta::assert_snapshot!(Table(&bench).to_string(), @r#"
+        insta::assert_snapshot!(DiskBenchTable(&bench).to_string(), @r#"
         /disk: files of 14.90 GiB, blocks of 1024 KiB, 8 at a time; medians of 3 rounds
         Up to 50 % of a file stayed in the page cache: reads look faster than the disk is.
 

@@ -1,8 +1,8 @@
 //! `zerorun cache`: what the builds of single-file scripts take on the disk, and how to get it back.
 
 use crate::Error;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
-use crate::launch::package::{cache, script_of};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use crate::launch::script_package::{cache, script_of};
 use crate::util::binary;
 use clap::Parser;
 use std::ffi::OsString;
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// Exit code: 0, 1 where something cannot be read or removed, 2 where there is no folder or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "cache", bin_name = "zerorun cache")]
-struct Arguments {
+struct CacheArguments {
     /// Remove the packages and programs of scripts that are no longer there
     #[arg(long)]
     prune: bool,
@@ -30,8 +30,8 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let typed = Arguments::try_parse_from(words).map_err(Refused)?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let typed = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;
     let folder = match cache() {
         Ok(folder) => folder,
         Err(error) => return Ok(refused(&error, EXIT_SETUP)),
@@ -43,7 +43,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
     })
 }
 
-impl Arguments {
+impl CacheArguments {
     fn act(&self, folder: &Path) -> Result<String, Error> {
         let before = size(folder).map_err(at("read", folder))?;
         if self.clear {
@@ -55,7 +55,7 @@ impl Arguments {
         }
         let mut scripts = scripts(folder)?;
         if self.prune {
-            let (kept, gone): (Vec<Script>, _) = scripts.into_iter().partition(Script::is_there);
+            let (kept, gone): (Vec<CachedScript>, _) = scripts.into_iter().partition(CachedScript::is_there);
             for script in &gone {
                 script.remove(folder)?;
             }
@@ -83,14 +83,14 @@ fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
 }
 
 /// A script that has been built.
-struct Script {
+struct CachedScript {
     path: PathBuf,
     /// The name of its package.
     name: String,
 }
 
 /// The scripts by path.
-fn scripts(folder: &Path) -> Result<Vec<Script>, Error> {
+fn scripts(folder: &Path) -> Result<Vec<CachedScript>, Error> {
     let packages = folder.join("packages");
     let entries = match std::fs::read_dir(&packages) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -98,14 +98,14 @@ fn scripts(folder: &Path) -> Result<Vec<Script>, Error> {
     };
     let script = |entry: std::fs::DirEntry| {
         let manifest = std::fs::read_to_string(entry.path().join("Cargo.toml")).ok()?;
-        Some(Script { path: script_of(&manifest)?, name: entry.file_name().into_string().ok()? })
+        Some(CachedScript { path: script_of(&manifest)?, name: entry.file_name().into_string().ok()? })
     };
-    let mut found: Vec<Script> = entries.flatten().filter_map(script).collect();
+    let mut found: Vec<CachedScript> = entries.flatten().filter_map(script).collect();
     found.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(found)
 }
 
-impl Script {
+impl CachedScript {
     fn is_there(&self) -> bool {
         self.path.is_file()
     }

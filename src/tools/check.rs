@@ -1,9 +1,9 @@
 //! `zerorun check`: reads, checks and resolves a configuration without a job.
 
-use super::picture::{self, Trouble};
-use crate::config::{CheckOutcome, Config, Note, RunValues, check, read_file};
+use super::config_diagnostic::{self, ConfigDiagnostic};
+use crate::config::{CheckOutcome, Config, ConfigNote, RunValues, check, read_file};
 use crate::error::{ConfigError, Error, Result};
-use crate::launch::console::{EXIT_SETUP, Refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// Exit code: 0 a job would accept it, 2 it would not, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "check", bin_name = "zerorun check")]
-struct Arguments {
+struct CheckArguments {
     /// The DeepSpeed JSON file
     file: PathBuf,
 
@@ -37,11 +37,11 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(CheckArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl CheckArguments {
     fn run(&self) -> ExitCode {
         let world_size = self.world_size.get();
         let run = RunValues { total_num_steps: self.total_num_steps, ..RunValues::default() };
@@ -64,18 +64,21 @@ impl Arguments {
 }
 
 /// All that is wrong, in file order.
-fn troubles(error: Error) -> Vec<Trouble> {
-    let of_file = |rule, place, message| vec![Trouble::new("$".into(), rule, place, message)];
+fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
+    let of_file = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
     match error {
         Error::Config(ConfigError::Problems { problems, .. }) => {
-            problems.into_iter().map(|p| Trouble::new(p.path, p.rule.name(), p.place, p.message)).collect()
+            problems.into_iter().map(|p| ConfigDiagnostic::new(p.path, p.rule.name(), p.place, p.message)).collect()
         }
         Error::Config(ConfigError::Syntax { place, expected, found, .. }) => {
             of_file("syntax", Some(place), format!("expected {expected}, found {found}"))
         }
         Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
             let message = format!("is given twice: {first} and {second}; remove one of them");
-            vec![Trouble { first: Some(first), ..Trouble::new(path, "duplicate key", Some(second), message) }]
+            vec![ConfigDiagnostic {
+                first: Some(first),
+                ..ConfigDiagnostic::new(path, "duplicate key", Some(second), message)
+            }]
         }
         other => of_file("file", None, other.to_string()),
     }
@@ -85,11 +88,11 @@ fn json(checked: CheckOutcome) -> Value {
     let said: Vec<Value> = checked.notes.iter().map(|n| json!({"path": n.path, "message": n.message})).collect();
     let (errors, resolved) = match checked.outcome {
         Ok(config) => (Vec::new(), config.to_deepspeed_json()),
-        Err(error) => (troubles(error), Value::Null),
+        Err(error) => (diagnostics(error), Value::Null),
     };
-    let errors = errors.iter().map(|trouble| {
-        let (line, column) = (trouble.place.map(|p| p.line), trouble.place.map(|p| p.column));
-        let Trouble { path, rule, message, .. } = trouble;
+    let errors = errors.iter().map(|diagnostic| {
+        let (line, column) = (diagnostic.place.map(|p| p.line), diagnostic.place.map(|p| p.column));
+        let ConfigDiagnostic { path, rule, message, .. } = diagnostic;
         json!({"path": path, "line": line, "column": column, "rule": rule, "message": message})
     });
     let errors: Vec<Value> = errors.collect();
@@ -104,13 +107,13 @@ fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> 
     let _ = match checked.outcome {
         Ok(config) => writeln!(all, "{name}: ok for {}: {}", ranks(world_size), summary(&config)),
         Err(error) => {
-            let troubles = troubles(error);
-            all = picture::of_all(&name.to_string(), text, &troubles);
-            let count = troubles.len();
+            let diagnostics = diagnostics(error);
+            all = config_diagnostic::render_all(&name.to_string(), text, &diagnostics);
+            let count = diagnostics.len();
             writeln!(all, "{name}: {count} problem{}", if count == 1 { "" } else { "s" })
         }
     };
-    for Note { path, message } in &checked.notes {
+    for ConfigNote { path, message } in &checked.notes {
         let _ = writeln!(all, "  {path}: {message}");
     }
     all

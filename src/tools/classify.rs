@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::finetune::{Classified, Classifier};
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use clap::Parser;
 use serde_json::{Map, Value, json};
 use std::ffi::OsString;
@@ -20,7 +20,7 @@ use std::process::ExitCode;
 /// wrong.
 #[derive(Debug, Parser)]
 #[command(name = "classify", bin_name = "zerorun classify")]
-struct Arguments {
+struct ClassifyArguments {
     /// The folder of the trained model
     model: PathBuf,
 
@@ -36,12 +36,12 @@ struct Arguments {
 const MOST_LINE: u64 = 64 << 20;
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = ClassifyArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
 }
 
-impl Arguments {
+impl ClassifyArguments {
     fn run(self) -> Result<ExitCode> {
         let classifier = Classifier::open(&self.model)?;
         for text in &self.text {
@@ -64,7 +64,7 @@ impl Arguments {
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
         let Classified { labels, tokens, cut } = classifier.classify(text)?;
         if cut > 0 && !self.json {
-            say(&format!(
+            eprint(&format!(
                 "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",
                 tokens + cut
             ));

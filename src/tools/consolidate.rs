@@ -1,10 +1,10 @@
 //! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
 
-use super::progress::ByteProgress;
+use super::byte_progress::ByteProgress;
 use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
-use crate::checkpoint::{absent_or_empty, consolidate, find, place};
-use crate::files::{Input, Output, Outputs};
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::checkpoint::{absent_or_empty, consolidate, list_checkpoints, split_tag};
+use crate::files::{InputKind, OutputKind, RunPaths};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// the command line is wrong. Unless it is 0, OUT is as it was.
 #[derive(Debug, Parser)]
 #[command(name = "consolidate", bin_name = "zerorun consolidate")]
-struct Arguments {
+struct ConsolidateArguments {
     /// The folder that checkpoints were saved to, or that of one tag
     dir: PathBuf,
 
@@ -30,7 +30,7 @@ struct Arguments {
 
     /// Precision of the files; the checkpoint has f32
     #[arg(long, value_enum, default_value = "f32")]
-    dtype: Dtype,
+    dtype: ConsolidateDtype,
 
     /// Bytes of parameters in one file: 5GB, 500MB, 2GiB; a bare number is bytes
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
@@ -42,22 +42,22 @@ struct Arguments {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Dtype {
+enum ConsolidateDtype {
     F32,
     Bf16,
     F16,
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(ConsolidateArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl ConsolidateArguments {
     fn run(self) -> ExitCode {
-        let outputs = Outputs::default().reads("DIR", &self.dir, Input::Checkpoints);
-        let outputs = outputs.writes("OUT", &self.out, Output::Folder);
-        let placed = place(&self.dir, self.tag.as_deref()).and_then(|found| {
+        let outputs = RunPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
+        let outputs = outputs.writes("OUT", &self.out, OutputKind::Folder);
+        let placed = split_tag(&self.dir, self.tag.as_deref()).and_then(|found| {
             absent_or_empty(&self.out)?;
             Ok((found, outputs.claim()?))
         });
@@ -65,7 +65,7 @@ impl Arguments {
             Ok(found) => found,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
-        let listing = find(&dir);
+        let listing = list_checkpoints(&dir);
         let latest_is_damaged = tag.is_none() && listing.latest.is_err();
         let tag = match listing.choose(tag) {
             Ok(tag) => tag,
@@ -85,7 +85,7 @@ impl Arguments {
         let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));
         progress.finish();
         match done {
-            Ok(done) if print(Report { out: &self.out, done: &done }) => ExitCode::SUCCESS,
+            Ok(done) if print(ConsolidateReport { out: &self.out, done: &done }) => ExitCode::SUCCESS,
             Ok(_) => ExitCode::FAILURE,
             Err(error) => refused(&error, 1),
         }
@@ -93,9 +93,9 @@ impl Arguments {
 
     fn settings(&self) -> ConsolidateSettings {
         let dtype = match self.dtype {
-            Dtype::F32 => ConsolidatedDtype::F32,
-            Dtype::Bf16 => ConsolidatedDtype::Bf16,
-            Dtype::F16 => ConsolidatedDtype::F16,
+            ConsolidateDtype::F32 => ConsolidatedDtype::F32,
+            ConsolidateDtype::Bf16 => ConsolidatedDtype::Bf16,
+            ConsolidateDtype::F16 => ConsolidatedDtype::F16,
         };
         ConsolidateSettings { dtype, max_shard_size: self.max_shard_size, n_head: self.n_head }
     }
@@ -128,12 +128,12 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 /// The text form.
-struct Report<'a> {
+struct ConsolidateReport<'a> {
     out: &'a Path,
     done: &'a Consolidated,
 }
 
-impl fmt::Display for Report<'_> {
+impl fmt::Display for ConsolidateReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Consolidated { files, bytes, without_config } = self.done;
         let count = files.len();

@@ -1,12 +1,12 @@
 //! `zerorun data`: what fine-tuning makes of data files.
 
-use super::model::{HELP, Model};
-use super::samples::{FileProgress, SampleFlags};
+use super::resolve_model::{HELP, ResolvedModel};
+use super::sample_flags::{FileProgress, SampleFlags};
 use crate::error::{Error, FinetuneError, Result};
-use crate::files::{Input, Output, Outputs};
+use crate::files::{InputKind, OutputKind, RunPaths};
 use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
 use crate::hub::Parts;
-use crate::launch::console::{EXIT_SETUP, Refused, colours, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, colours, print, refused};
 use crate::models::DecoderConfig;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
@@ -17,14 +17,14 @@ use std::process::ExitCode;
 /// Shows what fine-tuning makes of data files.
 #[derive(Debug, Parser)]
 #[command(name = "data", bin_name = "zerorun data", disable_help_subcommand = true)]
-struct Arguments {
+struct DataArguments {
     #[command(subcommand)]
-    what: What,
+    what: DataCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    Show(Show),
+enum DataCommand {
+    Show(ShowDataArguments),
 }
 
 /// Says what data files are recognized as and which of their lines cannot be used, and shows the first samples with what
@@ -35,7 +35,7 @@ enum What {
 /// Exit code: 0 all is shown, 1 it could not be written, 2 the model's folder or a file cannot be used, or the command
 /// line is wrong.
 #[derive(Debug, Args)]
-struct Show {
+struct ShowDataArguments {
     #[arg(value_name = "MODEL_DIR", help = HELP)]
     model: PathBuf,
 
@@ -49,14 +49,14 @@ struct Show {
 
     /// What is learned: what the assistant says, which answer to prefer, or the label of a text
     #[arg(long, value_enum, default_value_t)]
-    task: TaskFlag,
+    task: ShowTaskFlag,
 
     #[command(flatten)]
     samples: SampleFlags,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum TaskFlag {
+enum ShowTaskFlag {
     #[default]
     Generate,
     Prefer,
@@ -64,8 +64,8 @@ enum TaskFlag {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let What::Show(show) = Arguments::try_parse_from(words).map_err(Refused)?.what;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.what;
     Ok(match show.text() {
         Ok(text) if print(text.trim_end()) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
@@ -73,11 +73,11 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
     })
 }
 
-impl Show {
+impl ShowDataArguments {
     /// What became of each file, and its first samples.
     fn text(&self) -> Result<String> {
         // Neither description nor weights are needed: where the description is there, it tells the context.
-        let model = Model::find(&self.model, Parts::WithoutWeights)?.path;
+        let model = ResolvedModel::find(&self.model, Parts::WithoutWeights)?.path;
         let base = Base::open(&model).ok();
         let (folder, tokenizer) = match &base {
             Some(base) => (base.folder(), base.tokenizer_path()),
@@ -93,9 +93,9 @@ impl Show {
         let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
         let usual = || longest().min(DataOptions::USUAL_CTX);
         let task = match self.task {
-            TaskFlag::Generate => Task::Generate,
-            TaskFlag::Prefer => Task::Prefer,
-            TaskFlag::Classify => Task::Classify,
+            ShowTaskFlag::Generate => Task::Generate,
+            ShowTaskFlag::Prefer => Task::Prefer,
+            ShowTaskFlag::Classify => Task::Classify,
         };
         let options = DataOptions {
             overlong: self.samples.overlong(),
@@ -106,9 +106,12 @@ impl Show {
         };
         let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
-        let outputs =
-            Outputs::default().reads("MODEL_DIR", &model, Input::Model).writes("--cache", &cache, Output::Shared);
-        sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, Input::File)).check()?;
+        let outputs = RunPaths::default().reads("MODEL_DIR", &model, InputKind::Model).writes(
+            "--cache",
+            &cache,
+            OutputKind::Shared,
+        );
+        sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, InputKind::File)).check()?;
         let mut progress = FileProgress::default();
         let mut tell = |at| progress.tell(at);
         let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);

@@ -1,9 +1,9 @@
 //! `zerorun deploy`: what a cluster needs to start a job on several hosts, filled in.
 
 use crate::error::Result as OrError;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
-use crate::launch::hosts::export::literal_word;
-use crate::launch::nodes::secret::Secret;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use crate::launch::hosts::export_rules::literal_word;
+use crate::launch::nodes::secret::JobSecret;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use serde_json::json;
@@ -17,7 +17,7 @@ const SLURM: &str = include_str!("../../deploy/slurm.sh");
 
 /// A kind of cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Cluster {
+enum ClusterKind {
     /// A JobSet for Kubernetes, without ssh
     K8s,
     /// An MPIJob for the MPI operator of Kubernetes
@@ -34,10 +34,10 @@ enum Cluster {
 /// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "deploy", bin_name = "zerorun deploy")]
-struct Arguments {
+struct DeployArguments {
     /// The kind of cluster
     #[arg(value_enum)]
-    cluster: Cluster,
+    cluster: ClusterKind,
 
     /// Number of hosts
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
@@ -100,11 +100,11 @@ fn plain(text: &str) -> Result<String, String> {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = DeployArguments::try_parse_from(words).map_err(CommandLineError)?;
     if arguments.command.iter().any(|word| word.chars().any(char::is_control)) {
         let text = "a word of the program's arguments has a line break or another control character; leave it out";
-        return Err(Refused(Arguments::command().error(ErrorKind::ValueValidation, text)));
+        return Err(CommandLineError(DeployArguments::command().error(ErrorKind::ValueValidation, text)));
     }
     let filled_in = match arguments.filled_in() {
         Ok(text) => text,
@@ -113,7 +113,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
     Ok(if print(filled_in.trim_end()) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
 }
 
-impl Arguments {
+impl DeployArguments {
     /// # Errors
     /// The system has no random numbers.
     fn filled_in(&self) -> OrError<String> {
@@ -132,9 +132,9 @@ impl Arguments {
         let shell = |words: &[String]| words.iter().map(|word| literal_word(word)).collect::<Vec<_>>().join(" ");
         let cores = self.cores.unwrap_or(*ranks).to_string();
         let text = match self.cluster {
-            Cluster::K8s => JOBSET,
-            Cluster::Mpijob => MPIJOB,
-            Cluster::Slurm => SLURM,
+            ClusterKind::K8s => JOBSET,
+            ClusterKind::Mpijob => MPIJOB,
+            ClusterKind::Slurm => SLURM,
         };
         let secret_name = self.secret.clone().unwrap_or_else(|| format!("{name}-secret"));
         let secret = match &self.secret {
@@ -143,7 +143,7 @@ impl Arguments {
                 "# The secret is new, and anybody who reads this file has it: keep the file to yourself, or make the Secret by hand \
                  and take --secret.\napiVersion: v1\nkind: Secret\nmetadata:\n  name: {secret_name}\ntype: Opaque\nstringData:\n  \
                  secret: \"{}\"\n---\n",
-                Secret::random()?.line().trim_end()
+                JobSecret::random()?.line().trim_end()
             ),
         };
         let filled = [
@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     fn filled_in(words: &str) -> String {
-        Arguments::try_parse_from(words.split_whitespace()).unwrap().filled_in().unwrap()
+        DeployArguments::try_parse_from(words.split_whitespace()).unwrap().filled_in().unwrap()
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
                 .lines()
                 .find_map(|line| line.trim().strip_prefix("secret: "))
                 .map(|line| line.trim_matches('"').to_string());
-            line.map(|secret| Secret::of_text("X", &secret).unwrap())
+            line.map(|secret| JobSecret::of_text("X", &secret).unwrap())
         };
         let [one, other] = [(); 2].map(|()| filled_in("deploy k8s --nodes 2 --name llm train"));
         assert!(new(&one).is_some() && new(&one) != new(&other));
@@ -234,7 +234,7 @@ mod tests {
     fn names_that_a_cluster_would_refuse_are_refused_here() {
         for words in ["--name Train", "--name -a", "--image a\tb", "--nodes 0", "--claim a_b"] {
             let words = format!("deploy k8s --nodes 2 {words} train");
-            assert!(Arguments::try_parse_from(words.split(' ')).is_err(), "{words}");
+            assert!(DeployArguments::try_parse_from(words.split(' ')).is_err(), "{words}");
         }
     }
 }

@@ -1,14 +1,14 @@
 //! `zerorun estimate`: bytes of a training run before it runs.
 
-use super::forecast::{self, Across, Hosts};
-use super::gpus::Gpu;
-use super::sizes::Sizes;
+use super::gpu_memory::GpuMemory;
+use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
+use super::model_size_flags::ModelSizeFlags;
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
 use crate::precision::{Nf4Scales, Packing};
@@ -27,7 +27,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
           group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
-struct Arguments {
+struct EstimateArguments {
     /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini,
     /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b
     #[arg(long, value_name = "NAME")]
@@ -57,7 +57,7 @@ struct Arguments {
     table: bool,
 
     #[command(flatten)]
-    sizes: Sizes,
+    sizes: ModelSizeFlags,
 
     /// The configuration file
     #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE", required_unless_present = "table")]
@@ -75,14 +75,14 @@ struct Arguments {
     /// The model computes on a GPU, one for each rank; with its name (h100, a100-40, rtx4090 and others) or its memory
     /// (24GiB), whether model state fits
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
-    gpu: Option<Option<Gpu>>,
+    gpu: Option<Option<GpuMemory>>,
 
     /// The model's units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
     #[command(flatten)]
-    across: Across,
+    forecast: ForecastArguments,
 
     /// Also print what DeepSpeed's own estimators compute, for this many GPUs of one machine
     #[arg(long)]
@@ -115,11 +115,11 @@ impl From<FrozenPacking> for Packing {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
+    Ok(EstimateArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl EstimateArguments {
     fn run(self) -> ExitCode {
         let text = match (self.table, self.json) {
             (true, true) => Ok(table_json().to_string()),
@@ -133,7 +133,7 @@ impl Arguments {
         }
     }
 
-    fn answer(&self) -> Result<Answer> {
+    fn answer(&self) -> Result<EstimateReport> {
         let shapes = match (&self.safetensors, &self.model) {
             (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
             (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
@@ -148,7 +148,7 @@ impl Arguments {
             ..RunValues::default()
         };
         let config = Config::load_for(file, self.ranks as usize, &run)?;
-        let hosts = self.across.hosts(config.world_size)?;
+        let hosts = self.forecast.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         let setting = Setting {
             gpu: self.gpu.is_some(),
@@ -157,11 +157,12 @@ impl Arguments {
             disk_access: None,
         };
         let estimate = Estimate::with(&shapes, &config, setting)?;
-        let answer = |hosts| self.across.answer(hosts, &estimate, (&shapes, &config, setting));
+        let answer = |hosts| self.forecast.answer(hosts, &estimate, (&shapes, &config, setting));
         let hosts = hosts.map(answer).transpose()?;
-        let need = Need::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
+        let need =
+            HostMemoryNeed::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
         let gpu = self.gpu.clone().flatten();
-        Ok(Answer { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
+        Ok(EstimateReport { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
     }
 
     fn unit_rule(&self) -> UnitRule {
@@ -174,7 +175,7 @@ impl Arguments {
 }
 
 /// The needs of all ranks of a host together, compared with this machine.
-struct Need {
+struct HostMemoryNeed {
     ranks: usize,
     host: u64,
     available: u64,
@@ -183,7 +184,7 @@ struct Need {
     folder: Option<(PathBuf, u64)>,
 }
 
-impl Need {
+impl HostMemoryNeed {
     fn new(estimate: &Estimate, config: &Config, ranks: usize) -> Self {
         let all = |bytes: usize| (bytes as u64).saturating_mul(ranks as u64);
         let zero = &config.zero;
@@ -228,17 +229,17 @@ impl Need {
 }
 
 /// A column of the table.
-type BytesOf = fn(&MemoryRow) -> usize;
+type MemoryColumn = fn(&MemoryRow) -> usize;
 
 /// The numbers, with what they are about.
-struct Answer {
+struct EstimateReport {
     shapes: Shapes,
     config: Config,
     estimate: Estimate,
-    need: Need,
-    hosts: Option<Hosts>,
+    need: HostMemoryNeed,
+    hosts: Option<HostsForecast>,
     /// That of each rank, where its memory is known.
-    gpu: Option<Gpu>,
+    gpu: Option<GpuMemory>,
     deepspeed: bool,
 }
 
@@ -249,7 +250,7 @@ const NOT_INCLUDED: [&str; 3] = [
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
 
-impl Answer {
+impl EstimateReport {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
         assumed
@@ -258,12 +259,12 @@ impl Answer {
             assumed
                 .push("files are accessed as this machine would choose now, around the page cache where it can".into());
         }
-        assumed.extend(self.hosts.iter().flat_map(Hosts::assumed));
+        assumed.extend(self.hosts.iter().flat_map(HostsForecast::assumed));
         assumed
     }
 
     fn not_included(&self) -> impl Iterator<Item = &'static str> {
-        let of_hosts = if self.hosts.is_some() { &forecast::NOT_INCLUDED[..] } else { &[] };
+        let of_hosts = if self.hosts.is_some() { &hosts_forecast::NOT_INCLUDED[..] } else { &[] };
         NOT_INCLUDED.iter().chain(of_hosts).copied()
     }
 
@@ -305,7 +306,7 @@ impl Answer {
             "not_included": self.not_included().collect::<Vec<_>>(),
             "said": said.collect::<Vec<_>>(),
         });
-        if let Some(Gpu { name, bytes }) = &self.gpu {
+        if let Some(GpuMemory { name, bytes }) = &self.gpu {
             let fits = self.estimate.device_bytes() as u64 <= *bytes;
             all["gpu"] = json!({"name": name, "bytes": bytes, "fits": fits});
         }
@@ -334,7 +335,7 @@ impl Answer {
         );
         self.write_memory(&mut text);
         self.write_step(&mut text);
-        text.extend(self.hosts.as_ref().map(Hosts::text));
+        text.extend(self.hosts.as_ref().map(HostsForecast::text));
         let on_gpu = self.gpu.as_ref().map(|gpu| gpu.verdict(self.estimate.device_bytes() as u64));
         for verdict in on_gpu.into_iter().chain(self.need.verdicts()) {
             _ = writeln!(text, "\n{verdict}");
@@ -359,7 +360,7 @@ impl Answer {
 
     /// A line for each kind that there is, and their sums.
     fn write_memory(&self, text: &mut String) {
-        let tiers: [(&str, BytesOf); 5] = [
+        let tiers: [(&str, MemoryColumn); 5] = [
             ("GPU, at most", |row| row.device.peak),
             ("host", |row| row.host.held),
             ("host, at most", |row| row.host.peak),

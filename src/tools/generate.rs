@@ -1,11 +1,11 @@
 //! `zerorun generate`: answers of a model, with an adapter or without, as they come.
 
-use super::model::{HELP, Model};
+use super::resolve_model::{HELP, ResolvedModel};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use crate::finetune::{AdaptedValues, Adapter, Base, Conversation, Generator, Sampling, Template, Tokenizer};
 use crate::hub::Parts;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::models::{Decoder, DecoderConfig};
 use candle_core::{DType, Device};
 use clap::{Parser, ValueEnum};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "generate", bin_name = "zerorun generate")]
-struct Arguments {
+struct GenerateArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
@@ -71,20 +71,20 @@ struct Arguments {
 
     /// The precision that the model is held and computed in
     #[arg(long, value_enum, default_value = "f32")]
-    dtype: Dtype,
+    dtype: GenerateDtype,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Dtype {
+enum GenerateDtype {
     F32,
     Bf16,
 }
 
-impl From<Dtype> for DType {
-    fn from(dtype: Dtype) -> Self {
+impl From<GenerateDtype> for DType {
+    fn from(dtype: GenerateDtype) -> Self {
         match dtype {
-            Dtype::F32 => Self::F32,
-            Dtype::Bf16 => Self::BF16,
+            GenerateDtype::F32 => Self::F32,
+            GenerateDtype::Bf16 => Self::BF16,
         }
     }
 }
@@ -95,12 +95,12 @@ const LINE: usize = 1 << 15;
 const MOST_BYTES: u64 = 1 << 28;
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = GenerateArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
 }
 
-impl Arguments {
+impl GenerateArguments {
     fn run(self) -> Result<ExitCode> {
         let sampling = Sampling {
             max_tokens: self.max_tokens,
@@ -110,7 +110,7 @@ impl Arguments {
             seed: self.seed,
         };
         sampling.check()?;
-        let base = Base::open(Model::find(&self.model, Parts::All)?.path)?;
+        let base = Base::open(ResolvedModel::find(&self.model, Parts::All)?.path)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let tokenizer = Tokenizer::open(base.tokenizer_path())?;
         let template = if self.raw { None } else { self.template(&base, &tokenizer)? };
@@ -121,7 +121,7 @@ impl Arguments {
         // Before the weights are read.
         given.iter().try_for_each(|ids| fits(ids, ctx))?;
         let model = open(&base, adapter, ctx, self.dtype.into())?;
-        let answers = Answers { generator: &generator, model: &model, sampling, ctx };
+        let answers = AnswerGenerator { generator: &generator, model: &model, sampling, ctx };
         let reads_lines = given.is_empty();
         for ids in given {
             if !answers.answer(&ids)? {
@@ -146,7 +146,7 @@ impl Arguments {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. }))
                 if self.messages.is_none() && self.system.is_none() =>
             {
-                say("zerorun: the model has no chat template: prompts are continued as they stand");
+                eprint("zerorun: the model has no chat template: prompts are continued as they stand");
                 Ok(None)
             }
             opened => opened.map(Some),
@@ -203,14 +203,14 @@ fn open(base: &Base, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Resu
 }
 
 /// What answers.
-struct Answers<'a> {
+struct AnswerGenerator<'a> {
     generator: &'a Generator<'a>,
     model: &'a Decoder,
     sampling: Sampling,
     ctx: usize,
 }
 
-impl Answers<'_> {
+impl AnswerGenerator<'_> {
     /// Shows the answer to a prompt, and how fast it came. Whether standard output took it.
     fn answer(&self, prompt: &[u32]) -> Result<bool> {
         fits(prompt, self.ctx)?;
@@ -239,30 +239,30 @@ impl Answers<'_> {
         if let Some(error) = failed {
             // Who reads the beginning, as `head` does, wants no more.
             if error.kind() != std::io::ErrorKind::BrokenPipe {
-                say(&format!("zerorun: cannot write to standard output: {error}"));
+                eprint(&format!("zerorun: cannot write to standard output: {error}"));
             }
             return Ok(false);
         }
         if !print("") {
             return Ok(false);
         }
-        say(&format!("zerorun: {}", Speed { prompt: prompt.len(), times: &times }.text()));
+        eprint(&format!("zerorun: {}", GenerationSpeed { prompt: prompt.len(), times: &times }.text()));
         if !answer.ended {
             let why = if sampling.max_tokens < self.sampling.max_tokens { "the context" } else { "--max_tokens" };
-            say(&format!("zerorun: the answer was cut at {} tokens, by {why}", answer.ids.len()));
+            eprint(&format!("zerorun: the answer was cut at {} tokens, by {why}", answer.ids.len()));
         }
         Ok(true)
     }
 }
 
 /// How long the prompt and each token after it took.
-struct Speed<'a> {
+struct GenerationSpeed<'a> {
     prompt: usize,
     /// From the start to the end of each step.
     times: &'a [Duration],
 }
 
-impl Speed<'_> {
+impl GenerationSpeed<'_> {
     fn text(&self) -> String {
         let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
         let first = self.times.first().copied().unwrap_or_default();
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn the_prompt_and_the_tokens_after_it_have_a_speed_each() {
         let times = [500, 600, 700].map(Duration::from_millis);
-        let text = |times| Speed { prompt: 20, times }.text();
+        let text = |times| GenerationSpeed { prompt: 20, times }.text();
         assert_eq!(text(&times), "20 tokens of the prompt at 40.0 tokens/s, 2 more at 10.0 tokens/s");
         assert_eq!(text(&times[..1]), "20 tokens of the prompt at 40.0 tokens/s");
     }

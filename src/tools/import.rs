@@ -1,11 +1,11 @@
 //! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
 
-use super::progress::ByteProgress;
+use super::byte_progress::ByteProgress;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
-use crate::checkpoint::{import, new_place};
+use crate::checkpoint::{import, new_checkpoint_path};
 use crate::error::{CheckpointError, Error};
-use crate::files::{Input, Output, Outputs};
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::files::{InputKind, OutputKind, RunPaths};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use clap::Parser;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 /// the command line is wrong. Unless it is 0, OUT has no new checkpoint.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
-struct Arguments {
+struct ImportArguments {
     /// The folder that DeepSpeed's save_checkpoint was given, or that of one tag
     dir: PathBuf,
 
@@ -35,11 +35,11 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(ImportArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl ImportArguments {
     fn run(self) -> ExitCode {
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,
@@ -51,12 +51,13 @@ impl Arguments {
             }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
-        let outputs = Outputs::default().reads("DIR", &self.dir, Input::Checkpoints);
-        let outputs = outputs.writes("OUT", &self.out, Output::Checkpoints);
-        let _claims = match outputs.check().and_then(|()| new_place(&self.out, &name)).and_then(|_| outputs.claim()) {
-            Ok(claims) => claims,
-            Err(error) => return refused(&error, EXIT_SETUP),
-        };
+        let outputs = RunPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
+        let outputs = outputs.writes("OUT", &self.out, OutputKind::Checkpoints);
+        let _claims =
+            match outputs.check().and_then(|()| new_checkpoint_path(&self.out, &name)).and_then(|_| outputs.claim()) {
+                Ok(claims) => claims,
+                Err(error) => return refused(&error, EXIT_SETUP),
+            };
         let mut progress = ByteProgress::default();
         let done =
             from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));

@@ -1,9 +1,11 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
-use super::progress::ByteProgress;
-use crate::checkpoint::{Examination, Listing, Manifest, Parameter, SavedBuffer, examine, find, place};
+use super::byte_progress::ByteProgress;
+use crate::checkpoint::{
+    CheckpointExamination, CheckpointListing, Manifest, Parameter, SavedBuffer, examine, list_checkpoints, split_tag,
+};
 use crate::error::ToolError;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::util::counted;
 use clap::Parser;
 use serde_json::{Value, json};
@@ -17,7 +19,7 @@ use std::process::ExitCode;
 /// Exit code: 0 it is complete, 1 it is damaged, 2 there is none or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
-struct Arguments {
+struct InspectArguments {
     /// The folder that checkpoints were saved to, or that of one tag
     dir: PathBuf,
 
@@ -35,17 +37,17 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(InspectArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl InspectArguments {
     fn run(self) -> ExitCode {
-        let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
+        let (dir, tag) = match split_tag(&self.dir, self.tag.as_deref()) {
             Ok(place) => place,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
-        let listing = find(&dir);
+        let listing = list_checkpoints(&dir);
         if listing.tags.is_empty()
             && listing.unfinished.is_empty()
             && let Some(what) = other_content(&dir)
@@ -70,7 +72,7 @@ impl Arguments {
         let mut tell = |done: u64, total: u64| progress.tell(done, total);
         let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
         progress.finish();
-        let one = Report { tag: &tag, examined: &examined, verified: self.verify };
+        let one = CheckpointReport { tag: &tag, examined: &examined, verified: self.verify };
         let printed = match lists {
             Value::String(text) => print(format!("{text}\n{one}").trim_end()),
             found => print(json!({"folder": dir, "found": found, "checkpoint": one.json()})),
@@ -89,7 +91,7 @@ fn other_content(dir: &Path) -> Option<&'static str> {
 }
 
 /// One line for every tag.
-fn list(listing: &Listing) -> String {
+fn list(listing: &CheckpointListing) -> String {
     let count = listing.tags.len();
     let mut text = format!("{}: {}\n", listing.dir.display(), counted(count, "checkpoint"));
     let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
@@ -107,7 +109,7 @@ fn list(listing: &Listing) -> String {
     text
 }
 
-fn list_json(listing: &Listing) -> Value {
+fn list_json(listing: &CheckpointListing) -> Value {
     let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
     let tags = listing.tags.iter().map(|(tag, manifest)| match manifest {
         Ok(manifest) => json!({"tag": tag, "global_steps": manifest.global_steps, "problem": null}),
@@ -117,15 +119,15 @@ fn list_json(listing: &Listing) -> Value {
 }
 
 /// The known facts about a checkpoint.
-struct Report<'a> {
+struct CheckpointReport<'a> {
     tag: &'a str,
-    examined: &'a Examination,
+    examined: &'a CheckpointExamination,
     verified: bool,
 }
 
-impl Report<'_> {
+impl CheckpointReport<'_> {
     fn json(&self) -> Value {
-        let Examination { path, manifest, buffers, problems } = self.examined;
+        let CheckpointExamination { path, manifest, buffers, problems } = self.examined;
         let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
         let mut all = json!({
             "tag": self.tag, "path": path, "whole": problems.is_empty(), "verified": self.verified,
@@ -167,9 +169,9 @@ fn client_state_keys(manifest: &Manifest) -> Vec<&str> {
     manifest.client_state.as_object().into_iter().flat_map(|map| map.keys().map(String::as_str)).collect()
 }
 
-impl fmt::Display for Report<'_> {
+impl fmt::Display for CheckpointReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Examination { path, manifest, buffers, problems } = self.examined;
+        let CheckpointExamination { path, manifest, buffers, problems } = self.examined;
         writeln!(f, "{}", path.display())?;
         if let Some(m) = manifest {
             let mut row = |name: &str, value: String| writeln!(f, "  {name:14}{value}");

@@ -1,13 +1,13 @@
 //! `zerorun merge`: a model with an adapter merged in, as a Hugging Face folder or as GGUF.
 
-use super::model::{HELP, Model};
-use super::progress::ByteProgress;
+use super::byte_progress::ByteProgress;
+use super::resolve_model::{HELP, ResolvedModel};
 use crate::checkpoint::ConsolidatedDtype;
 use crate::error::{OutputError, Result};
-use crate::files::{Input, Output, Outputs};
+use crate::files::{InputKind, OutputKind, RunPaths};
 use crate::finetune::{Adapter, Base, GgufFormat, Merged};
 use crate::hub::Parts;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::util::counted;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 /// is 0, OUT is as it was.
 #[derive(Debug, Parser)]
 #[command(name = "merge", bin_name = "zerorun merge")]
-struct Arguments {
+struct MergeArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
@@ -35,15 +35,15 @@ struct Arguments {
 
     /// [default: gguf-f16 where OUT ends in .gguf, else hf]
     #[arg(long, value_enum)]
-    format: Option<Format>,
+    format: Option<MergeFormat>,
 
     /// Precision of a Hugging Face folder [default: the model's own]
     #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    dtype: Option<MergeDtype>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
+enum MergeFormat {
     /// A folder with config.json, safetensors files and the tokenizer's files
     Hf,
     /// A GGUF file in f16
@@ -54,50 +54,50 @@ enum Format {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Dtype {
+enum MergeDtype {
     F32,
     Bf16,
     F16,
 }
 
-impl From<Dtype> for ConsolidatedDtype {
-    fn from(dtype: Dtype) -> Self {
+impl From<MergeDtype> for ConsolidatedDtype {
+    fn from(dtype: MergeDtype) -> Self {
         match dtype {
-            Dtype::F32 => Self::F32,
-            Dtype::Bf16 => Self::Bf16,
-            Dtype::F16 => Self::F16,
+            MergeDtype::F32 => Self::F32,
+            MergeDtype::Bf16 => Self::Bf16,
+            MergeDtype::F16 => Self::F16,
         }
     }
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
-    if arguments.dtype.is_some() && arguments.format() != Format::Hf {
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = MergeArguments::try_parse_from(words).map_err(CommandLineError)?;
+    if arguments.dtype.is_some() && arguments.format() != MergeFormat::Hf {
         let problem = "--dtype is the precision of a Hugging Face folder; of a GGUF file --format says it";
-        return Err(Refused(Arguments::command().error(ErrorKind::ArgumentConflict, problem)));
+        return Err(CommandLineError(MergeArguments::command().error(ErrorKind::ArgumentConflict, problem)));
     }
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
 }
 
-impl Arguments {
-    fn format(&self) -> Format {
+impl MergeArguments {
+    fn format(&self) -> MergeFormat {
         let is_gguf = || self.out.extension().is_some_and(|extension| extension == "gguf");
-        self.format.unwrap_or_else(|| if is_gguf() { Format::GgufF16 } else { Format::Hf })
+        self.format.unwrap_or_else(|| if is_gguf() { MergeFormat::GgufF16 } else { MergeFormat::Hf })
     }
 
     fn run(self) -> Result<ExitCode> {
         let format = self.format();
         // A folder is looked at where it is written.
-        if format != Format::Hf && self.out.symlink_metadata().is_ok() {
+        if format != MergeFormat::Hf && self.out.symlink_metadata().is_ok() {
             let problem = "there is a file or folder of that name".to_owned();
             return Err(OutputError::Refused { path: self.out, problem }.into());
         }
-        let model = Model::find(&self.model, Parts::All)?.path;
-        let kind = if format == Format::Hf { Output::Folder } else { Output::File };
-        let outputs = Outputs::default().reads("MODEL", &model, Input::Model).writes("--out", &self.out, kind);
+        let model = ResolvedModel::find(&self.model, Parts::All)?.path;
+        let kind = if format == MergeFormat::Hf { OutputKind::Folder } else { OutputKind::File };
+        let outputs = RunPaths::default().reads("MODEL", &model, InputKind::Model).writes("--out", &self.out, kind);
         let outputs = match &self.adapter {
-            Some(adapter) => outputs.reads("ADAPTER", adapter, Input::Model),
+            Some(adapter) => outputs.reads("ADAPTER", adapter, InputKind::Model),
             None => outputs,
         };
         let _claims = outputs.claim()?;
@@ -107,9 +107,9 @@ impl Arguments {
         let tell = |done, total| progress.borrow_mut().tell(done, total);
         let merged = Merged::new(&base, adapter.as_ref())?.reporting(&tell);
         match format {
-            Format::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
-            Format::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,
-            Format::GgufQ80 => merged.write_gguf(&self.out, GgufFormat::Q8_0)?,
+            MergeFormat::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
+            MergeFormat::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,
+            MergeFormat::GgufQ80 => merged.write_gguf(&self.out, GgufFormat::Q8_0)?,
         }
         let (tensors, changed) = merged.counts();
         drop(merged);

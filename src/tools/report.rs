@@ -4,7 +4,7 @@ use crate::Error;
 use crate::comm::mpi_library;
 use crate::error::CommError;
 use crate::kernels::{self, Level};
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
 use clap::Parser;
 use rustix::process::{Resource, getrlimit};
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
-struct Arguments {
+struct ReportArguments {
     /// A folder on the disk that checkpoints or offloaded state will lie on
     #[arg(default_value = ".")]
     dir: PathBuf,
@@ -30,13 +30,13 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(ReportArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl ReportArguments {
     fn run(self) -> ExitCode {
-        let machine = match Machine::look(&self.dir) {
+        let machine = match MachineReport::look(&self.dir) {
             Ok(machine) => machine,
             Err(error) => return refused(&error, EXIT_SETUP),
         };
@@ -56,16 +56,16 @@ const USED: [&str; 8] = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq
 const STATE_BYTES: u64 = 16;
 
 #[derive(Debug, Serialize)]
-struct Machine {
+struct MachineReport {
     version: &'static str,
     kernel: String,
     processor: String,
     /// Cores that this process may use.
     cores: usize,
     simd: Vec<&'static str>,
-    simd_level: SimdLevel,
-    memory: Memory,
-    disk: Disk,
+    simd_level: MachineSimd,
+    memory: MachineMemory,
+    disk: MachineDisk,
     gpus: Vec<String>,
     /// The MPI library that ranks on several hosts would meet by.
     mpi: Option<String>,
@@ -78,7 +78,7 @@ struct Machine {
 
 /// The level of every kernel.
 #[derive(Debug, Serialize)]
-struct SimdLevel {
+struct MachineSimd {
     name: &'static str,
     /// The value of `CANDLE_ZERO_SIMD`.
     variable: String,
@@ -88,7 +88,7 @@ struct SimdLevel {
 
 /// Sizes in bytes.
 #[derive(Debug, Serialize)]
-struct Memory {
+struct MachineMemory {
     total: u64,
     available: u64,
     /// RLIMIT_DATA.
@@ -98,14 +98,14 @@ struct Memory {
 }
 
 #[derive(Debug, Serialize)]
-struct Disk {
+struct MachineDisk {
     folder: PathBuf,
     free: u64,
     is_memory: bool,
     direct_access: bool,
 }
 
-impl Machine {
+impl MachineReport {
     fn look(folder: &Path) -> Result<Self, Error> {
         let level = kernels::checked_level()?;
         let variable = std::env::var(kernels::SIMD).ok().filter(|value| !value.is_empty());
@@ -127,18 +127,18 @@ impl Machine {
             processor: field(&cpu, "model name").unwrap_or("unknown").to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             simd: USED.into_iter().filter(|used| flags.split(' ').any(|flag| flag == *used)).collect(),
-            simd_level: SimdLevel {
+            simd_level: MachineSimd {
                 name: level.name(),
                 variable: variable.unwrap_or_else(|| kernels::AUTO.to_owned()),
                 available: Level::available().map(Level::name).collect(),
             },
-            memory: Memory {
+            memory: MachineMemory {
                 total: total.map_or(0, |kib: u64| kib.saturating_mul(1024)),
                 available: available_memory(),
                 limit: getrlimit(Resource::Data).current,
                 group_limit: group_limit(),
             },
-            disk: Disk {
+            disk: MachineDisk {
                 folder: folder.to_owned(),
                 free: free_space(folder),
                 is_memory: is_memory(folder),
@@ -201,7 +201,7 @@ impl Machine {
     }
 }
 
-impl fmt::Display for Machine {
+impl fmt::Display for MachineReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
         let or_none = |list: &[&str]| if list.is_empty() { "none".to_owned() } else { list.join(" ") };
@@ -213,7 +213,7 @@ impl fmt::Display for Machine {
         writeln!(f, "system       {}", self.kernel)?;
         writeln!(f, "processor    {}, {} cores", self.processor, self.cores)?;
         writeln!(f, "simd         {}", or_none(&self.simd))?;
-        let SimdLevel { name, variable, available } = &self.simd_level;
+        let MachineSimd { name, variable, available } = &self.simd_level;
         let available = available.join(", ");
         writeln!(f, "simd level   {name} (CANDLE_ZERO_SIMD={variable}; this processor has {available})")?;
         writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;

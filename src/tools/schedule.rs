@@ -2,7 +2,7 @@
 
 use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result};
-use crate::launch::console::{EXIT_SETUP, Refused, refused, say};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, refused};
 use crate::optim::{Momentum, Schedule};
 use clap::Parser;
 use serde_json::json;
@@ -26,7 +26,7 @@ const COLUMNS: usize = 64;
 /// schedule reaches a value that no optimizer accepts.
 #[derive(Debug, Parser)]
 #[command(name = "schedule", bin_name = "zerorun schedule")]
-struct Arguments {
+struct ScheduleArguments {
     /// The configuration file
     #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE")]
     ds_config: PathBuf,
@@ -46,11 +46,11 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(ScheduleArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl ScheduleArguments {
     fn run(self) -> ExitCode {
         let schedule = match self.schedule() {
             Ok(schedule) => schedule,
@@ -74,7 +74,7 @@ impl Arguments {
             Config::load_for(self.ds_config.clone(), usize::from(self.ranks), &run)?
         };
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {
-            say(&format!("zerorun: {}: {}", note.path, note.message));
+            eprint(&format!("zerorun: {}: {}", note.path, note.message));
         }
         let optimizer = config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
@@ -99,7 +99,7 @@ impl Arguments {
 
     /// The learning rate as a picture, and the momentum where it changes.
     fn draw(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
-        let (mut rates, mut momenta) = (Curve::new(self.steps), Curve::new(self.steps));
+        let (mut rates, mut momenta) = (ScheduleCurve::new(self.steps), ScheduleCurve::new(self.steps));
         for _ in 1..=self.steps {
             rates.push(schedule.in_force()?.0);
             momenta.push(match schedule.momentum() {
@@ -117,14 +117,14 @@ impl Arguments {
 }
 
 /// Values by step, gathered in the columns of a picture.
-struct Curve {
+struct ScheduleCurve {
     steps: u64,
     pushed: u64,
     /// The range of values in each column.
     columns: Vec<RangeInclusive<f64>>,
 }
 
-impl Curve {
+impl ScheduleCurve {
     fn new(steps: u64) -> Self {
         Self { steps, pushed: 0, columns: Vec::new() }
     }
@@ -185,8 +185,8 @@ impl Curve {
 mod tests {
     use super::*;
 
-    fn curve(values: impl ExactSizeIterator<Item = f64>) -> Curve {
-        let mut curve = Curve::new(values.len() as u64);
+    fn curve(values: impl ExactSizeIterator<Item = f64>) -> ScheduleCurve {
+        let mut curve = ScheduleCurve::new(values.len() as u64);
         values.for_each(|value| curve.push(value));
         curve
     }

@@ -1,6 +1,6 @@
 //! `zerorun schema`: a JSON Schema of the configuration, for editors.
 
-use crate::launch::console::{EXIT_SETUP, Refused, print};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
 use clap::Parser;
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -11,11 +11,11 @@ use std::process::ExitCode;
 /// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "schema", bin_name = "zerorun schema")]
-struct Arguments {}
+struct SchemaArguments {}
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let Arguments {} = Arguments::try_parse_from(words).map_err(Refused)?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let SchemaArguments {} = SchemaArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(if print(format_args!("{:#}", crate::config::json_schema())) {
         ExitCode::SUCCESS
     } else {

@@ -1,18 +1,18 @@
 //! The command line. Everything after the script's name belongs to the script.
 
-use super::per_host;
-use super::started::Variables;
+use super::launcher_variables::LauncherVariables;
+use super::ranks_per_host;
 use crate::error::{HostsError, Result};
-use crate::launch::backend::Backend;
-use crate::launch::binding::Binding;
-use crate::launch::console::Refused;
-use crate::launch::hosts::cores::CoreList;
-use crate::launch::hosts::filter::Selection;
-use crate::launch::mpirun::{Kind, Mpirun};
-use crate::launch::nodes::Node;
-use crate::launch::nodes::address::BIND_ADDR;
-use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
-use crate::launch::{Across, Options};
+use crate::launch::comm_backend::CommBackend;
+use crate::launch::console::CommandLineError;
+use crate::launch::core_binding::CoreBinding;
+use crate::launch::hosts::core_list::CoreList;
+use crate::launch::hosts::host_filter::HostSelection;
+use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
+use crate::launch::nodes::NodeOptions;
+use crate::launch::nodes::listen_address::BIND_ADDR;
+use crate::launch::nodes::ssh::{MultiHostOptions, UNTIL_STDIN_ENDS};
+use crate::launch::{JobHosts, LaunchOptions};
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
@@ -53,7 +53,7 @@ const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 /// Starts a training script on N ranks of this host or of several: builds it, runs it, stops all ranks when one fails.
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
-struct Arguments {
+struct ZerorunArguments {
     /// Number of ranks (processes) on each host, or cpu, gpu or auto: as many as it has cores, GPUs, or GPUs if any; with
     /// --hostfile, in place of its slots [also: $PET_NPROC_PER_NODE]
     #[arg(
@@ -63,7 +63,7 @@ struct Arguments {
         aliases = ["num-ranks", "num-gpus", "num-accelerators", "nproc-per-node"],
         value_name = "N",
         default_value = "1",
-        value_parser = per_host::ranks,
+        value_parser = ranks_per_host::ranks,
     )]
     ranks: u16,
 
@@ -112,7 +112,7 @@ struct Arguments {
 
     /// With --hostfile: what starts the ranks: zerorun on each host by ssh, or the mpirun of this host
     #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
-    launcher: Starter,
+    launcher: HostLauncherFlag,
 
     /// With --launcher openmpi or mpich: arguments for mpirun, in one word, separated by spaces
     #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
@@ -157,7 +157,7 @@ struct Arguments {
     /// What joins the ranks of one host: shared memory alone, or MPI as under mpirun, to try it out; hosts always meet in MPI
     /// [default: shm]
     #[arg(long, value_enum)]
-    backend: Option<Backend>,
+    backend: Option<CommBackend>,
 
     /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
     #[arg(long, value_name = "PORT")]
@@ -190,7 +190,7 @@ struct Arguments {
 
 /// What starts the ranks of a hostfile, by DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Starter {
+enum HostLauncherFlag {
     /// zerorun on each host, by ssh
     Ssh,
     /// Open MPI's mpirun
@@ -199,9 +199,9 @@ enum Starter {
     Mpich,
 }
 
-impl Arguments {
+impl ZerorunArguments {
     /// Takes what the variables of another launcher say where the command line says nothing. A hostfile says it all itself.
-    fn fill_in(&mut self, given: &ArgMatches, variables: &Variables<'_>) -> Result<()> {
+    fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
         if self.hostfile.is_some() {
@@ -222,22 +222,22 @@ impl Arguments {
     }
 
     /// Where the ranks run. Of hosts that meet, the port at which they do is filled in.
-    fn across(&mut self, own_ranks: bool, variables: &Variables<'_>) -> Result<Across> {
+    fn job_hosts(&mut self, own_ranks: bool, variables: &LauncherVariables<'_>) -> Result<JobHosts> {
         if let Some(file) = &self.hostfile {
-            let selection = Selection {
+            let selection = HostSelection {
                 include: self.include.clone(),
                 exclude: self.exclude.clone(),
                 num_nodes: self.num_nodes,
                 num_gpus: own_ranks.then_some(usize::from(self.ranks)),
             };
             let kind = match self.launcher {
-                Starter::Ssh => None,
-                Starter::Openmpi => Some(Kind::OpenMpi),
-                Starter::Mpich => Some(Kind::Mpich),
+                HostLauncherFlag::Ssh => None,
+                HostLauncherFlag::Openmpi => Some(MpirunFlavor::OpenMpi),
+                HostLauncherFlag::Mpich => Some(MpirunFlavor::Mpich),
             };
             let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
             let args: Vec<String> = words.map(String::from).collect();
-            return Ok(Across::Hosts(Hosts {
+            return Ok(JobHosts::Hosts(MultiHostOptions {
                 file: file.clone(),
                 selection,
                 min_nodes: self.min_nodes,
@@ -245,28 +245,28 @@ impl Arguments {
                 bind_addr: self.bind_addr.clone(),
                 ssh_port: self.ssh_port,
                 force_multi: self.force_multi,
-                mpirun: kind.map(|kind| Mpirun { kind, args }),
+                mpirun: kind.map(|kind| MpirunOptions { kind, args }),
             }));
         }
-        let Some(text) = &self.nnodes else { return Ok(Across::Alone) };
+        let Some(text) = &self.nnodes else { return Ok(JobHosts::Alone) };
         let range = match text.trim() {
             "auto" => None,
             _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
         };
         let alone = !self.until_stdin_ends;
         if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
-            return Ok(Across::Alone);
+            return Ok(JobHosts::Alone);
         }
         let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
         if alone && nodes == 1 {
-            return Ok(Across::Alone);
+            return Ok(JobHosts::Alone);
         }
         let (master_addr, port) = variables.first_host(self.master_addr.clone(), self.master_port, nodes)?;
         self.master_port = Some(port);
         let fewest = range.map_or(nodes, |(fewest, _)| fewest);
         let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
         let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
-        Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
+        Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
     }
 }
 
@@ -278,44 +278,44 @@ fn hosts(text: &str) -> Option<(usize, usize)> {
 }
 
 /// Reads a command line whose first word is the program's own name.
-pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<Options, Refused> {
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
     // A value that is not UTF-8 is no number: its replacement characters are refused by name.
     let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    read_beside(words, &Variables(&lookup))
+    read_beside(words, &LauncherVariables(&lookup))
 }
 
 /// The same beside these variables.
 fn read_beside(
     words: impl IntoIterator<Item = OsString>,
-    variables: &Variables<'_>,
-) -> std::result::Result<Options, Refused> {
-    let mut reader = Arguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
-    let matches = reader.try_get_matches_from_mut(words).map_err(|e| Refused(e.format(&mut reader)))?;
+    variables: &LauncherVariables<'_>,
+) -> std::result::Result<LaunchOptions, CommandLineError> {
+    let mut reader = ZerorunArguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let matches = reader.try_get_matches_from_mut(words).map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
-    let typed = Arguments::from_arg_matches(&matches);
-    let mut typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
+    let typed = ZerorunArguments::from_arg_matches(&matches);
+    let mut typed = typed.map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let filled_in = typed.fill_in(&matches, variables);
-    filled_in.map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
+    filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
     let wrong = [wrong_min_ranks, wrong_min_nodes, wrong_backend, wrong_launcher];
     if let Some(text) = wrong.iter().find_map(|wrong| wrong(&typed)) {
-        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
     }
-    let across = typed.across(own_ranks, variables);
-    let across = across.map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
+    let job_hosts = typed.job_hosts(own_ranks, variables);
+    let job_hosts = job_hosts.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
-    if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
+    if let Some(tools::ZerorunTool { name, .. }) = tools::named(script.as_os_str()) {
         let text = format!(
             "`{name}` is a tool and must be the first word: `zerorun {name} ...`. A script of that name is started as \
              ./{name}"
         );
-        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
     }
-    Ok(Options {
+    Ok(LaunchOptions {
         ranks: usize::from(typed.ranks),
-        across,
-        backend: typed.backend.unwrap_or(Backend::Shm),
-        binding: typed.bind_cores_to_rank.then_some(Binding { list: typed.bind_core_list }),
+        job_hosts,
+        backend: typed.backend.unwrap_or(CommBackend::Shm),
+        binding: typed.bind_cores_to_rank.then_some(CoreBinding { list: typed.bind_core_list }),
         timeout: typed.timeout,
         grace: typed.grace,
         features: typed.features,
@@ -331,17 +331,17 @@ fn read_beside(
 }
 
 /// The problem of `--backend` with the other options, if any.
-fn wrong_backend(typed: &Arguments) -> Option<String> {
+fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     let several = typed.hostfile.is_some() || typed.nnodes.is_some();
-    (several && typed.backend == Some(Backend::Shm)).then(|| {
+    (several && typed.backend == Some(CommBackend::Shm)).then(|| {
         "--backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI"
             .to_string()
     })
 }
 
 /// The problem of `--launcher` with the other options, if any.
-fn wrong_launcher(typed: &Arguments) -> Option<String> {
-    let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != Starter::Ssh) else {
+fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
+    let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != HostLauncherFlag::Ssh) else {
         return typed.launcher_args.as_ref().map(|_| {
             "--launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out".to_string()
         });
@@ -365,7 +365,7 @@ fn wrong_launcher(typed: &Arguments) -> Option<String> {
 }
 
 /// The problem of `--min_nodes` with the other options, if any.
-fn wrong_min_nodes(typed: &Arguments) -> Option<String> {
+fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
     let fewest = typed.min_nodes?;
     if typed.hostfile.is_none() && typed.nnodes.is_none() {
         return Some(format!(
@@ -382,7 +382,7 @@ fn wrong_min_nodes(typed: &Arguments) -> Option<String> {
 }
 
 /// The problem of `--min_ranks` with the other options, if any.
-fn wrong_min_ranks(typed: &Arguments) -> Option<String> {
+fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
     if typed.hostfile.is_some() || typed.nnodes.is_some() {
         return Some(format!(
@@ -424,20 +424,20 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::launch::hosts::recorded;
+    use crate::launch::hosts::recorded_cases;
     use crate::launch::nodes::DEFAULT_PORT;
     use serde_json::json;
 
-    fn typed(words: &str) -> std::result::Result<Options, Refused> {
+    fn typed(words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
         beside("", words)
     }
 
     /// Beside variables, as `A=1 B=2`.
-    fn beside(variables: &str, words: &str) -> std::result::Result<Options, Refused> {
+    fn beside(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
         let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
         let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
         let words = std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from);
-        read_beside(words, &Variables(&lookup))
+        read_beside(words, &LauncherVariables(&lookup))
     }
 
     fn refusal(words: &str) -> String {
@@ -522,26 +522,27 @@ mod tests {
 
     #[test]
     fn hosts_are_read_with_the_fewest_of_them() {
-        let Across::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().across else {
+        let JobHosts::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
+        else {
             panic!("several hosts")
         };
         assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
-        assert!(matches!(typed("--nnodes 1 x.rs").unwrap().across, Across::Alone));
-        let Across::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().across else {
+        assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, JobHosts::Alone));
+        let JobHosts::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
             panic!("the hosts of a file")
         };
         assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
-        let Across::Hosts(hosts) = typed("-H hosts x.rs").unwrap().across else { panic!("the hosts of a file") };
-        assert_eq!(hosts.selection, Selection::default());
+        let JobHosts::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts of a file") };
+        assert_eq!(hosts.selection, HostSelection::default());
     }
 
     #[test]
     fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
         let node = |variables: &str, words: &str| match beside(variables, words).unwrap() {
-            Options { across: Across::Nodes(node), master_port, .. } => {
+            LaunchOptions { job_hosts: JobHosts::Nodes(node), master_port, .. } => {
                 (node.node, node.nodes, node.master_addr, master_port)
             }
-            options => panic!("{:?}", options.across),
+            options => panic!("{:?}", options.job_hosts),
         };
         let torchrun =
             "PET_NNODES=2:4 PET_NODE_RANK=3 PET_RDZV_ENDPOINT=first:4711 PET_NPROC_PER_NODE=2 PET_MAX_RESTARTS=5";
@@ -557,8 +558,8 @@ mod tests {
             let words = format!("--nnodes {nodes} --master_addr a x.rs");
             assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
         }
-        assert!(matches!(beside(mpirun, "x.rs").unwrap().across, Across::Alone));
-        assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().across, Across::Alone));
+        assert!(matches!(beside(mpirun, "x.rs").unwrap().job_hosts, JobHosts::Alone));
+        assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, JobHosts::Alone));
         let cores = std::thread::available_parallelism().unwrap().get();
         assert_eq!(beside("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
     }
@@ -567,8 +568,8 @@ mod tests {
     fn a_hostfile_says_more_than_the_variables() {
         let options =
             beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
-        let Across::Hosts(hosts) = options.across else { panic!("the hosts of a file") };
-        assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (Selection::default(), None, 0));
+        let JobHosts::Hosts(hosts) = options.job_hosts else { panic!("the hosts of a file") };
+        assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
     }
 
     #[test]
@@ -585,8 +586,8 @@ mod tests {
 
     #[test]
     fn the_backend_is_chosen_on_one_host_alone() {
-        assert_eq!(typed("x.rs").unwrap().backend, Backend::Shm);
-        assert_eq!(typed("--backend mpi x.rs").unwrap().backend, Backend::Mpi);
+        assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
+        assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
         insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI");
         insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
         zerorun: invalid value 'nccl' for '--backend <BACKEND>'
@@ -596,18 +597,18 @@ mod tests {
 
     #[test]
     fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
-        let hosts = |words: &str| match typed(words).unwrap().across {
-            Across::Hosts(hosts) => hosts.mpirun.map(|Mpirun { kind, args }| (kind, args)),
+        let hosts = |words: &str| match typed(words).unwrap().job_hosts {
+            JobHosts::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
             other => panic!("{other:?}"),
         };
         assert_eq!(hosts("-H hosts x.rs"), None);
-        assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((Kind::Mpich, vec![])));
+        assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((MpirunFlavor::Mpich, vec![])));
         let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
-        let Across::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().across else {
+        let JobHosts::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
             panic!("the hosts of a file")
         };
-        let Mpirun { kind, args } = hosts.mpirun.unwrap();
-        assert_eq!((kind, args), (Kind::OpenMpi, vec!["--bind-to".into(), "none".into()]));
+        let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
+        assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));
         insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, and with --launcher openmpi mpirun does: leave it out, say it to mpirun in --launcher_args, or take --launcher ssh");
         insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out");
         insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
@@ -621,9 +622,9 @@ mod tests {
     fn ranks_are_bound_to_all_cores_or_to_a_list() {
         let binding = |words: &str| typed(words).unwrap().binding;
         assert_eq!(binding("x.rs"), None);
-        assert_eq!(binding("--bind_cores_to_rank x.rs"), Some(Binding { list: None }));
+        assert_eq!(binding("--bind_cores_to_rank x.rs"), Some(CoreBinding { list: None }));
         let list = Some(CoreList::of(vec![0, 2, 3, 4, 6]));
-        assert_eq!(binding("--bind-cores-to-rank --bind-core-list 0,2-4,6 x.rs"), Some(Binding { list }));
+        assert_eq!(binding("--bind-cores-to-rank --bind-core-list 0,2-4,6 x.rs"), Some(CoreBinding { list }));
         insta::assert_snapshot!(wrong("--bind_core_list 0-1 x.rs"), @r"
         zerorun: the following required arguments were not provided:
           --bind_cores_to_rank
@@ -635,9 +636,9 @@ mod tests {
 
     #[test]
     fn recorded_defaults_with_a_counterpart_hold() {
-        let case = recorded::case("cli-defaults");
+        let case = recorded_cases::case("cli-defaults");
         let argv: Vec<String> = serde_json::from_value(case["input"]["argv"].clone()).unwrap();
-        let typed = Arguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
+        let typed = ZerorunArguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
         // Python says -1 where nothing is given.
         let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
         let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();

@@ -1,11 +1,11 @@
 //! The `zerorun` command: starts a training script on N ranks of this host, or runs a tool.
 //!
 //! The first word decides: one that names a tool goes to `tools`; else `args` reads the command line of a start, with
-//! what `started` finds in the variables of another launcher, and `launch` carries it out.
+//! what `launcher_variables` finds in the variables of another launcher, and `launch` carries it out.
 
 mod args;
-mod per_host;
-mod started;
+mod launcher_variables;
+mod ranks_per_host;
 
 use crate::error::{Error, LaunchError};
 use crate::kernels::checked_level;

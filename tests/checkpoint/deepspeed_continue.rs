@@ -3,7 +3,7 @@
 use crate::support::skips::skipped;
 use candle_core::{DType, Device};
 use candle_zero::Engine;
-use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
+use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, import};
 use candle_zero::comm::threads;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
@@ -40,7 +40,9 @@ fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
         let manifest = checkpoint.manifest();
         assert_eq!((manifest.global_steps, manifest.global_samples, manifest.optimizer_steps), (5, 80, 5));
         assert_eq!(manifest.client_state["note"], "hello");
-        for (s, state) in [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().enumerate() {
+        for (s, state) in
+            [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq].into_iter().enumerate()
+        {
             for (p, parameter) in from.parameters().iter().enumerate() {
                 assert_eq!(manifest.parameters[p].name, parameter.name);
                 let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();

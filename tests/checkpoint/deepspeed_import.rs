@@ -3,7 +3,7 @@
 
 use crate::support::skips::skipped_in_part;
 use candle_zero::Error;
-use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
+use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -50,7 +50,7 @@ fn masters_have_the_bits_that_deepspeed_merges() {
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
             let tensor = expected.tensor(&parameter.name).unwrap();
             assert_eq!(tensor.shape(), parameter.shape);
-            let found = checkpoint.read(State::Master, index).unwrap();
+            let found = checkpoint.read(DeepSpeedState::Master, index).unwrap();
             assert!(bits(&found) == tensor.data(), "{} of {}", parameter.name, folder.display());
         }
     }
@@ -65,7 +65,7 @@ fn moments_have_the_bits_that_the_engine_held() {
         let expected = SafeTensors::deserialize(&bytes).unwrap();
         assert_eq!(expected.len(), 2 * checkpoint.parameters().len());
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-            for state in [State::ExpAvg, State::ExpAvgSq] {
+            for state in [DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {
                 let name = format!("{}.{}", parameter.name, state.name());
                 let found = checkpoint.read(state, index).unwrap();
                 assert!(bits(&found) == expected.tensor(&name).unwrap().data(), "{name} of {}", folder.display());
@@ -79,9 +79,9 @@ fn a_range_is_the_same_elements_as_in_the_whole() {
     for folder in tiny() {
         let checkpoint = open(&folder);
         for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-            let (whole, n) = (checkpoint.read(State::ExpAvg, index).unwrap(), parameter.elements());
+            let (whole, n) = (checkpoint.read(DeepSpeedState::ExpAvg, index).unwrap(), parameter.elements());
             for range in [0..1, n / 2..n / 2, n / 2 - 1..n / 2 + 2, n / 3..n, n - 1..n] {
-                let part = checkpoint.read_range(State::ExpAvg, index, range.clone()).unwrap();
+                let part = checkpoint.read_range(DeepSpeedState::ExpAvg, index, range.clone()).unwrap();
                 assert_eq!(bits(&part), bits(&whole[range]), "{}", parameter.name);
             }
         }
@@ -312,9 +312,9 @@ fn a_storage_that_is_too_short_is_named() {
 #[test]
 fn requests_beyond_the_end_are_errors() {
     let checkpoint = open(&tiny()[0]);
-    let text = checkpoint.read(State::Master, 99).unwrap_err().to_string();
+    let text = checkpoint.read(DeepSpeedState::Master, 99).unwrap_err().to_string();
     assert!(text.contains("parameter 99 was asked for; it has 16"), "{text}");
-    let text = checkpoint.read_range(State::Master, 2, 30..34).unwrap_err().to_string();
+    let text = checkpoint.read_range(DeepSpeedState::Master, 2, 30..34).unwrap_err().to_string();
     assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were asked for; it has 33"), "{text}");
 }
 
@@ -322,7 +322,7 @@ fn requests_beyond_the_end_are_errors() {
 fn read_all(copy: &Copy) {
     let Ok(checkpoint) = copy.open() else { return };
     for index in 0..checkpoint.parameters().len() {
-        for state in [State::Master, State::ExpAvg, State::ExpAvgSq] {
+        for state in [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq] {
             let _ = checkpoint.read(state, index);
         }
     }

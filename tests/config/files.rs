@@ -2,9 +2,9 @@
 
 use candle_core::DType;
 use candle_zero::config::{
-    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, LogLevel, OffloadOptimizer,
-    OffloadParam, OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig,
-    WarmupType,
+    AdagradConfig, AdamConfig, Aio, BatchConfig, Config, GradientOp, LambConfig, LionConfig, LogLevel,
+    OffloadOptimizer, OffloadParam, OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig,
+    SgdConfig, WarmupType,
 };
 use candle_zero::error::{ConfigError, Error};
 use candle_zero::layout::ZeroStage;
@@ -95,7 +95,7 @@ fn the_smallest_configuration_gets_deepspeeds_defaults() {
     let config = load(json!({"train_batch_size": 8}));
     assert_eq!(
         config.batch,
-        Batch { train_batch_size: 8, train_micro_batch_size_per_gpu: 8, gradient_accumulation_steps: 1 }
+        BatchConfig { train_batch_size: 8, train_micro_batch_size_per_gpu: 8, gradient_accumulation_steps: 1 }
     );
     assert_eq!((config.gradient_clipping, config.gradient_predivide_factor), (1.0, 1.0));
     assert_eq!((config.precision, config.gradient_allreduce_op), (Precision::F32, GradientOp::Mean));

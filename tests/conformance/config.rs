@@ -1,7 +1,7 @@
 //! Recorded behaviour of DeepSpeed's configuration, case by case.
 
 use crate::support::recorded::is_left_out;
-use candle_zero::config::{Batch, Config};
+use candle_zero::config::{BatchConfig, Config};
 use candle_zero::error::{ConfigError, Error, Result};
 use serde_json::{Value, json};
 
@@ -115,6 +115,6 @@ fn every_recorded_case_is_answered_as_recorded() {
 
 #[test]
 fn the_new_accumulation_follows_from_the_train_batch_size() {
-    let batch = Batch { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
+    let batch = BatchConfig { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
     assert_eq!(batch.with_train_batch_size(60, 4).unwrap().gradient_accumulation_steps, 5);
 }

@@ -5,11 +5,11 @@
 //! be larger than memory.
 //!
 //! ```no_run
-//! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
+//! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
 //! # fn main() -> candle_zero::Result<()> {
 //! let checkpoint = DeepSpeedCheckpoint::open("checkpoints", None)?;
 //! for (index, parameter) in checkpoint.parameters().iter().enumerate() {
-//!     let master: Vec<f32> = checkpoint.read(State::Master, index)?;
+//!     let master: Vec<f32> = checkpoint.read(DeepSpeedState::Master, index)?;
 //!     println!("{} {:?} {}", parameter.name, parameter.shape, master[0]);
 //! }
 //! # Ok(())
@@ -17,39 +17,40 @@
 //! ```
 //!
 //! ```text
-//! folder      tag, names of files        archive   zip entries       pickle, value, tensor   opcodes as data
-//! model_file  parameters, counters       pieces    which rank holds which elements
-//! optim_file  masters, moments, scaler   mod.rs    the whole
+//! tag_files   tag, names of files        torch_archive   zip entries
+//! model_file  parameters, counters       pickle, pickle_value, stored_tensor   opcodes as data
+//! optim_file  masters, moments, scaler   partition       which rank holds which elements
+//! mod.rs      the whole
 //! ```
 
-mod archive;
-mod folder;
 mod model_file;
 mod optim_file;
+mod partition;
 mod pickle;
-mod pieces;
-mod tensor;
+mod pickle_value;
+mod stored_tensor;
+mod tag_files;
 #[cfg(test)]
 mod tests;
-mod value;
+mod torch_archive;
 
-pub use model_file::{Buffer, Parameter};
+pub use model_file::{DeepSpeedBuffer, DeepSpeedParameter};
 pub use optim_file::DynamicScaler;
 
 use crate::error::{Error, Result};
 use crate::layout::shard_len;
-use archive::{Archive, damaged};
-use folder::{Files, wrong};
 use model_file::ModelFile;
-use optim_file::{Group, OptimFile};
+use optim_file::{OptimFile, OptimFileGroup};
 use serde_json::{Map, Value as Json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use tensor::Tensor;
+use stored_tensor::StoredTensor;
+use tag_files::{TagFiles, wrong};
+use torch_archive::{TorchArchive, damaged};
 
 /// The values of each parameter in a checkpoint, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum DeepSpeedState {
     /// The master weights.
     Master,
     /// Adam's running mean of gradients.
@@ -58,7 +59,7 @@ pub enum State {
     ExpAvgSq,
 }
 
-impl State {
+impl DeepSpeedState {
     /// DeepSpeed's name of it.
     pub fn name(self) -> &'static str {
         match self {
@@ -74,16 +75,16 @@ impl State {
 pub struct DeepSpeedCheckpoint {
     folder: PathBuf,
     model: ModelFile,
-    parameters: Vec<Parameter>,
-    buffers: Vec<Buffer>,
+    parameters: Vec<DeepSpeedParameter>,
+    buffers: Vec<DeepSpeedBuffer>,
     /// Where each parameter lies.
-    places: Vec<Place>,
+    places: Vec<ParameterLocation>,
     ranks: Vec<OptimFile>,
 }
 
 /// The place of a parameter: at stages 1 and 2 in the flat space of its group, at stage 3 in that of each rank.
 #[derive(Debug)]
-struct Place {
+struct ParameterLocation {
     group: usize,
     start: usize,
 }
@@ -94,7 +95,7 @@ impl DeepSpeedCheckpoint {
     ///
     /// All is checked but the elements themselves: that the files of all ranks are there, complete, and of one shape.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Self> {
-        let files = Files::list(folder::find(dir.as_ref(), tag)?)?;
+        let files = TagFiles::list(tag_files::find(dir.as_ref(), tag)?)?;
         let first = OptimFile::open(files.optim(0)?)?;
         let model_path = files.model(first.stage)?;
         let model = ModelFile::open(&model_path)?;
@@ -136,12 +137,12 @@ impl DeepSpeedCheckpoint {
     }
 
     /// The parameters, in DeepSpeed's order.
-    pub fn parameters(&self) -> &[Parameter] {
+    pub fn parameters(&self) -> &[DeepSpeedParameter] {
         &self.parameters
     }
 
     /// The model's buffers that PyTorch keeps in its state (`buffer_names`), as the first rank has them.
-    pub fn buffers(&self) -> &[Buffer] {
+    pub fn buffers(&self) -> &[DeepSpeedBuffer] {
         &self.buffers
     }
 
@@ -170,8 +171,8 @@ impl DeepSpeedCheckpoint {
     }
 
     /// Whether `state` can be read.
-    pub fn has(&self, state: State) -> bool {
-        state == State::Master || self.optimizer_states().contains(&state.name())
+    pub fn has(&self, state: DeepSpeedState) -> bool {
+        state == DeepSpeedState::Master || self.optimizer_states().contains(&state.name())
     }
 
     /// DeepSpeed's version.
@@ -235,19 +236,19 @@ impl DeepSpeedCheckpoint {
     // ---- elements ------------------------------------------------------------------------------
 
     /// Reads one parameter's `state`, merged over all ranks, without padding.
-    pub fn read(&self, state: State, parameter: usize) -> Result<Vec<f32>> {
-        let elements = self.parameters.get(parameter).map_or(0, Parameter::elements);
+    pub fn read(&self, state: DeepSpeedState, parameter: usize) -> Result<Vec<f32>> {
+        let elements = self.parameters.get(parameter).map_or(0, DeepSpeedParameter::elements);
         self.read_range(state, parameter, 0..elements)
     }
 
     /// Reads the elements `range` of one parameter's `state`: what a rank that owns a share of it needs.
-    pub fn read_range(&self, state: State, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
+    pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
             let problem = format!("parameter {parameter} was asked for; it has {}", self.parameters.len());
             return Err(wrong(&self.folder, problem));
         };
         if range.start > range.end || range.end > about.elements() {
-            let (Range { start, end }, Parameter { name, .. }) = (range, about);
+            let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, about);
             let problem = format!("elements {start} to {end} of {name} were asked for; it has {}", about.elements());
             return Err(wrong(&self.folder, problem));
         }
@@ -261,7 +262,7 @@ impl DeepSpeedCheckpoint {
             return Ok(values);
         }
         let mut rest = values.as_mut_slice();
-        for (rank, piece) in pieces::ranks_of(about.elements(), self.world_size(), range) {
+        for (rank, piece) in partition::ranks_of(about.elements(), self.world_size(), range) {
             let (out, others) = rest.split_at_mut(piece.len());
             let parts = self.rank_parts(state, rank)?;
             copy(&parts, place.start + piece.start..place.start + piece.end, out)?;
@@ -290,35 +291,35 @@ impl DeepSpeedCheckpoint {
     }
 
     /// The ranks' parts of the flat space of a group (stages 1 and 2).
-    fn group_parts(&self, state: State, group: usize) -> Result<Vec<Part<'_>>> {
-        self.ranks.iter().map(|rank| Part::of(rank, state, group)).collect()
+    fn group_parts(&self, state: DeepSpeedState, group: usize) -> Result<Vec<FlatTensor<'_>>> {
+        self.ranks.iter().map(|rank| FlatTensor::of(rank, state, group)).collect()
     }
 
     /// A rank's sub-groups (stage 3).
-    fn rank_parts(&self, state: State, rank: usize) -> Result<Vec<Part<'_>>> {
+    fn rank_parts(&self, state: DeepSpeedState, rank: usize) -> Result<Vec<FlatTensor<'_>>> {
         let rank = &self.ranks[rank];
-        (0..rank.groups.len()).map(|group| Part::of(rank, state, group)).collect()
+        (0..rank.groups.len()).map(|group| FlatTensor::of(rank, state, group)).collect()
     }
 
     // ---- checks --------------------------------------------------------------------------------
 
     /// An error unless the flat tensors have the lengths that follow from the parameters' shapes.
     fn check_lengths(&self) -> Result<()> {
-        let states = [State::Master, State::ExpAvg, State::ExpAvgSq];
+        let states = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq];
         for state in states.into_iter().filter(|state| self.has(*state)) {
             if self.stage() < 3 { self.check_groups(state)? } else { self.check_ranks(state)? }
         }
         Ok(())
     }
 
-    fn check_groups(&self, state: State) -> Result<()> {
+    fn check_groups(&self, state: DeepSpeedState) -> Result<()> {
         let (shapes, groups) = (self.model.groups.len(), self.ranks[0].groups.len());
         if shapes != groups {
             let problem = format!("it has {groups} parameter groups, but the model file has {shapes}");
             return Err(damaged(self.ranks[0].archive.path(), &problem));
         }
         for (group, parameters) in self.model.groups.iter().enumerate() {
-            let needed: usize = parameters.iter().map(Parameter::elements).sum();
+            let needed: usize = parameters.iter().map(DeepSpeedParameter::elements).sum();
             let found = total(&self.group_parts(state, group)?);
             // The flat space is padded so that each rank's part has an even number of elements; some states are saved
             // without the padding.
@@ -331,7 +332,7 @@ impl DeepSpeedCheckpoint {
         Ok(())
     }
 
-    fn check_ranks(&self, state: State) -> Result<()> {
+    fn check_ranks(&self, state: DeepSpeedState) -> Result<()> {
         let world_size = self.world_size();
         let needed: usize = self.parameters.iter().map(|p| shard_len(p.elements(), world_size)).sum();
         for rank in 0..world_size {
@@ -346,17 +347,17 @@ impl DeepSpeedCheckpoint {
 }
 
 /// A flat tensor in the file of a rank.
-struct Part<'a> {
-    archive: &'a Archive,
-    tensor: &'a Tensor,
+struct FlatTensor<'a> {
+    archive: &'a TorchArchive,
+    tensor: &'a StoredTensor,
 }
 
-impl<'a> Part<'a> {
-    fn of(rank: &'a OptimFile, state: State, group: usize) -> Result<Self> {
-        let Group { master, states } = &rank.groups[group];
+impl<'a> FlatTensor<'a> {
+    fn of(rank: &'a OptimFile, state: DeepSpeedState, group: usize) -> Result<Self> {
+        let OptimFileGroup { master, states } = &rank.groups[group];
         let archive = &rank.archive;
         match state {
-            State::Master => Ok(Self { archive, tensor: master }),
+            DeepSpeedState::Master => Ok(Self { archive, tensor: master }),
             _ => match states.get(state.name()) {
                 Some(tensor) => Ok(Self { archive, tensor }),
                 None => Err(without(rank, state, group)),
@@ -366,7 +367,7 @@ impl<'a> Part<'a> {
 }
 
 /// The error of a state that a group does not have.
-fn without(rank: &OptimFile, state: State, group: usize) -> Error {
+fn without(rank: &OptimFile, state: DeepSpeedState, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
     let found = if names.is_empty() { "nothing".into() } else { crate::util::list(&names) };
     let name = state.name();
@@ -378,20 +379,20 @@ fn without(rank: &OptimFile, state: State, group: usize) -> Error {
 }
 
 /// Elements of all parts.
-fn total(parts: &[Part<'_>]) -> Option<usize> {
+fn total(parts: &[FlatTensor<'_>]) -> Option<usize> {
     parts.iter().try_fold(0usize, |sum, part| sum.checked_add(part.tensor.length))
 }
 
-fn lengths_differ(state: State, of: &str, found: Option<usize>, needed: usize) -> String {
+fn lengths_differ(state: DeepSpeedState, of: &str, found: Option<usize>, needed: usize) -> String {
     let found = found.map_or("too many".into(), |n| n.to_string());
     format!("{} of {of} has {found} elements, but param_shapes need {needed}", state.name())
 }
 
 /// Reads elements `range` of the space in which `parts` follow each other.
-fn copy(parts: &[Part<'_>], range: Range<usize>, mut out: &mut [f32]) -> Result<()> {
+fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> Result<()> {
     let lengths: Vec<_> = parts.iter().map(|part| part.tensor.length).collect();
-    for pieces::Piece { tensor, range } in pieces::cut(&lengths, range) {
-        let Part { archive, tensor } = &parts[tensor];
+    for partition::TensorRange { tensor, range } in partition::cut(&lengths, range) {
+        let FlatTensor { archive, tensor } = &parts[tensor];
         let (now, later) = out.split_at_mut(range.len());
         archive.read(tensor, range, now)?;
         out = later;
@@ -401,7 +402,7 @@ fn copy(parts: &[Part<'_>], range: Range<usize>, mut out: &mut [f32]) -> Result<
 }
 
 /// Where each parameter begins. Sums are checked here once for all later arithmetic.
-fn places(groups: &[Vec<Parameter>], stage: u8, world_size: usize) -> Result<Vec<Place>, String> {
+fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> Result<Vec<ParameterLocation>, String> {
     let mut places = vec![];
     let mut start: usize = 0;
     for (group, parameters) in groups.iter().enumerate() {
@@ -409,7 +410,7 @@ fn places(groups: &[Vec<Parameter>], stage: u8, world_size: usize) -> Result<Vec
             start = 0;
         }
         for parameter in parameters {
-            places.push(Place { group, start });
+            places.push(ParameterLocation { group, start });
             let length = match stage {
                 3 => shard_len(parameter.elements(), world_size),
                 _ => parameter.elements(),

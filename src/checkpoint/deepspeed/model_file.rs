@@ -1,10 +1,10 @@
 //! The content of the first rank's model file: the parameters, counters, and the values that the user's script stored.
 
-use super::archive::{Archive, damaged};
-use super::folder::wrong;
-use super::pickle::Problem;
-use super::tensor::{Tensor, elements, shape};
-use super::value::Value;
+use super::pickle::PickleProblem;
+use super::pickle_value::PickleValue;
+use super::stored_tensor::{StoredTensor, elements, shape};
+use super::tag_files::wrong;
+use super::torch_archive::{TorchArchive, damaged};
 use crate::error::Result;
 use candle_core::DType;
 use serde_json::{Map, Value as Json};
@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// A parameter of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Parameter {
+pub struct DeepSpeedParameter {
     /// Its name in the model.
     pub name: String,
     /// Its shape.
@@ -21,7 +21,7 @@ pub struct Parameter {
     elements: usize,
 }
 
-impl Parameter {
+impl DeepSpeedParameter {
     /// The product of its shape.
     pub fn elements(&self) -> usize {
         self.elements
@@ -30,7 +30,7 @@ impl Parameter {
 
 /// A buffer of the model: a tensor that is not trained, such as running statistics.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Buffer {
+pub struct DeepSpeedBuffer {
     /// Its name in the model.
     pub name: String,
     /// Its shape.
@@ -43,13 +43,13 @@ pub struct Buffer {
 /// A model file.
 #[derive(Debug)]
 pub(super) struct ModelFile {
-    pub archive: Archive,
+    pub archive: TorchArchive,
     /// The model's buffers, and where they lie.
-    pub buffers: Vec<(Buffer, Tensor)>,
+    pub buffers: Vec<(DeepSpeedBuffer, StoredTensor)>,
     /// Why others cannot be read.
     pub unread_buffers: Vec<String>,
     /// Trained parameters in the order of the flat space, one list per group (at stage 3, sub-group).
-    pub groups: Vec<Vec<Parameter>>,
+    pub groups: Vec<Vec<DeepSpeedParameter>>,
     /// Other names of parameters: the name, and the one that the parameter is known by.
     pub aliases: Vec<(String, String)>,
     pub world_size: usize,
@@ -96,8 +96,8 @@ const MOST_SHARED: u64 = 100;
 impl ModelFile {
     /// Reads all but the tensors.
     pub fn open(path: &Path) -> Result<Self> {
-        let (archive, pickle) = Archive::open(path)?;
-        let root = Value::root(&pickle);
+        let (archive, pickle) = TorchArchive::open(path)?;
+        let root = PickleValue::root(&pickle);
         match beyond(&root) {
             Ok(None) => {}
             Ok(Some(what)) => return Err(wrong(path, what)),
@@ -106,7 +106,7 @@ impl ModelFile {
         Self::read(&root, archive).map_err(|problem| damaged(path, &problem))
     }
 
-    fn read(root: &Value<'_>, archive: Archive) -> Result<Self, Problem> {
+    fn read(root: &PickleValue<'_>, archive: TorchArchive) -> Result<Self, PickleProblem> {
         let groups: Vec<_> = root.get("param_shapes")?.items()?.iter().map(parameters).collect::<Result<_, _>>()?;
         check_names(&groups)?;
         let counter = |name| match root.find(name) {
@@ -135,7 +135,7 @@ impl ModelFile {
 }
 
 /// The parts of a sound checkpoint that cannot be read here.
-fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
+fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
         return Ok(Some(format!(
@@ -155,19 +155,19 @@ fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
 }
 
 /// One ordered map from names to shapes.
-fn parameters(map: &Value<'_>) -> Result<Vec<Parameter>, Problem> {
-    let parameter = |(name, value): (&str, Value<'_>)| {
+fn parameters(map: &PickleValue<'_>) -> Result<Vec<DeepSpeedParameter>, PickleProblem> {
+    let parameter = |(name, value): (&str, PickleValue<'_>)| {
         if name.len() > NAME_LIMIT {
             return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
         }
         let shape = shape(&value)?;
         let elements = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
-        Ok(Parameter { name: name.to_owned(), shape, elements })
+        Ok(DeepSpeedParameter { name: name.to_owned(), shape, elements })
     };
     map.entries()?.into_iter().map(parameter).collect()
 }
 
-fn check_names(groups: &[Vec<Parameter>]) -> Result<(), Problem> {
+fn check_names(groups: &[Vec<DeepSpeedParameter>]) -> Result<(), PickleProblem> {
     let mut names = BTreeSet::new();
     match groups.iter().flatten().find(|parameter| !names.insert(&parameter.name)) {
         None => Ok(()),
@@ -175,9 +175,9 @@ fn check_names(groups: &[Vec<Parameter>]) -> Result<(), Problem> {
     }
 }
 
-fn aliases(root: &Value<'_>) -> Result<Vec<(String, String)>, Problem> {
+fn aliases(root: &PickleValue<'_>) -> Result<Vec<(String, String)>, PickleProblem> {
     let Some(shared) = root.find("shared_params") else { return Ok(vec![]) };
-    let alias = |(name, value): (&str, Value<'_>)| {
+    let alias = |(name, value): (&str, PickleValue<'_>)| {
         let target = value.text()?;
         match name.len().max(target.len()) <= NAME_LIMIT {
             true => Ok((name.to_owned(), target.to_owned())),
@@ -188,24 +188,25 @@ fn aliases(root: &Value<'_>) -> Result<Vec<(String, String)>, Problem> {
 }
 
 /// Buffers with their values, and why others cannot be read.
-type Buffers = (Vec<(Buffer, Tensor)>, Vec<String>);
+type ReadBuffers = (Vec<(DeepSpeedBuffer, StoredTensor)>, Vec<String>);
 
 /// The tensors of `module` that `buffer_names` lists, and why some cannot be read. At stage 3 parameters are empty there,
 /// buffers are whole.
-fn buffers(root: &Value<'_>, archive: &Archive) -> Result<Buffers, Problem> {
+fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers, PickleProblem> {
     let (mut buffers, mut unread) = (vec![], vec![]);
     let (Some(names), Some(module)) = (root.find("buffer_names"), root.find("module")) else {
         return Ok((buffers, unread));
     };
-    let names = names.items()?.iter().map(Value::text).collect::<Result<BTreeSet<_>, _>>()?;
+    let names = names.items()?.iter().map(PickleValue::text).collect::<Result<BTreeSet<_>, _>>()?;
     for (name, value) in module.entries()?.into_iter().filter(|(name, _)| names.contains(name)) {
         if name.len() > NAME_LIMIT {
             return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
         }
-        match Tensor::of(&value) {
+        match StoredTensor::of(&value) {
             Ok(tensor) => {
                 archive.check(&tensor)?;
-                let about = Buffer { name: name.into(), shape: tensor.shape.clone(), dtype: tensor.kind.dtype() };
+                let about =
+                    DeepSpeedBuffer { name: name.into(), shape: tensor.shape.clone(), dtype: tensor.kind.dtype() };
                 buffers.push((about, tensor));
             }
             Err(problem) => unread.push(problem),
@@ -221,7 +222,7 @@ fn buffers(root: &Value<'_>, archive: &Archive) -> Result<Buffers, Problem> {
     }
 }
 
-fn client_state(root: &Value<'_>) -> Result<Map<String, Json>, Problem> {
+fn client_state(root: &PickleValue<'_>) -> Result<Map<String, Json>, PickleProblem> {
     let own = root.entries()?.into_iter().filter(|(key, _)| !KEYS.contains(key));
     own.map(|(key, value)| Ok((key.to_owned(), value.json()?))).collect()
 }

@@ -1,10 +1,10 @@
 //! The content of one rank's optimizer file: where its masters and moments lie, and its counters.
 
-use super::archive::{Archive, damaged};
-use super::folder::wrong;
-use super::pickle::Problem;
-use super::tensor::Tensor;
-use super::value::Value;
+use super::pickle::PickleProblem;
+use super::pickle_value::PickleValue;
+use super::stored_tensor::StoredTensor;
+use super::tag_files::wrong;
+use super::torch_archive::{TorchArchive, damaged};
 use crate::error::Result;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,11 +13,11 @@ use std::path::Path;
 /// The optimizer file of one rank.
 #[derive(Debug)]
 pub(super) struct OptimFile {
-    pub archive: Archive,
+    pub archive: TorchArchive,
     pub stage: u8,
     pub world_size: usize,
     /// One per parameter group at stages 1 and 2, one per sub-group at stage 3.
-    pub groups: Vec<Group>,
+    pub groups: Vec<OptimFileGroup>,
     /// The optimizer's own step counter, which skipped steps do not advance.
     pub step: Option<u64>,
     pub loss_scale: Option<f64>,
@@ -27,10 +27,10 @@ pub(super) struct OptimFile {
 
 /// Flat tensors of one group.
 #[derive(Debug)]
-pub(super) struct Group {
-    pub master: Tensor,
+pub(super) struct OptimFileGroup {
+    pub master: StoredTensor,
     /// States by DeepSpeed's name; none before the first step.
-    pub states: BTreeMap<String, Tensor>,
+    pub states: BTreeMap<String, StoredTensor>,
 }
 
 /// State of DeepSpeed's dynamic loss scaler, with its names.
@@ -61,9 +61,9 @@ pub struct DynamicScaler {
 impl OptimFile {
     /// Reads all but the tensors.
     pub fn open(path: &Path) -> Result<Self> {
-        let (archive, pickle) = Archive::open(path)?;
-        let wrong = |problem: Problem| damaged(path, &problem);
-        let root = Value::root(&pickle).get("optimizer_state_dict").map_err(wrong)?;
+        let (archive, pickle) = TorchArchive::open(path)?;
+        let wrong = |problem: PickleProblem| damaged(path, &problem);
+        let root = PickleValue::root(&pickle).get("optimizer_state_dict").map_err(wrong)?;
         let stage: u8 = root.get("zero_stage").and_then(|v| v.count()).map_err(wrong)?;
         let (masters, states) = find_states(&root, stage).map_err(wrong)?;
         let world_size = partition_count(&root).map_err(wrong)?;
@@ -102,7 +102,10 @@ impl OptimFile {
 }
 
 /// The list of masters and the optimizer's state.
-fn find_states<'a>(root: &Value<'a>, stage: u8) -> Result<(Value<'a>, Option<Value<'a>>), Problem> {
+fn find_states<'a>(
+    root: &PickleValue<'a>,
+    stage: u8,
+) -> Result<(PickleValue<'a>, Option<PickleValue<'a>>), PickleProblem> {
     match stage {
         1 | 2 => {
             let masters = root.get("single_partition_of_fp32_groups")?;
@@ -116,10 +119,14 @@ fn find_states<'a>(root: &Value<'a>, stage: u8) -> Result<(Value<'a>, Option<Val
     }
 }
 
-fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) -> Result<Vec<Group>, Problem> {
+fn groups(
+    masters: &PickleValue<'_>,
+    states: Option<&PickleValue<'_>>,
+    archive: &TorchArchive,
+) -> Result<Vec<OptimFileGroup>, PickleProblem> {
     let mut groups = vec![];
     for (index, master) in masters.items()?.iter().enumerate() {
-        let master = Tensor::of_weights(master)?;
+        let master = StoredTensor::of_weights(master)?;
         archive.check(&master)?;
         let mut tensors = BTreeMap::new();
         // Before the first step a group has no state.
@@ -127,13 +134,13 @@ fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) ->
             for (name, value) in state.entries()? {
                 // The counter can be a tensor too.
                 if name != STEP && value.call().is_some() {
-                    let tensor = Tensor::of_weights(&value)?;
+                    let tensor = StoredTensor::of_weights(&value)?;
                     archive.check(&tensor)?;
                     tensors.insert(name.to_owned(), tensor);
                 }
             }
         }
-        groups.push(Group { master, states: tensors });
+        groups.push(OptimFileGroup { master, states: tensors });
     }
     Ok(groups)
 }
@@ -142,14 +149,14 @@ fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) ->
 const STEP: &str = "step";
 
 /// The step counter, which must be the same in all groups.
-fn step(states: &Value<'_>, groups: usize, archive: &Archive) -> Result<Option<u64>> {
-    let wrong = |problem: Problem| damaged(archive.path(), &problem);
+fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Result<Option<u64>> {
+    let wrong = |problem: PickleProblem| damaged(archive.path(), &problem);
     let mut steps = vec![];
     for index in 0..groups {
         let Some(value) = states.item(index).ok().and_then(|state| state.find(STEP)) else { continue };
         steps.push(match value.call() {
             Some(_) => {
-                let tensor = Tensor::of_weights(&value).map_err(wrong)?;
+                let tensor = StoredTensor::of_weights(&value).map_err(wrong)?;
                 let mut number = [0.0];
                 if tensor.length != 1 {
                     return Err(wrong(format!("{} is a tensor of {} elements, not of 1", tensor.place, tensor.length)));
@@ -171,10 +178,10 @@ fn step(states: &Value<'_>, groups: usize, archive: &Archive) -> Result<Option<u
 }
 
 /// The number of ranks: a number, or one number per group.
-fn partition_count(root: &Value<'_>) -> Result<usize, Problem> {
+fn partition_count(root: &PickleValue<'_>) -> Result<usize, PickleProblem> {
     let count = root.get("partition_count")?;
     let counts: Vec<usize> = match count.items() {
-        Ok(items) => items.iter().map(Value::count).collect::<Result<_, _>>()?,
+        Ok(items) => items.iter().map(PickleValue::count).collect::<Result<_, _>>()?,
         Err(_) => vec![count.count()?],
     };
     match counts.as_slice() {
@@ -184,7 +191,7 @@ fn partition_count(root: &Value<'_>) -> Result<usize, Problem> {
     }
 }
 
-fn param_groups(root: &Value<'_>, stage: u8) -> Result<Json, Problem> {
+fn param_groups(root: &PickleValue<'_>, stage: u8) -> Result<Json, PickleProblem> {
     let name = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
     match root.find(name).and_then(|optimizer| optimizer.find("param_groups")) {
         Some(groups) => groups.json(),
@@ -193,7 +200,7 @@ fn param_groups(root: &Value<'_>, stage: u8) -> Result<Json, Problem> {
 }
 
 /// The scale in force and, where it is dynamic, the rest of the scaler's state.
-fn scaler(root: &Value<'_>) -> Result<(Option<f64>, Option<DynamicScaler>), Problem> {
+fn scaler(root: &PickleValue<'_>) -> Result<(Option<f64>, Option<DynamicScaler>), PickleProblem> {
     let Some(object) = root.find("loss_scaler") else { return Ok((None, None)) };
     let state = object.attributes().ok_or_else(|| object.unlike("a loss scaler with its state"))?;
     let cur_scale = state.get("cur_scale")?.number()?;

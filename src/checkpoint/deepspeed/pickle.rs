@@ -7,10 +7,10 @@
 use std::collections::HashMap;
 
 /// Index of a node in its pickle.
-pub(super) type Id = usize;
+pub(super) type PickleNodeId = usize;
 
 /// Text of what is wrong; who knows the file adds its name.
-pub(super) type Problem = String;
+pub(super) type PickleProblem = String;
 
 /// Values of a pickle: a byte can ask for one, which takes some forty times as much memory. Checkpoints of a hundred
 /// thousand tensors have fewer.
@@ -18,26 +18,26 @@ const NODES: usize = 4 << 20;
 
 /// One value.
 #[derive(Debug)]
-pub(super) enum Node {
+pub(super) enum PickleNode {
     None,
     Bool(bool),
     Int(i64),
     Float(f64),
     Text(String),
-    Tuple(Vec<Id>),
-    List(Vec<Id>),
+    Tuple(Vec<PickleNodeId>),
+    List(Vec<PickleNodeId>),
     /// In the order in which entries were set; of equal keys the last one counts.
-    Dict(Vec<(Id, Id)>),
+    Dict(Vec<(PickleNodeId, PickleNodeId)>),
     /// The name of a class or function, `module.name`.
     Global(String),
     /// The value that a class or function would have returned.
     Object {
-        class: Id,
-        arguments: Id,
-        state: Option<Id>,
+        class: PickleNodeId,
+        arguments: PickleNodeId,
+        state: Option<PickleNodeId>,
     },
     /// A reference to something outside of the pickle: a storage.
-    Persistent(Id),
+    Persistent(PickleNodeId),
     /// A value that nothing here needs: bytes, or a number of more than 64 bits.
     Opaque,
 }
@@ -45,15 +45,15 @@ pub(super) enum Node {
 /// A pickle that was read.
 #[derive(Debug)]
 pub(super) struct Pickle {
-    nodes: Vec<Node>,
-    pub root: Id,
+    nodes: Vec<PickleNode>,
+    pub root: PickleNodeId,
 }
 
 impl Pickle {
     /// Reads a pickle of protocol 2, the one that `torch.save` writes.
-    pub fn parse(bytes: &[u8]) -> Result<Self, Problem> {
+    pub fn parse(bytes: &[u8]) -> Result<Self, PickleProblem> {
         let mut machine =
-            Machine { bytes, position: 0, nodes: vec![], stack: vec![], marks: vec![], memo: HashMap::new() };
+            PickleMachine { bytes, position: 0, nodes: vec![], stack: vec![], marks: vec![], memo: HashMap::new() };
         let root = loop {
             let start = machine.position;
             match machine.step() {
@@ -70,56 +70,56 @@ impl Pickle {
         Ok(Self { nodes: machine.nodes, root })
     }
 
-    pub fn node(&self, id: Id) -> &Node {
-        // Indices come from `Machine::node` alone.
+    pub fn node(&self, id: PickleNodeId) -> &PickleNode {
+        // Indices come from `PickleMachine::node` alone.
         &self.nodes[id]
     }
 }
 
 /// The stack machine whose program a pickle is.
-struct Machine<'a> {
+struct PickleMachine<'a> {
     bytes: &'a [u8],
     position: usize,
-    nodes: Vec<Node>,
-    stack: Vec<Id>,
+    nodes: Vec<PickleNode>,
+    stack: Vec<PickleNodeId>,
     /// Heights of the stack that were marked.
     marks: Vec<usize>,
-    memo: HashMap<u32, Id>,
+    memo: HashMap<u32, PickleNodeId>,
 }
 
-impl Machine<'_> {
+impl PickleMachine<'_> {
     /// Follows one opcode. The root is returned at the end.
-    fn step(&mut self) -> Result<Option<Id>, Problem> {
+    fn step(&mut self) -> Result<Option<PickleNodeId>, PickleProblem> {
         let [opcode] = self.take()?;
         match opcode {
             0x80 => self.protocol()?,
             b'.' => return self.pop().map(Some),
-            b'N' => self.push(Node::None),
-            0x88 => self.push(Node::Bool(true)),
-            0x89 => self.push(Node::Bool(false)),
+            b'N' => self.push(PickleNode::None),
+            0x88 => self.push(PickleNode::Bool(true)),
+            0x89 => self.push(PickleNode::Bool(false)),
             b'K' | b'M' | b'J' | 0x8a | 0x8b => self.integer(opcode)?,
             b'G' => {
                 let number = f64::from_be_bytes(self.take()?);
-                self.push(Node::Float(number));
+                self.push(PickleNode::Float(number));
             }
             b'X' => self.text()?,
             b'T' | b'U' => self.bytes(opcode)?,
             b'(' => self.marks.push(self.stack.len()),
-            b')' => self.push(Node::Tuple(vec![])),
+            b')' => self.push(PickleNode::Tuple(vec![])),
             0x85..=0x87 => self.short_tuple(usize::from(opcode - 0x84))?,
             b't' => {
                 let items = self.pop_to_mark()?;
-                self.push(Node::Tuple(items));
+                self.push(PickleNode::Tuple(items));
             }
-            b']' => self.push(Node::List(vec![])),
+            b']' => self.push(PickleNode::List(vec![])),
             b'l' => {
                 let items = self.pop_to_mark()?;
-                self.push(Node::List(items));
+                self.push(PickleNode::List(items));
             }
-            b'}' => self.push(Node::Dict(vec![])),
+            b'}' => self.push(PickleNode::Dict(vec![])),
             b'd' => {
                 let entries = pairs(&self.pop_to_mark()?)?;
-                self.push(Node::Dict(entries));
+                self.push(PickleNode::Dict(entries));
             }
             b'a' => {
                 let item = self.pop()?;
@@ -142,7 +142,7 @@ impl Machine<'_> {
             b'b' => self.build()?,
             b'Q' => {
                 let id = self.pop()?;
-                self.push(Node::Persistent(id));
+                self.push(PickleNode::Persistent(id));
             }
             b'q' | b'r' => {
                 let index = self.memo_index(opcode == b'q')?;
@@ -164,7 +164,7 @@ impl Machine<'_> {
 
     // ---- bytes ---------------------------------------------------------------------------------
 
-    fn slice(&mut self, length: usize) -> Result<&[u8], Problem> {
+    fn slice(&mut self, length: usize) -> Result<&[u8], PickleProblem> {
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         let slice = rest.get(..length).ok_or_else(|| {
             format!("it ends in the middle of a value ({length} more bytes are needed, {} are there)", rest.len())
@@ -173,18 +173,18 @@ impl Machine<'_> {
         Ok(slice)
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], Problem> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], PickleProblem> {
         let mut array = [0; N];
         array.copy_from_slice(self.slice(N)?);
         Ok(array)
     }
 
-    fn length(&mut self) -> Result<usize, Problem> {
+    fn length(&mut self) -> Result<usize, PickleProblem> {
         let length = u32::from_le_bytes(self.take()?);
         usize::try_from(length).map_err(|e| e.to_string())
     }
 
-    fn line(&mut self) -> Result<String, Problem> {
+    fn line(&mut self) -> Result<String, PickleProblem> {
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         let length = rest.iter().position(|b| *b == b'\n').ok_or("it ends in the middle of a name")?;
         let line = std::str::from_utf8(&rest[..length]).map_err(|_| "a name is not UTF-8 text")?;
@@ -194,7 +194,7 @@ impl Machine<'_> {
 
     // ---- the stack -----------------------------------------------------------------------------
 
-    fn push(&mut self, node: Node) {
+    fn push(&mut self, node: PickleNode) {
         self.stack.push(self.nodes.len());
         self.nodes.push(node);
     }
@@ -204,18 +204,18 @@ impl Machine<'_> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    fn top(&self) -> Result<Id, Problem> {
+    fn top(&self) -> Result<PickleNodeId, PickleProblem> {
         let values = self.stack.get(self.floor()..).unwrap_or_default();
         values.last().copied().ok_or_else(|| "a value is needed, and none is there".into())
     }
 
-    fn pop(&mut self) -> Result<Id, Problem> {
+    fn pop(&mut self) -> Result<PickleNodeId, PickleProblem> {
         let top = self.top()?;
         self.stack.pop();
         Ok(top)
     }
 
-    fn pop_to_mark(&mut self) -> Result<Vec<Id>, Problem> {
+    fn pop_to_mark(&mut self) -> Result<Vec<PickleNodeId>, PickleProblem> {
         let mark = self.marks.pop().ok_or("a mark is needed, and none is there")?;
         // Values above a mark are never popped past it.
         Ok(self.stack.split_off(mark))
@@ -223,7 +223,7 @@ impl Machine<'_> {
 
     // ---- values --------------------------------------------------------------------------------
 
-    fn protocol(&mut self) -> Result<(), Problem> {
+    fn protocol(&mut self) -> Result<(), PickleProblem> {
         match self.take()? {
             [0..=2] => Ok(()),
             [other] => {
@@ -232,11 +232,11 @@ impl Machine<'_> {
         }
     }
 
-    fn integer(&mut self, opcode: u8) -> Result<(), Problem> {
+    fn integer(&mut self, opcode: u8) -> Result<(), PickleProblem> {
         let node = match opcode {
-            b'K' => Node::Int(self.take::<1>()?[0].into()),
-            b'M' => Node::Int(u16::from_le_bytes(self.take()?).into()),
-            b'J' => Node::Int(i32::from_le_bytes(self.take()?).into()),
+            b'K' => PickleNode::Int(self.take::<1>()?[0].into()),
+            b'M' => PickleNode::Int(u16::from_le_bytes(self.take()?).into()),
+            b'J' => PickleNode::Int(i32::from_le_bytes(self.take()?).into()),
             _ => {
                 let length = if opcode == 0x8a { usize::from(self.take::<1>()?[0]) } else { self.length()? };
                 long(self.slice(length)?)
@@ -246,95 +246,95 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn text(&mut self) -> Result<(), Problem> {
+    fn text(&mut self) -> Result<(), PickleProblem> {
         let length = self.length()?;
         // Python writes half of a surrogate pair where a string holds one; such text is never a name.
         let text = String::from_utf8_lossy(self.slice(length)?).into_owned();
-        self.push(Node::Text(text));
+        self.push(PickleNode::Text(text));
         Ok(())
     }
 
-    fn bytes(&mut self, opcode: u8) -> Result<(), Problem> {
+    fn bytes(&mut self, opcode: u8) -> Result<(), PickleProblem> {
         let length = if opcode == b'U' { usize::from(self.take::<1>()?[0]) } else { self.length()? };
         self.slice(length)?;
-        self.push(Node::Opaque);
+        self.push(PickleNode::Opaque);
         Ok(())
     }
 
-    fn short_tuple(&mut self, length: usize) -> Result<(), Problem> {
+    fn short_tuple(&mut self, length: usize) -> Result<(), PickleProblem> {
         let mut items = (0..length).map(|_| self.pop()).collect::<Result<Vec<_>, _>>()?;
         items.reverse();
-        self.push(Node::Tuple(items));
+        self.push(PickleNode::Tuple(items));
         Ok(())
     }
 
-    fn append(&mut self, items: &[Id]) -> Result<(), Problem> {
+    fn append(&mut self, items: &[PickleNodeId]) -> Result<(), PickleProblem> {
         let target = self.top()?;
         match &mut self.nodes[target] {
-            Node::List(list) => list.extend_from_slice(items),
+            PickleNode::List(list) => list.extend_from_slice(items),
             // A class of its own: nothing here reads what is in it.
-            Node::Object { .. } => {}
+            PickleNode::Object { .. } => {}
             _ => return Err("items are appended to what is not a list".into()),
         }
         Ok(())
     }
 
-    fn set(&mut self, new: Vec<(Id, Id)>) -> Result<(), Problem> {
+    fn set(&mut self, new: Vec<(PickleNodeId, PickleNodeId)>) -> Result<(), PickleProblem> {
         let target = self.top()?;
         match &mut self.nodes[target] {
-            Node::Dict(entries) => entries.extend(new),
-            Node::Object { .. } => {}
+            PickleNode::Dict(entries) => entries.extend(new),
+            PickleNode::Object { .. } => {}
             _ => return Err("entries are set in what is not a dictionary".into()),
         }
         Ok(())
     }
 
-    fn global(&mut self) -> Result<(), Problem> {
+    fn global(&mut self) -> Result<(), PickleProblem> {
         let (module, name) = (self.line()?, self.line()?);
-        self.push(Node::Global(format!("{module}.{name}")));
+        self.push(PickleNode::Global(format!("{module}.{name}")));
         Ok(())
     }
 
-    fn object(&mut self) -> Result<(), Problem> {
+    fn object(&mut self) -> Result<(), PickleProblem> {
         let (arguments, class) = (self.pop()?, self.pop()?);
-        let is_dict = matches!(&self.nodes[class], Node::Global(name)
+        let is_dict = matches!(&self.nodes[class], PickleNode::Global(name)
             if ["collections.OrderedDict", "collections.defaultdict"].contains(&name.as_str()));
         self.push(match is_dict {
-            true => Node::Dict(vec![]),
-            false => Node::Object { class, arguments, state: None },
+            true => PickleNode::Dict(vec![]),
+            false => PickleNode::Object { class, arguments, state: None },
         });
         Ok(())
     }
 
-    fn build(&mut self) -> Result<(), Problem> {
+    fn build(&mut self) -> Result<(), PickleProblem> {
         let new = self.pop()?;
         let target = self.top()?;
         match &mut self.nodes[target] {
-            Node::Object { state, .. } => *state = Some(new),
+            PickleNode::Object { state, .. } => *state = Some(new),
             // Attributes of an ordered dictionary; nothing here reads them.
-            Node::Dict(_) => {}
+            PickleNode::Dict(_) => {}
             _ => return Err("attributes are set on what is not an object".into()),
         }
         Ok(())
     }
 
-    fn memo_index(&mut self, is_short: bool) -> Result<u32, Problem> {
+    fn memo_index(&mut self, is_short: bool) -> Result<u32, PickleProblem> {
         Ok(if is_short { self.take::<1>()?[0].into() } else { u32::from_le_bytes(self.take()?) })
     }
 }
 
 /// A little-endian number in two's complement, of any length.
-fn long(bytes: &[u8]) -> Node {
+fn long(bytes: &[u8]) -> PickleNode {
     let is_negative = bytes.last().is_some_and(|b| b & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];
     match wide.get_mut(..bytes.len()) {
         Some(low) => low.copy_from_slice(bytes),
-        None => return Node::Opaque,
+        None => return PickleNode::Opaque,
     }
-    Node::Int(i64::from_le_bytes(wide))
+    PickleNode::Int(i64::from_le_bytes(wide))
 }
 
-fn pairs(items: &[Id]) -> Result<Vec<(Id, Id)>, Problem> {
+fn pairs(items: &[PickleNodeId]) -> Result<Vec<(PickleNodeId, PickleNodeId)>, PickleProblem> {
     match items.as_chunks::<2>() {
         (pairs, []) => Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect()),
         _ => Err("a key has no value".into()),
@@ -357,17 +357,17 @@ mod tests {
     #[test]
     fn calls_are_kept_as_data() {
         let pickle = Pickle::parse(SAMPLE).unwrap();
-        let Node::Dict(entries) = pickle.node(pickle.root) else { panic!("{pickle:?}") };
-        let Node::Tuple(items) = pickle.node(entries[1].1) else { panic!("{pickle:?}") };
-        assert!(matches!(pickle.node(items[0]), Node::Dict(empty) if empty.is_empty()));
-        let Node::Object { class, .. } = pickle.node(items[1]) else { panic!("{pickle:?}") };
-        assert!(matches!(pickle.node(*class), Node::Global(name) if name == "posix.system"));
+        let PickleNode::Dict(entries) = pickle.node(pickle.root) else { panic!("{pickle:?}") };
+        let PickleNode::Tuple(items) = pickle.node(entries[1].1) else { panic!("{pickle:?}") };
+        assert!(matches!(pickle.node(items[0]), PickleNode::Dict(empty) if empty.is_empty()));
+        let PickleNode::Object { class, .. } = pickle.node(items[1]) else { panic!("{pickle:?}") };
+        assert!(matches!(pickle.node(*class), PickleNode::Global(name) if name == "posix.system"));
     }
 
     #[test]
     fn numbers_of_every_length() {
         let numbers = |bytes: &[u8]| match long(bytes) {
-            Node::Int(number) => Some(number),
+            PickleNode::Int(number) => Some(number),
             _ => None,
         };
         assert_eq!(numbers(&[]), Some(0));

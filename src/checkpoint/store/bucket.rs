@@ -24,7 +24,7 @@ const MOST_PARTS: u64 = 9_000;
 const AT_ONCE: usize = 4;
 
 /// Objects under one address.
-pub(super) struct Bucket {
+pub(super) struct ObjectBucket {
     store: Arc<dyn ObjectStore>,
     prefix: Key,
     url: String,
@@ -35,7 +35,7 @@ pub(super) struct Bucket {
 /// # Errors
 /// [`CheckpointError::Store`] with what is wrong.
 pub(crate) fn check(url: &str) -> Result<()> {
-    Bucket::open(url).map(drop)
+    ObjectBucket::open(url).map(drop)
 }
 
 /// Runs a future on this thread, which is no other runtime's.
@@ -79,7 +79,7 @@ pub(super) fn objects(manifest: &Manifest) -> impl Iterator<Item = (String, u64)
     ranks.chain(manifest.buffers.iter().map(|file| (buffers_object(file), file.bytes)))
 }
 
-impl Bucket {
+impl ObjectBucket {
     /// `s3://BUCKET/PREFIX`, with settings of the environment (`AWS_...`), or `file:///FOLDER`.
     ///
     /// # Errors

@@ -4,18 +4,18 @@
 //! Nothing of a folder counts that has not the checksums of the manifest: what a download that died has left, and what is
 //! there from the last time, is read and taken where it is right.
 
-use super::Fetched;
-use super::bucket::{Bucket, buffers_object, objects, rank_object, run, wrong};
-use crate::checkpoint::agreement::failed_elsewhere;
+use super::DownloadedCheckpoint;
+use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, wrong};
 use crate::checkpoint::buffers;
 use crate::checkpoint::folder::{FETCHED, LATEST, MAX_LATEST, check_tag};
-use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
-use crate::checkpoint::rank_file::RankFile;
+use crate::checkpoint::rank_agreement::failed_elsewhere;
+use crate::checkpoint::rank_file::RankFileReader;
+use crate::checkpoint::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{Asked, FolderLock, new_beside, private_folder, write_whole};
+use crate::files::{FolderLock, FolderLockOutcome, new_beside, private_folder, write_whole};
 use crate::notice::{say, warn};
 use crate::util::{cache_home, list};
 use std::cmp::Reverse;
@@ -35,10 +35,14 @@ const TELL: Duration = Duration::from_secs(10);
 /// # Errors
 /// [`CheckpointError::Store`] on all ranks: an address that is none, no whole checkpoint, or an object that cannot be read
 /// or is damaged; a failed collective.
-pub(crate) fn fetch(comm: &dyn Communicator, url: &str, tag: Option<&str>) -> Result<Option<Fetched>, Failure> {
+pub(crate) fn fetch(
+    comm: &dyn Communicator,
+    url: &str,
+    tag: Option<&str>,
+) -> Result<Option<DownloadedCheckpoint>, Failure> {
     let elsewhere = || failed_elsewhere(Path::new(url));
     let choose = || {
-        let bucket = Bucket::open(url)?;
+        let bucket = ObjectBucket::open(url)?;
         run(url, async || choose(&bucket, tag).await)
     };
     let chosen = if comm.rank() == 0 { choose() } else { Ok(None) };
@@ -47,14 +51,14 @@ pub(crate) fn fetch(comm: &dyn Communicator, url: &str, tag: Option<&str>) -> Re
         return Ok(None);
     }
     let dir = folder_of(url);
-    let hosts = Hosts::by_neighbours(comm, &dir)?;
+    let hosts = RanksByFolder::by_neighbours(comm, &dir)?;
     let bring = || {
-        let bucket = Bucket::open(url)?;
+        let bucket = ObjectBucket::open(url)?;
         run(url, async || bring(&bucket, &tag, &dir, comm.rank() == 0).await)
     };
     let brought = hosts.makes_folder().then(bring).transpose();
     let lock = agree(comm, brought, elsewhere())?;
-    Ok(Some(Fetched { dir, tag, _lock: lock }))
+    Ok(Some(DownloadedCheckpoint { dir, tag, _lock: lock }))
 }
 
 /// Where checkpoints of an address are kept: one at a time, in the user's cache.
@@ -65,7 +69,7 @@ fn folder_of(url: &str) -> PathBuf {
 }
 
 /// `tag`, which must be whole, or the newest that is: what `latest` names, else the one with the most steps.
-pub(super) async fn choose(bucket: &Bucket, tag: Option<&str>) -> Result<Option<String>> {
+pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<Option<String>> {
     if let Some(tag) = tag {
         check_tag(Path::new(bucket.url()), tag)?;
         return match missing(bucket, tag).await? {
@@ -112,7 +116,7 @@ pub(super) async fn choose(bucket: &Bucket, tag: Option<&str>) -> Result<Option<
 }
 
 /// The steps of a checkpoint that is whole; else what it lacks.
-async fn missing(bucket: &Bucket, tag: &str) -> Result<std::result::Result<u64, String>> {
+async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
     let manifest = match bucket.manifest(tag).await {
         Ok(Some(manifest)) => manifest,
         Ok(None) => return Ok(Err(format!("it has no {MANIFEST}"))),
@@ -127,15 +131,15 @@ async fn missing(bucket: &Bucket, tag: &str) -> Result<std::result::Result<u64, 
 
 /// Brings the files of `tag` into `dir`, in place of what is there, and checks every byte. Until the result is dropped, no other
 /// job does so.
-pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
+pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
     private_folder(dir).map_err(io("create"))?;
     let lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
-        Asked::Held(lock) => lock,
-        Asked::Busy(_) => {
+        FolderLockOutcome::Held(lock) => lock,
+        FolderLockOutcome::Busy(_) => {
             return Err(wrong(
                 bucket.url(),
                 format!("another job fetches into {} or loads from there; let it end", dir.display()),
@@ -181,7 +185,7 @@ fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),
         _ => {
-            let mut file = RankFile::open(folder, manifest, number)?;
+            let mut file = RankFileReader::open(folder, manifest, number)?;
             (0..file.blocks()).try_for_each(|block| file.check(block).map(drop))
         }
     }

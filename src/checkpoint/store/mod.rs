@@ -20,19 +20,19 @@ mod tests;
 #[cfg(feature = "s3")]
 mod upload;
 #[cfg(not(feature = "s3"))]
-mod without;
+mod without_s3;
 
 #[cfg(not(feature = "s3"))]
-pub(crate) use without::{Upload, check, fetch};
+pub(crate) use without_s3::{CheckpointUpload, check, fetch};
 #[cfg(feature = "s3")]
-pub(crate) use {bucket::check, download::fetch, upload::Upload};
+pub(crate) use {bucket::check, download::fetch, upload::CheckpointUpload};
 
 use crate::files::FolderLock;
 use std::path::{Path, PathBuf};
 
 /// What a rank sends of a checkpoint that is whole on disk.
 #[cfg_attr(not(feature = "s3"), expect(dead_code, reason = "nothing is sent"))]
-pub(crate) struct Sending {
+pub(crate) struct UploadRequest {
     /// The address of the object store.
     pub url: String,
     /// The folder of the tag, with its manifest.
@@ -46,7 +46,7 @@ pub(crate) struct Sending {
 }
 
 /// A checkpoint that came from an object store. While this is there, no other job of the host brings another one into the folder.
-pub(crate) struct Fetched {
+pub(crate) struct DownloadedCheckpoint {
     /// The folder of checkpoints.
     pub dir: PathBuf,
     pub tag: String,

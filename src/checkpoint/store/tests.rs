@@ -1,16 +1,16 @@
 //! Checkpoints sent to a store in memory and brought back, cut off in the middle, and damaged there.
 
-use super::bucket::{Bucket, objects, run};
+use super::bucket::{ObjectBucket, objects, run};
 use super::download::{bring, choose};
-use super::upload::Upload;
-use super::{Sending, address};
+use super::upload::CheckpointUpload;
+use super::{UploadRequest, address};
 use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest, Parameter, tests::manifest};
-use crate::checkpoint::rank_file::RankWriter;
+use crate::checkpoint::rank_file::RankFileWriter;
 use crate::comm::agree::Failure;
 use crate::comm::threads;
 use crate::error::Result;
-use crate::files::{Asked, FolderLock};
+use crate::files::{FolderLock, FolderLockOutcome};
 use crate::precision::FlatRef;
 use crate::zero::share::state_access::{WEIGHTS, pieces};
 use object_store::memory::InMemory;
@@ -31,8 +31,8 @@ impl Store {
         Self(Arc::default())
     }
 
-    fn bucket(&self) -> Bucket {
-        Bucket::new(self.0.clone(), Key::from("runs/one"), URL)
+    fn bucket(&self) -> ObjectBucket {
+        ObjectBucket::new(self.0.clone(), Key::from("runs/one"), URL)
     }
 
     /// Sends the checkpoint in `folder` from both of its ranks.
@@ -51,9 +51,9 @@ impl Store {
         sent.unwrap().into_iter().map(|rank| rank.unwrap()).collect()
     }
 
-    fn start(&self, folder: &Path, rank: usize) -> Upload {
-        let sending = Sending { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
-        Upload::to(self.bucket(), sending).unwrap()
+    fn start(&self, folder: &Path, rank: usize) -> CheckpointUpload {
+        let sending = UploadRequest { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
+        CheckpointUpload::to(self.bucket(), sending).unwrap()
     }
 
     fn choose(&self, tag: Option<&str>) -> Result<Option<String>> {
@@ -87,7 +87,7 @@ fn save(dir: &Path, tag: &str, steps: u64) -> PathBuf {
     saved.files = (0..2)
         .map(|rank| {
             let states = [WEIGHTS.to_owned()];
-            let mut file = RankWriter::create(&folder, &layout, &["w"], &states, rank).unwrap();
+            let mut file = RankFileWriter::create(&folder, &layout, &["w"], &states, rank).unwrap();
             for piece in pieces(&layout.shard(0, 0, rank)) {
                 file.make_room(piece.len()).unwrap();
                 let values: Vec<f32> = piece.map(|i| (i as u64 * 31 + steps) as f32).collect();
@@ -139,7 +139,8 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
 fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
     let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
     store.send(&save(dir.path(), "one", 1));
-    let is_free = || matches!(FolderLock::ask(back.path(), std::time::Duration::ZERO).unwrap(), Asked::Held(_));
+    let is_free =
+        || matches!(FolderLock::ask(back.path(), std::time::Duration::ZERO).unwrap(), FolderLockOutcome::Held(_));
     let came = store.bring("one", back.path()).unwrap();
     assert!(!is_free());
     drop(came);

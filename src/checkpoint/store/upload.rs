@@ -6,11 +6,11 @@
 //!   engine                training ........... wait: all told? -> rank 0 is done?
 //! ```
 
-use super::Sending;
-use super::bucket::{Bucket, block_on, buffers_object, objects, rank_object, wrong};
-use crate::checkpoint::agreement::failed_elsewhere;
+use super::UploadRequest;
+use super::bucket::{ObjectBucket, block_on, buffers_object, objects, rank_object, wrong};
 use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
+use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree};
 use crate::error::Result;
@@ -29,7 +29,7 @@ const LOOK: Duration = Duration::from_millis(300);
 const TELL: Duration = Duration::from_secs(10);
 
 /// A copy on its way. Dropped, it is given up.
-pub(crate) struct Upload {
+pub(crate) struct CheckpointUpload {
     url: String,
     /// Whether this rank's files are there.
     sent: Receiver<Result<()>>,
@@ -38,23 +38,25 @@ pub(crate) struct Upload {
     stop: Arc<AtomicBool>,
 }
 
-impl Upload {
+impl CheckpointUpload {
     /// Begins to send.
     ///
     /// # Errors
     /// An address that is none; a thread that cannot be made.
-    pub fn start(sending: Sending) -> Result<Option<Self>> {
-        let (bucket, url) = (Bucket::open(&sending.url)?, sending.url.clone());
+    pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
+        let (bucket, url) = (ObjectBucket::open(&sending.url)?, sending.url.clone());
         Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("no thread for it can be made: {e}")))
     }
 
-    pub(super) fn to(bucket: Bucket, sending: Sending) -> std::io::Result<Self> {
+    pub(super) fn to(bucket: ObjectBucket, sending: UploadRequest) -> std::io::Result<Self> {
         let (told, sent) = channel();
         let stop = Arc::<AtomicBool>::default();
         let (url, stopped) = (sending.url.clone(), stop.clone());
         let send = move || {
             let url = sending.url.clone();
-            block_on(&url, async || Work { bucket, sending, stop: stopped, start: Instant::now() }.all(&told).await)
+            block_on(&url, async || {
+                UploadWorker { bucket, sending, stop: stopped, start: Instant::now() }.all(&told).await
+            })
         };
         let thread = Builder::new().name("checkpoint upload".into()).spawn(send)?;
         Ok(Self { url, sent, thread: Some(thread), stop })
@@ -75,21 +77,21 @@ impl Upload {
     }
 }
 
-impl Drop for Upload {
+impl Drop for CheckpointUpload {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 }
 
 /// What the thread knows.
-struct Work {
-    bucket: Bucket,
-    sending: Sending,
+struct UploadWorker {
+    bucket: ObjectBucket,
+    sending: UploadRequest,
     stop: Arc<AtomicBool>,
     start: Instant,
 }
 
-impl Work {
+impl UploadWorker {
     async fn all(self, told: &Sender<Result<()>>) -> Result<()> {
         let own = self.own().await;
         let manifest = match own {
@@ -105,7 +107,7 @@ impl Work {
 
     /// The files of this rank, which are left out where they are there.
     async fn own(&self) -> Result<Manifest> {
-        let Sending { folder, rank, piece, .. } = &self.sending;
+        let UploadRequest { folder, rank, piece, .. } = &self.sending;
         let manifest = Manifest::read(&folder.join(MANIFEST))?;
         let there = self.bucket.sizes(&manifest.tag).await?;
         let own = &manifest.files[*piece];

@@ -4,7 +4,7 @@
 use super::{read as read_any, *};
 use proptest::prelude::*;
 
-fn read(bytes: &[u8]) -> Result<Node> {
+fn read(bytes: &[u8]) -> Result<JsonNode> {
     read_any(bytes, false)
 }
 
@@ -14,17 +14,17 @@ fn value(text: &str) -> serde_json::Value {
 
 fn refusal(text: &str) -> String {
     match read_any(text.as_bytes(), !text.starts_with('[')).unwrap_err() {
-        ReadError::Syntax { place, expected, found } => format!("{place}: expected {expected}, found {found}"),
-        ReadError::Duplicate { path, first, second } => format!("duplicate {path}: {first} and {second}"),
+        HjsonError::Syntax { place, expected, found } => format!("{place}: expected {expected}, found {found}"),
+        HjsonError::Duplicate { path, first, second } => format!("duplicate {path}: {first} and {second}"),
     }
 }
 
 #[test]
 fn every_key_and_value_knows_its_place() {
     let root = read(b"{\n  \"a\": 1,\r\n\t\"\xc3\xa4\": { \"b\": [2] }\n}").unwrap();
-    let Json::Object(entries) = &root.value else { panic!("an object") };
-    let Json::Object(inner) = &entries[1].node.value else { panic!("an object") };
-    let at = |line, column| Some(Place { line, column });
+    let JsonValue::Object(entries) = &root.value else { panic!("an object") };
+    let JsonValue::Object(inner) = &entries[1].node.value else { panic!("an object") };
+    let at = |line, column| Some(TextPosition { line, column });
     assert_eq!([root.place, entries[0].place, entries[0].node.place], [at(1, 1), at(2, 3), at(2, 8)]);
     assert_eq!([entries[1].place, inner[0].place, inner[0].node.place], [at(3, 2), at(3, 9), at(3, 14)]);
 }
@@ -88,7 +88,7 @@ fn a_long_string_loses_its_indentation() {
 #[test]
 fn a_long_line_is_read_in_one_go() {
     let list = format!("[{}]", vec!["1"; 500_000].join(","));
-    let Json::List(items) = read(list.as_bytes()).unwrap().value else { panic!("a list") };
+    let JsonValue::List(items) = read(list.as_bytes()).unwrap().value else { panic!("a list") };
     assert_eq!(items.len(), 500_000);
     let text = format!("{{k: x{}\n}}", ", x".repeat(500_000));
     assert!(read(text.as_bytes()).is_ok());
@@ -159,13 +159,13 @@ fn depth_and_size_have_limits() {
     assert!(read(deep(MAX_DEPTH).as_bytes()).is_ok());
     insta::assert_snapshot!(refusal(&deep(MAX_DEPTH + 1)), @"line 1, column 65: expected at most 64 objects and lists in one another, found `[`");
     let long = vec![b' '; MAX_BYTES + 1];
-    assert!(matches!(read(&long), Err(ReadError::Syntax { .. })));
+    assert!(matches!(read(&long), Err(HjsonError::Syntax { .. })));
 }
 
 #[test]
 fn bytes_that_are_no_text_are_refused_with_their_place() {
-    let ReadError::Syntax { place, found, .. } = read(b"{\n \"\xff\"}").unwrap_err() else { panic!("syntax") };
-    assert_eq!((place, found.as_str()), (Place { line: 2, column: 3 }, "the byte 0xff"));
+    let HjsonError::Syntax { place, found, .. } = read(b"{\n \"\xff\"}").unwrap_err() else { panic!("syntax") };
+    assert_eq!((place, found.as_str()), (TextPosition { line: 2, column: 3 }, "the byte 0xff"));
 }
 
 fn any_json() -> impl Strategy<Value = serde_json::Value> {

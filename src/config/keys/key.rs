@@ -2,7 +2,7 @@
 
 /// The kind of value that a key takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Kind {
+pub(crate) enum ConfigValueKind {
     Bool,
     /// A whole number between two bounds; `2.0` and `5e8` are whole.
     Int(i64, i64),
@@ -24,7 +24,7 @@ pub(crate) enum Kind {
     /// Adam's two decays.
     Betas,
     /// `"auto"`, or the other kind.
-    AutoOr(&'static Kind),
+    AutoOr(&'static ConfigValueKind),
     /// Whatever; not looked into.
     Any,
     /// An object with a table of its own; with the default `null` it may be absent.
@@ -33,7 +33,7 @@ pub(crate) enum Kind {
 
 /// The treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Status {
+pub(crate) enum KeyStatus {
     /// Does here what it does in DeepSpeed.
     Honoured,
     /// As the section says.
@@ -58,13 +58,13 @@ pub(crate) enum Status {
 
 /// One key of a section.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Key {
+pub(crate) struct ConfigKey {
     pub name: &'static str,
     pub aliases: &'static [&'static str],
-    pub kind: Kind,
+    pub kind: ConfigValueKind,
     /// JSON text; [`NO_DEFAULT`] where there is none.
     pub default: &'static str,
-    pub status: Status,
+    pub status: KeyStatus,
     pub meaning: &'static str,
 }
 
@@ -73,7 +73,7 @@ pub(crate) const NO_DEFAULT: &str = "-";
 
 /// One object of a configuration.
 #[derive(Debug)]
-pub(crate) struct Section {
+pub(crate) struct ConfigSection {
     /// Path from the root; empty for the root.
     pub path: &'static str,
     /// The types that this table of parameters is for; empty where there is only one.
@@ -83,21 +83,30 @@ pub(crate) struct Section {
     /// Whether its contents are looked at. False: it cannot change training and is ignored whole.
     pub checked: bool,
     /// The treatment of the section when it is on.
-    pub status: Status,
+    pub status: KeyStatus,
     /// The key that switches it on; without one it is on as soon as a value differs from its default.
     pub switch: Option<&'static str>,
     /// A note, given once when the section is present but not on.
     pub when_off: Option<&'static str>,
-    pub keys: &'static [Key],
+    pub keys: &'static [ConfigKey],
 }
 
-impl Section {
+impl ConfigSection {
     /// A section whose keys are judged one by one.
-    pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [Key]) -> Self {
-        Self { path, types: &[], strict, checked: true, status: Status::Honoured, switch: None, when_off: None, keys }
+    pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [ConfigKey]) -> Self {
+        Self {
+            path,
+            types: &[],
+            strict,
+            checked: true,
+            status: KeyStatus::Honoured,
+            switch: None,
+            when_off: None,
+            keys,
+        }
     }
 
-    pub(super) const fn status(mut self, status: Status) -> Self {
+    pub(super) const fn status(mut self, status: KeyStatus) -> Self {
         self.status = status;
         self
     }
@@ -123,7 +132,7 @@ impl Section {
     }
 
     /// The key of that name or alias.
-    pub fn key(&self, name: &str) -> Option<&'static Key> {
+    pub fn key(&self, name: &str) -> Option<&'static ConfigKey> {
         self.keys.iter().find(|key| key.name == name || key.aliases.contains(&name))
     }
 
@@ -138,7 +147,7 @@ pub(crate) fn join(section: &str, name: &str) -> String {
     if section.is_empty() { name.to_string() } else { format!("{section}.{name}") }
 }
 
-impl Key {
+impl ConfigKey {
     /// The default as a value; `None` where there is none.
     pub fn default_value(&self) -> Option<serde_json::Value> {
         (self.default != NO_DEFAULT)
@@ -149,7 +158,7 @@ impl Key {
 /// Rows of the table: `"name" | "alias": kind, default, status, meaning;`
 macro_rules! keys {
     ($($name:literal $(| $alias:literal)*: $kind:expr, $default:literal, $status:expr, $meaning:literal;)*) => {
-        &[$(crate::config::keys::key::Key {
+        &[$(crate::config::keys::key::ConfigKey {
             name: $name,
             aliases: &[$($alias),*],
             kind: $kind,

@@ -1,28 +1,28 @@
 //! `optimizer` and `scheduler`.
 
-use super::short::*;
+use super::shorthand::*;
 
 #[rustfmt::skip]
-pub(super) static SECTIONS: &[Section] = &[
-    Section::new("optimizer", false, OPTIMIZER),
-    Section::new("optimizer.params", false, ADAM).types(&["Adam", "AdamW"]),
-    Section::new("optimizer.params", false, SGD).types(&["SGD"]),
-    Section::new("optimizer.params", false, LION).types(&["Lion"]),
-    Section::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
-    Section::new("optimizer.params", false, LAMB).types(&["Lamb"]),
-    Section::new("optimizer.params", false, MUON).types(&["Muon"]),
-    Section::new("optimizer.params", false, ADAM_8BIT).types(&["Adam8bit"]),
-    Section::new("optimizer.params", false, ADAMW_8BIT).types(&["AdamW8bit"]),
-    Section::new("optimizer.params", false, LION_8BIT).types(&["Lion8bit"]),
-    Section::new("scheduler", false, SCHEDULER),
-    Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
-    Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
-    Section::new("scheduler.params", false, WARMUP_COSINE_LR).types(&["WarmupCosineLR"]),
-    Section::new("scheduler.params", false, ONE_CYCLE).types(&["OneCycle"]),
-    Section::new("scheduler.params", false, LR_RANGE_TEST).types(&["LRRangeTest"]),
+pub(super) static SECTIONS: &[ConfigSection] = &[
+    ConfigSection::new("optimizer", false, OPTIMIZER),
+    ConfigSection::new("optimizer.params", false, ADAM).types(&["Adam", "AdamW"]),
+    ConfigSection::new("optimizer.params", false, SGD).types(&["SGD"]),
+    ConfigSection::new("optimizer.params", false, LION).types(&["Lion"]),
+    ConfigSection::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
+    ConfigSection::new("optimizer.params", false, LAMB).types(&["Lamb"]),
+    ConfigSection::new("optimizer.params", false, MUON).types(&["Muon"]),
+    ConfigSection::new("optimizer.params", false, ADAM_8BIT).types(&["Adam8bit"]),
+    ConfigSection::new("optimizer.params", false, ADAMW_8BIT).types(&["AdamW8bit"]),
+    ConfigSection::new("optimizer.params", false, LION_8BIT).types(&["Lion8bit"]),
+    ConfigSection::new("scheduler", false, SCHEDULER),
+    ConfigSection::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
+    ConfigSection::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
+    ConfigSection::new("scheduler.params", false, WARMUP_COSINE_LR).types(&["WarmupCosineLR"]),
+    ConfigSection::new("scheduler.params", false, ONE_CYCLE).types(&["OneCycle"]),
+    ConfigSection::new("scheduler.params", false, LR_RANGE_TEST).types(&["LRRangeTest"]),
 ];
 
-const OPTIMIZER: &[super::Key] = keys! {
+const OPTIMIZER: &[super::ConfigKey] = keys! {
     "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "Its parameters.";
     "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
@@ -30,7 +30,7 @@ const OPTIMIZER: &[super::Key] = keys! {
 
 const PYTORCH: &str = "it is a matter of PyTorch's kernels";
 
-const ADAM: &[super::Key] = keys! {
+const ADAM: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
@@ -44,7 +44,7 @@ const ADAM: &[super::Key] = keys! {
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
 };
 
-const SGD: &[super::Key] = keys! {
+const SGD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "momentum": NOT_NEGATIVE, "0.0", H, "Momentum; 0 keeps no buffer.";
     "dampening": FLOAT, "0.0", H, "The gradient enters the momentum times 1 - dampening.";
@@ -56,13 +56,13 @@ const SGD: &[super::Key] = keys! {
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
 };
 
-const LION: &[super::Key] = keys! {
+const LION: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight moves by it.";
     "betas": Betas, "[0.9,0.999]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
 };
 
-const ADAGRAD: &[super::Key] = keys! {
+const ADAGRAD: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
     "eps": NOT_NEGATIVE, "1e-10", H, "Added to the root of the sum of squares.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
@@ -75,7 +75,7 @@ const ADAGRAD: &[super::Key] = keys! {
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
 };
 
-const LAMB: &[super::Key] = keys! {
+const LAMB: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
     "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
@@ -87,13 +87,13 @@ const LAMB: &[super::Key] = keys! {
     "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
 };
 
-const MUON: &[super::Key] = keys! {
+const MUON: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves, where muon_lr or adam_lr does not say otherwise.";
     "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, without it 0.02. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
     "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, without it 0.0003.";
     "momentum": SHARE, "0.95", H, "Momentum of matrices, in a Nesterov blend; below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
-    "ns_method": Kind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: Newton-Schulz on the Gram matrix in f32, or standard, as it stands in bf16.";
+    "ns_method": ConfigValueKind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: Newton-Schulz on the Gram matrix in f32, or standard, as it stands in bf16.";
     "betas": Betas, "[0.9,0.95]", H, "AdamW: decays of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the root of the second moment.";
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled decay; false: added to the gradient.";
@@ -103,7 +103,7 @@ const MUON: &[super::Key] = keys! {
     "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
 };
 
-const ADAM_8BIT: &[super::Key] = keys! {
+const ADAM_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
@@ -117,7 +117,7 @@ const ADAM_8BIT: &[super::Key] = keys! {
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
 };
 
-const ADAMW_8BIT: &[super::Key] = keys! {
+const ADAMW_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
     "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
     "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
@@ -131,7 +131,7 @@ const ADAMW_8BIT: &[super::Key] = keys! {
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
 };
 
-const LION_8BIT: &[super::Key] = keys! {
+const LION_8BIT: &[super::ConfigKey] = keys! {
     "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight moves by it.";
     "betas": Betas, "[0.9,0.99]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
@@ -143,14 +143,14 @@ const LION_8BIT: &[super::Key] = keys! {
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
 };
 
-const SCHEDULER: &[super::Key] = keys! {
+const SCHEDULER: &[super::ConfigKey] = keys! {
     "type": Str, "-", H, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, in exact letter case. PyTorch's schedules are refused.";
     "params": Object, "{}", H, "Its parameters.";
 };
 
 const FROM_START: &str = "schedules start at the beginning";
 
-const WARMUP_LR: &[super::Key] = keys! {
+const WARMUP_LR: &[super::ConfigKey] = keys! {
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start.";
     "warmup_max_lr": RATE_PER_GROUP, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
@@ -158,7 +158,7 @@ const WARMUP_LR: &[super::Key] = keys! {
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };
 
-const WARMUP_DECAY_LR: &[super::Key] = keys! {
+const WARMUP_DECAY_LR: &[super::ConfigKey] = keys! {
     "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after this many steps.";
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
@@ -167,7 +167,7 @@ const WARMUP_DECAY_LR: &[super::Key] = keys! {
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };
 
-const WARMUP_COSINE_LR: &[super::Key] = keys! {
+const WARMUP_COSINE_LR: &[super::ConfigKey] = keys! {
     "total_num_steps": POSITIVE, "-", H, "Required. Steps of the whole schedule.";
     "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Share of the optimizer's lr at the start.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
@@ -176,7 +176,7 @@ const WARMUP_COSINE_LR: &[super::Key] = keys! {
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };
 
-const ONE_CYCLE: &[super::Key] = keys! {
+const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
     "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at its top.";
     "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, per decay_step_size: the learning rate is divided by 1 + this.";
@@ -192,7 +192,7 @@ const ONE_CYCLE: &[super::Key] = keys! {
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };
 
-const LR_RANGE_TEST: &[super::Key] = keys! {
+const LR_RANGE_TEST: &[super::ConfigKey] = keys! {
     "lr_range_test_min_lr": RATE_PER_GROUP, "0.001", H, "Learning rate at the start.";
     "lr_range_test_step_size": POSITIVE, "2000", H, "Steps in which the learning rate grows by min_lr times step_rate.";
     "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "How fast it grows.";

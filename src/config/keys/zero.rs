@@ -1,20 +1,20 @@
 //! `zero_optimization`.
 
-use super::short::*;
+use super::shorthand::*;
 
 #[rustfmt::skip]
-pub(super) static SECTIONS: &[Section] = &[
-    Section::new("zero_optimization", true, ZERO),
-    Section::new("zero_optimization.offload_param", true, OFFLOAD_PARAM),
-    Section::new("zero_optimization.offload_optimizer", true, OFFLOAD_OPTIMIZER),
-    Section::new("zero_optimization.leaf_module", true, LEAF_MODULE),
-    Section::new("zero_optimization.zenflow", true, ZENFLOW),
+pub(super) static SECTIONS: &[ConfigSection] = &[
+    ConfigSection::new("zero_optimization", true, ZERO),
+    ConfigSection::new("zero_optimization.offload_param", true, OFFLOAD_PARAM),
+    ConfigSection::new("zero_optimization.offload_optimizer", true, OFFLOAD_OPTIMIZER),
+    ConfigSection::new("zero_optimization.leaf_module", true, LEAF_MODULE),
+    ConfigSection::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
 const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it: remove it";
 
-const ZERO: &[super::Key] = keys! {
-    "stage": super::Kind::Int(0, 3), "0", H, "0 nothing is sharded, 1 optimizer states, 2 and gradients, 3 and parameters.";
+const ZERO: &[super::ConfigKey] = keys! {
+    "stage": super::ConfigValueKind::Int(0, 3), "0", H, "0 nothing is sharded, 1 optimizer states, 2 and gradients, 3 and parameters.";
     "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
     "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; even at stage 1 and 2.";
     "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: true at stage 3 only.";
@@ -63,10 +63,10 @@ const ZERO: &[super::Key] = keys! {
     "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback of quantized gradients.";
 };
 
-const DEVICE: super::Kind = OneOf(&["none", "cpu", "nvme"]);
+const DEVICE: super::ConfigValueKind = OneOf(&["none", "cpu", "nvme"]);
 const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
 
-const OFFLOAD_PARAM: &[super::Key] = keys! {
+const OFFLOAD_PARAM: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, where they are without this section too unless a GPU computes the model; nvme a file of each rank.";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
@@ -75,7 +75,7 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
     "pin_memory": Bool, "true", H, "Where a GPU computes the model: shards on the host pass to it through two page-locked windows of 4 MiB, beside its work; false: through ordinary memory, and the copies take longer.";
 };
 
-const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
+const OFFLOAD_OPTIMIZER: &[super::ConfigKey] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too unless a GPU computes the model, and the step runs on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
@@ -92,13 +92,13 @@ const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
 
 const CLASSES: &str = "a unit of Rust has no class path: name it by names or name_suffixes, or mark it with Unit::leaf";
 
-const LEAF_MODULE: &[super::Key] = keys! {
+const LEAF_MODULE: &[super::ConfigKey] = keys! {
     "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as one.";
     "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder that each was built from. What names none is said once.";
     "name_suffixes": StringsOrOne, "[]", H, "Endings of such names.";
 };
 
-const ZENFLOW: &[super::Key] = keys! {
+const ZENFLOW: &[super::ConfigKey] = keys! {
     "topk_ratio": SHARE, "0.1", R, "Share of gradients updated at once.";
     "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", R, "When the share is chosen.";
     "select_interval": AutoOr(&INT), "\"auto\"", R, "How often.";

@@ -3,13 +3,13 @@
 //! Lines that are empty or begin with `#` say nothing. What follows the number is ignored, since hostfiles of MPI may
 //! say more there (`max_slots=8`). The order of lines is the order of hosts, and so of ranks.
 
-use super::Host;
+use super::HostSlots;
 use super::error::{HostsError, shown};
 use std::path::Path;
 
 /// Reads the text of a hostfile; `path` is for messages.
-pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<Host>, HostsError> {
-    let mut hosts: Vec<Host> = Vec::new();
+pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsError> {
+    let mut hosts: Vec<HostSlots> = Vec::new();
     // Of each host.
     let mut lines = Vec::new();
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -30,7 +30,7 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<Host>, HostsError> {
         let slots = count.parse().ok().filter(|slots| *slots <= super::error::MOST_SLOTS).ok_or_else(|| {
             HostsError::TooManySlots { path: path.into(), line, host: shown(name), slots: shown(count) }
         })?;
-        hosts.push(Host::with_slots(name, slots));
+        hosts.push(HostSlots::with_slots(name, slots));
         lines.push(line);
     }
     if hosts.is_empty() { Err(HostsError::NoEntry { path: path.into() }) } else { Ok(hosts) }
@@ -47,12 +47,12 @@ fn entry(line: &str) -> Option<(&str, &str)> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::recorded;
+    use super::super::recorded_cases;
     use super::*;
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
-    fn read(text: &str) -> Result<Vec<Host>, HostsError> {
+    fn read(text: &str) -> Result<Vec<HostSlots>, HostsError> {
         parse(text, Path::new("hosts.txt"))
     }
 
@@ -62,14 +62,14 @@ mod tests {
 
     #[test]
     fn the_recorded_cases_hold() {
-        let cases = recorded::of_area("launcher-hostfile");
+        let cases = recorded_cases::of_area("launcher-hostfile");
         for case in &cases {
             let hosts = read(case["input"]["text"].as_str().unwrap());
             let found = hosts.map(|hosts| {
                 let pairs: Vec<Value> = hosts.iter().map(|host| json!([host.name, host.slots.len()])).collect();
                 json!({"ok": true, "slots": pairs})
             });
-            recorded::check(case, found);
+            recorded_cases::check(case, found);
         }
         assert_eq!(cases.len(), 6);
     }
@@ -78,7 +78,8 @@ mod tests {
     fn what_follows_the_number_and_lines_without_an_entry_are_passed_over() {
         let text = "\u{feff}# ours\r\n\r\n\tb-1 \t slots=2 max_slots=8 # two\r\n   \n  # a-1 slots=9\n\
                     a-1 slots=0004\nc slots=0";
-        let expected = [Host::with_slots("b-1", 2), Host::with_slots("a-1", 4), Host::with_slots("c", 0)];
+        let expected =
+            [HostSlots::with_slots("b-1", 2), HostSlots::with_slots("a-1", 4), HostSlots::with_slots("c", 0)];
         assert_eq!(read(text).unwrap(), expected);
         // Names that a filter could not spell are names nevertheless.
         assert_eq!(read("me@a slots=1\nfe80::1 slots=1").unwrap().len(), 2);

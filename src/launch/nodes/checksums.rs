@@ -16,10 +16,10 @@ const MOST_FILES: usize = 1000;
 const SMALL: u64 = 1 << 20;
 
 /// Checksums by what a user calls the files.
-pub(super) type Checksums = BTreeMap<String, String>;
+pub(super) type FileChecksums = BTreeMap<String, String>;
 
 /// The program, and files that arguments name.
-pub(super) fn of_files(program: &Path, args: &[OsString]) -> Checksums {
+pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
     let files =
         named(args).filter(|name| Path::new(name).is_file()).map(|name| (name.clone(), checksum(name.as_ref())));
     let program = [("the program".to_string(), checksum(program))];
@@ -30,10 +30,10 @@ pub(super) fn of_files(program: &Path, args: &[OsString]) -> Checksums {
 }
 
 /// Folders that arguments name, with what is in each.
-pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, Checksums> {
+pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, FileChecksums> {
     let folders = named(args).filter(|name| Path::new(name).is_dir());
     let sums = |name: String| {
-        let (mut files, root) = (Checksums::new(), Path::new(&name).to_path_buf());
+        let (mut files, root) = (FileChecksums::new(), Path::new(&name).to_path_buf());
         list(&root, "", &mut files);
         (name, files)
     };
@@ -49,7 +49,7 @@ fn named(args: &[OsString]) -> impl Iterator<Item = String> {
 }
 
 /// Adds the files below a folder, without hidden ones and links to folders, until there are [`MOST_FILES`].
-fn list(folder: &Path, prefix: &str, to: &mut Checksums) {
+fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
     names.sort();
@@ -85,9 +85,9 @@ fn checksum(path: &Path) -> std::io::Result<String> {
 }
 
 /// The first file in which two folders differ, and what it is in each.
-pub(super) fn difference(a: &Checksums, b: &Checksums) -> Option<String> {
+pub(super) fn difference(a: &FileChecksums, b: &FileChecksums) -> Option<String> {
     let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
-    let of = |sums: &Checksums| sums.get(name).map_or("not there".to_string(), Clone::clone);
+    let of = |sums: &FileChecksums| sums.get(name).map_or("not there".to_string(), Clone::clone);
     Some(format!("{name} is {} and {}", of(a), of(b)))
 }
 

@@ -2,35 +2,35 @@
 //!
 //! ```text
 //!   host 0: zerorun --nnodes 2 --node_rank 0 --master_addr a ...      host 1: zerorun --nnodes 2 --node_rank 1 --master_addr a ...
-//!     first: waits at the port <---- greeting, Hello ------------------ member: joins, gets Start, starts its ranks
-//!     member: as on every host                                          ranks meet in MPI, through `pmi`; signs of life
+//!     coordinator: waits at the port <---- handshake, Hello ----------- agent: joins, gets Start, starts its ranks
+//!     agent: as on every host                                           ranks meet in MPI, through `pmi`; signs of life
 //! ```
 //!
-//! `first` is what only the first host does, `member` what each does, `wire` how they speak. The first listens at an `address`;
-//! its `door` bounds what strangers cost, a `greeting` with the `secret` tells them from hosts of the job, and `admission` says
-//! which of these may take part. `starter` starts the launcher of each host of a hostfile.
+//! `coordinator` is what only the first host does, `agent` what each does, `wire` how they speak. The first listens at the addresses
+//! of `listen_address`; its `acceptor` bounds what strangers cost, a `handshake` with the `secret` tells them from hosts of the job,
+//! and `admission` says which of these may take part. `ssh` starts the launcher of each host of a hostfile.
 
-pub(crate) mod address;
+mod acceptor;
 mod admission;
+mod agent;
 mod checksums;
-mod door;
-mod first;
-mod greeting;
+mod coordinator;
+mod handshake;
 mod join;
-mod member;
+pub(crate) mod listen_address;
 pub(crate) mod secret;
-pub(crate) mod starter;
+pub(crate) mod ssh;
 mod wire;
 
-use super::console::say;
-use super::ranks::Job;
+use super::console::eprint;
+use super::ranks::LocalJob;
 use crate::error::{LaunchError, Result};
 use crate::util::host_name;
-use first::Rule;
-use member::Joining;
-use secret::{SECRET, Secret};
+use agent::JoinOptions;
+use coordinator::ElasticPolicy;
+use secret::{JobSecret, SECRET};
 use std::time::Duration;
-use wire::Hello;
+use wire::HostHello;
 
 /// DeepSpeed's and torchrun's port.
 pub(crate) const DEFAULT_PORT: u16 = 29500;
@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Which host of a job this is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Node {
+pub(crate) struct NodeOptions {
     /// The number of hosts.
     pub(crate) nodes: usize,
     /// The fewest hosts to go on with after a failure.
@@ -58,25 +58,25 @@ pub(crate) struct Node {
 ///
 /// # Errors
 /// The secret cannot be used, the port is taken or another host's, the first host cannot be reached or refuses this one.
-pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
+pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(PATIENCE);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
     let secret = match node.until_stdin_ends {
-        true => Some(Secret::of_line(std::io::stdin().lock())?),
-        false => Secret::of_environment()?,
+        true => Some(JobSecret::of_line(std::io::stdin().lock())?),
+        false => JobSecret::of_environment()?,
     };
     // Before anything is read: a port that is taken is told at once.
     let listening = match node.node {
-        0 => Some(address::listen(&node.master_addr, node.bind_addr.as_deref(), port, patience)?),
+        0 => Some(listen_address::listen(&node.master_addr, node.bind_addr.as_deref(), port, patience)?),
         _ => None,
     };
     if let (Some(open), None) = (listening.as_ref().and_then(|at| at.open_to_others()), &secret) {
-        say(&format!(
+        eprint(&format!(
             "zerorun: warning: whoever reaches port {port} of {open} can take a host's place in this job, as {SECRET} is not set; \
              set it to one value on every host, for example what `openssl rand -hex 32` prints"
         ));
     }
-    let hello = Hello {
+    let hello = HostHello {
         nodes: node.nodes,
         node: node.node,
         ranks: job.world,
@@ -87,11 +87,11 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         clock: 0,
         launcher: launcher()?,
     };
-    let rule = Rule { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
+    let rule = ElasticPolicy { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
     let own = listening.as_ref().map(|listening| listening.own.clone());
-    let first = listening.map(|at| first::serve(at.listeners, secret.clone(), rule, hello.clone())).transpose();
+    let first = listening.map(|at| coordinator::serve(at.listeners, secret.clone(), rule, hello.clone())).transpose();
     let first = first.map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?;
-    let joining = Joining {
+    let joining = JoinOptions {
         master_addr: node.master_addr.clone(),
         master_port: port,
         own,
@@ -101,7 +101,7 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         returns: max_restarts > 0 && node.node > 0,
         until_stdin_ends: node.until_stdin_ends,
     };
-    let code = member::run(job, &joining);
+    let code = agent::run(job, &joining);
     if let Some(first) = first.filter(|_| code.is_ok()) {
         // It has said how the job ends to this host's side; the others shall hear it too.
         let _ = first.join();

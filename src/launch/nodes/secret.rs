@@ -21,19 +21,19 @@ const LONGEST: usize = 4096;
 pub(super) const NONCE: usize = 32;
 
 /// A number that is used once.
-pub(super) type Nonce = [u8; NONCE];
+pub(super) type HandshakeNonce = [u8; NONCE];
 
 /// The secret.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Secret(String);
+pub(crate) struct JobSecret(String);
 
-impl std::fmt::Debug for Secret {
+impl std::fmt::Debug for JobSecret {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Secret(...)")
     }
 }
 
-impl Secret {
+impl JobSecret {
     /// That of the environment, if it has one.
     ///
     /// # Errors
@@ -89,24 +89,24 @@ impl Secret {
         Ok(Self(hex(&nonce()?)))
     }
 
-    /// The line that [`Secret::of_line`] reads.
+    /// The line that [`JobSecret::of_line`] reads.
     pub(crate) fn line(&self) -> String {
         format!("{}\n", self.0)
     }
 
     /// The key for one purpose on one connection.
-    pub(super) fn key(&self, purpose: Purpose, first: &Nonce, host: &Nonce) -> Key {
+    pub(super) fn key(&self, purpose: KeyPurpose, first: &HandshakeNonce, host: &HandshakeNonce) -> MacKey {
         let mut mac = keyed(self.0.as_bytes());
         mac.update(purpose.label());
         mac.update(first);
         mac.update(host);
-        Key(keyed(&mac.finalize().into_bytes()))
+        MacKey(keyed(&mac.finalize().into_bytes()))
     }
 }
 
 /// What a key is for: no key is for two purposes, so what one side says is never what the other side has to say.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Purpose {
+pub(super) enum KeyPurpose {
     /// A host proves that it knows the secret.
     ProofOfHost,
     /// The first host does.
@@ -117,7 +117,7 @@ pub(super) enum Purpose {
     FromFirst,
 }
 
-impl Purpose {
+impl KeyPurpose {
     /// All of one length.
     fn label(self) -> &'static [u8; 16] {
         match self {
@@ -131,15 +131,15 @@ impl Purpose {
 
 /// A key.
 #[derive(Clone)]
-pub(super) struct Key(Hmac<Sha256>);
+pub(super) struct MacKey(Hmac<Sha256>);
 
-impl std::fmt::Debug for Key {
+impl std::fmt::Debug for MacKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Key(...)")
     }
 }
 
-impl Key {
+impl MacKey {
     fn over(&self, number: u64, bytes: &[u8]) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
         mac.update(&number.to_le_bytes());
@@ -162,7 +162,7 @@ impl Key {
 ///
 /// # Errors
 /// The system has no random numbers.
-pub(super) fn nonce() -> Result<Nonce> {
+pub(super) fn nonce() -> Result<HandshakeNonce> {
     let mut nonce = [0; NONCE];
     let drawn = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
     drawn.map_err(|source| LaunchError::Setup { what: "drawing random numbers", source })?;
@@ -218,40 +218,41 @@ mod tests {
 
     #[test]
     fn a_secret_is_one_line_that_nobody_guesses_and_no_message_tells_it() {
-        let told = |text: &str| Secret::of_text("X", text).unwrap_err().to_string();
+        let told = |text: &str| JobSecret::of_text("X", text).unwrap_err().to_string();
         insta::assert_snapshot!(told("hunter2"), @"X cannot be the secret of the hosts: it has 7 bytes; give one line of 16 to 4096 bytes that nobody can guess, as `openssl rand -hex 32` prints");
         insta::assert_snapshot!(told("hunter2hunter2\nhunter2"), @"X cannot be the secret of the hosts: it has several lines; give one line of 16 to 4096 bytes that nobody can guess, as `openssl rand -hex 32` prints");
         assert!(told(&"x".repeat(LONGEST + 1)).contains("4097 bytes"));
-        let secret = Secret::of_text("X", "  correct horse battery staple \n").unwrap();
+        let secret = JobSecret::of_text("X", "  correct horse battery staple \n").unwrap();
         assert_eq!(secret.line(), "correct horse battery staple\n");
         assert_eq!(format!("{secret:?}"), "Secret(...)");
-        assert_eq!(Secret::of_line(secret.line().as_bytes()).unwrap(), secret);
-        assert!(Secret::of_line(&b""[..]).is_err());
-        assert_ne!(Secret::random().unwrap(), Secret::random().unwrap());
+        assert_eq!(JobSecret::of_line(secret.line().as_bytes()).unwrap(), secret);
+        assert!(JobSecret::of_line(&b""[..]).is_err());
+        assert_ne!(JobSecret::random().unwrap(), JobSecret::random().unwrap());
     }
 
     /// HMAC-SHA256 as Python's `hmac` and `hashlib` compute it: no other program has to agree, but a mistake here would hold
     /// against nothing.
     #[test]
     fn a_seal_is_the_hmac_of_key_number_and_message() {
-        let secret = Secret::of_text("X", "correct horse battery staple").unwrap();
-        let key = secret.key(Purpose::ToFirst, &[1; NONCE], &[2; NONCE]);
+        let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
+        let key = secret.key(KeyPurpose::ToFirst, &[1; NONCE], &[2; NONCE]);
         insta::assert_snapshot!(key.seal(3, b"hello"), @"0acd3d093015f0f40ab590a5efd14b367711268fd349aa08ccf58e935c3be686");
     }
 
     #[test]
     fn a_seal_holds_for_one_message_one_number_one_purpose_and_one_connection() {
-        let secret = Secret::of_text("X", "correct horse battery staple").unwrap();
+        let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
         let key = |purpose, first: u8, host: u8| secret.key(purpose, &[first; NONCE], &[host; NONCE]);
-        let own = key(Purpose::ToFirst, 1, 2);
+        let own = key(KeyPurpose::ToFirst, 1, 2);
         let seal = own.seal(3, b"hello");
         assert!(own.is_sealed(3, b"hello", seal.as_bytes()));
         assert!(!own.is_sealed(4, b"hello", seal.as_bytes()) && !own.is_sealed(3, b"hallo", seal.as_bytes()));
-        for other in [key(Purpose::FromFirst, 1, 2), key(Purpose::ToFirst, 2, 2), key(Purpose::ToFirst, 1, 1)] {
+        for other in [key(KeyPurpose::FromFirst, 1, 2), key(KeyPurpose::ToFirst, 2, 2), key(KeyPurpose::ToFirst, 1, 1)]
+        {
             assert!(!other.is_sealed(3, b"hello", seal.as_bytes()));
         }
-        let other = Secret::of_text("X", "correct horse battery stable").unwrap();
-        let other = other.key(Purpose::ToFirst, &[1; NONCE], &[2; NONCE]);
+        let other = JobSecret::of_text("X", "correct horse battery stable").unwrap();
+        let other = other.key(KeyPurpose::ToFirst, &[1; NONCE], &[2; NONCE]);
         assert!(!other.is_sealed(3, b"hello", seal.as_bytes()));
         for wrong in ["", "00", &seal[1..], &format!("{seal}0"), &"zz".repeat(32), &"00".repeat(32)] {
             assert!(!own.is_sealed(3, b"hello", wrong.as_bytes()), "{wrong}");

@@ -1,13 +1,13 @@
 //! What the launchers of a job's hosts tell one another: lines of JSON over TCP, and a sign of life every second.
 //!
 //! ```text
-//!   Session   one connection: whole lines, each with its seal where the hosts share a secret
-//!   Peer      a session with a launcher that belongs to the job: it is listened to, and gets signs of life
+//!   LauncherConnection   whole lines, each with its seal where the hosts share a secret
+//!   LauncherPeer         a connection to a launcher of the job: it is listened to, and gets signs of life
 //! ```
 
-use super::checksums::Checksums;
-use super::secret::Key;
-use crate::launch::pmi::Values;
+use super::checksums::FileChecksums;
+use super::secret::MacKey;
+use crate::launch::pmi::PmiValues;
 use crate::util::lock;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,17 +36,17 @@ const NO_MESSAGE: &str = "what it sends is no message of this version of zerorun
 
 /// A message. Those about an attempt name it: what comes late belongs to an earlier one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) enum Message {
+pub(super) enum LauncherMessage {
     /// A host asks to take part.
-    Hello(Hello),
+    Hello(HostHello),
     /// It cannot, for this reason.
     Refused(String),
     /// It does.
     Joined,
     /// The ranks shall be started.
-    Start(Start),
+    Start(StartCommand),
     /// What ranks have put for their MPI libraries: of one host on the way to the first, of all on the way back.
-    Values { attempt: u32, values: Values },
+    Values { attempt: u32, values: PmiValues },
     /// This rank is on a host that is gone or has failed.
     Failed { attempt: u32, rank: usize, why: String },
     /// The launcher got this signal, which is for all ranks.
@@ -54,7 +54,7 @@ pub(super) enum Message {
     /// The ranks shall end in good order, as after SIGTERM: they will be started again on other hosts.
     Regroup { attempt: u32 },
     /// All ranks of a host have ended.
-    Ended { attempt: u32, how: How },
+    Ended { attempt: u32, how: HostOutcome },
     /// The job is over.
     Finish { code: u8, text: Option<String>, culprit: Option<usize> },
     /// A sign of life.
@@ -63,7 +63,7 @@ pub(super) enum Message {
 
 /// A host that asks to take part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Hello {
+pub(super) struct HostHello {
     /// `--nnodes` there.
     pub(super) nodes: usize,
     /// `--node_rank` there.
@@ -75,9 +75,9 @@ pub(super) struct Hello {
     /// The program's arguments.
     pub(super) words: Vec<String>,
     /// Checksums of the program and of the files that its arguments name.
-    pub(super) files: Checksums,
+    pub(super) files: FileChecksums,
     /// The same of the files in folders that its arguments name.
-    pub(super) folders: BTreeMap<String, Checksums>,
+    pub(super) folders: BTreeMap<String, FileChecksums>,
     /// Its clock, in seconds since 1970.
     pub(super) clock: u64,
     /// A number of the launcher's own.
@@ -86,7 +86,7 @@ pub(super) struct Hello {
 
 /// A start of the ranks, as one host is told of it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Start {
+pub(super) struct StartCommand {
     /// 0 for the first.
     pub(super) attempt: u32,
     /// How often ranks were started again after a failure.
@@ -105,7 +105,7 @@ pub(super) struct Start {
 
 /// How the ranks of one host have ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) enum How {
+pub(super) enum HostOutcome {
     /// All with 0.
     Well,
     /// All with 0, but not all of their output could be passed on.
@@ -128,31 +128,31 @@ pub(super) enum How {
 
 /// What is heard of a peer.
 #[derive(Debug)]
-pub(super) enum Heard {
-    Said(Message),
+pub(super) enum PeerEvent {
+    Message(LauncherMessage),
     /// Nothing more will be heard, for this reason.
     Lost(String),
 }
 
 /// How long is waited for a line.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Wait {
+pub(super) enum ReadDeadline {
     /// Until then, however much comes.
     Until(Instant),
     /// For so long each time nothing comes.
     Silence(Duration),
 }
 
-/// Where a connection has got to: whose turn is next, on one way.
+/// Seals the messages of one direction of a connection, and counts them.
 #[derive(Debug)]
-struct Seal {
+struct MessageSeal {
     /// `None`: the hosts share no secret.
-    key: Option<Key>,
+    key: Option<MacKey>,
     /// Of the next message.
     number: u64,
 }
 
-impl Seal {
+impl MessageSeal {
     const NONE: Self = Self { key: None, number: 0 };
 
     fn next(&mut self) -> u64 {
@@ -179,24 +179,24 @@ impl Seal {
 
 /// What comes of a connection, line by line.
 #[derive(Debug)]
-struct Incoming {
+struct SealedReader {
     stream: Arc<TcpStream>,
     /// What has come and was not taken, in the beginning of which is no end of a line.
     held: Vec<u8>,
     searched: usize,
-    seal: Seal,
+    seal: MessageSeal,
 }
 
-impl Incoming {
+impl SealedReader {
     /// The next message, of at most `longest` bytes, or why there is none.
-    fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: Wait) -> Result<T, String> {
+    fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
         let line = self.line(longest, wait)?;
         let message = self.seal.message(&line).ok_or(NO_SEAL)?;
         serde_json::from_slice(message).map_err(|_| NO_MESSAGE.into())
     }
 
     /// The next line of at most `longest` bytes, or why there is none.
-    fn line(&mut self, longest: usize, wait: Wait) -> Result<Vec<u8>, String> {
+    fn line(&mut self, longest: usize, wait: ReadDeadline) -> Result<Vec<u8>, String> {
         loop {
             if let Some(at) = self.held[self.searched..].iter().position(|byte| *byte == b'\n') {
                 let rest = self.held.split_off(self.searched + at + 1);
@@ -210,8 +210,8 @@ impl Incoming {
                 return Err(format!("it sent a line of more than {longest} bytes"));
             }
             let patience = match wait {
-                Wait::Until(end) => end.saturating_duration_since(Instant::now()),
-                Wait::Silence(patience) => patience,
+                ReadDeadline::Until(end) => end.saturating_duration_since(Instant::now()),
+                ReadDeadline::Silence(patience) => patience,
             };
             // Zero stands for no limit there.
             let timeout = Some(patience.max(Duration::from_millis(1)));
@@ -222,14 +222,16 @@ impl Incoming {
             self.held.truncate(before + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => return Err(CLOSED.into()),
-                Ok(_) if matches!(wait, Wait::Until(end) if Instant::now() >= end) => return Err(LATE.into()),
+                Ok(_) if matches!(wait, ReadDeadline::Until(end) if Instant::now() >= end) => return Err(LATE.into()),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Err(CLOSED.into()),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                     return Err(match wait {
-                        Wait::Until(_) => LATE.into(),
-                        Wait::Silence(patience) => format!("nothing was heard of it for {} s", patience.as_secs()),
+                        ReadDeadline::Until(_) => LATE.into(),
+                        ReadDeadline::Silence(patience) => {
+                            format!("nothing was heard of it for {} s", patience.as_secs())
+                        }
                     });
                 }
                 Err(error) => return Err(broken(&error)),
@@ -244,12 +246,12 @@ fn broken(error: &io::Error) -> String {
 
 /// What goes over a connection.
 #[derive(Debug)]
-struct Outgoing {
+struct SealedWriter {
     stream: Arc<TcpStream>,
-    seal: Seal,
+    seal: MessageSeal,
 }
 
-impl Outgoing {
+impl SealedWriter {
     fn write(&mut self, message: &impl Serialize) -> io::Result<()> {
         let line = self.seal.line(&serde_json::to_vec(message)?);
         (&*self.stream).write_all(&line)
@@ -258,25 +260,25 @@ impl Outgoing {
 
 /// One connection, on which the two sides speak in turn. It ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Session {
-    incoming: Incoming,
-    outgoing: Outgoing,
+pub(super) struct LauncherConnection {
+    incoming: SealedReader,
+    outgoing: SealedWriter,
 }
 
-impl Session {
+impl LauncherConnection {
     /// # Errors
     /// The system's.
     pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(SILENCE))?;
-        let incoming = Incoming { stream: stream.clone(), held: Vec::new(), searched: 0, seal: Seal::NONE };
-        Ok(Self { incoming, outgoing: Outgoing { stream, seal: Seal::NONE } })
+        let incoming = SealedReader { stream: stream.clone(), held: Vec::new(), searched: 0, seal: MessageSeal::NONE };
+        Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSeal::NONE } })
     }
 
     /// From now on each line has its seal.
-    pub(super) fn seal(&mut self, incoming: Key, outgoing: Key) {
-        self.incoming.seal = Seal { key: Some(incoming), number: 0 };
-        self.outgoing.seal = Seal { key: Some(outgoing), number: 0 };
+    pub(super) fn seal(&mut self, incoming: MacKey, outgoing: MacKey) {
+        self.incoming.seal = MessageSeal { key: Some(incoming), number: 0 };
+        self.outgoing.seal = MessageSeal { key: Some(outgoing), number: 0 };
     }
 
     /// Sends a message. One that cannot be sent is noticed where an answer is awaited.
@@ -285,7 +287,7 @@ impl Session {
     }
 
     /// The next message, of at most `longest` bytes, or why there is none.
-    pub(super) fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: Wait) -> Result<T, String> {
+    pub(super) fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
         self.incoming.next(longest, wait)
     }
 }
@@ -297,22 +299,22 @@ pub(super) fn is_another_program(why: &str) -> bool {
 
 /// A connection to a launcher that belongs to the job. It ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Peer(Arc<Mutex<Outgoing>>);
+pub(super) struct LauncherPeer(Arc<Mutex<SealedWriter>>);
 
-impl Peer {
+impl LauncherPeer {
     /// Begins to listen, on a thread that calls `hear`, and to give signs of life. A message has at most `longest` bytes.
     pub(super) fn over(
-        session: Session,
+        session: LauncherConnection,
         longest: usize,
-        mut hear: impl FnMut(Heard) + Send + 'static,
+        mut hear: impl FnMut(PeerEvent) + Send + 'static,
     ) -> io::Result<Self> {
-        let Session { mut incoming, outgoing } = session;
+        let LauncherConnection { mut incoming, outgoing } = session;
         let listen = move || {
             loop {
-                match incoming.next(longest, Wait::Silence(SILENCE)) {
-                    Ok(Message::Beat) => {}
-                    Ok(message) => hear(Heard::Said(message)),
-                    Err(why) => return hear(Heard::Lost(why)),
+                match incoming.next(longest, ReadDeadline::Silence(SILENCE)) {
+                    Ok(LauncherMessage::Beat) => {}
+                    Ok(message) => hear(PeerEvent::Message(message)),
+                    Err(why) => return hear(PeerEvent::Lost(why)),
                 }
             }
         };
@@ -324,19 +326,19 @@ impl Peer {
     }
 
     /// Sends a message. One that cannot be sent is noticed where this peer is listened to.
-    pub(super) fn send(&self, message: &Message) {
+    pub(super) fn send(&self, message: &LauncherMessage) {
         let _ = lock(&self.0).write(message);
     }
 }
 
-impl Drop for Peer {
+impl Drop for LauncherPeer {
     fn drop(&mut self) {
         let _ = lock(&self.0).stream.shutdown(Shutdown::Both);
     }
 }
 
-fn beat(outgoing: &Weak<Mutex<Outgoing>>) {
-    while outgoing.upgrade().is_some_and(|outgoing| lock(&outgoing).write(&Message::Beat).is_ok()) {
+fn beat(outgoing: &Weak<Mutex<SealedWriter>>) {
+    while outgoing.upgrade().is_some_and(|outgoing| lock(&outgoing).write(&LauncherMessage::Beat).is_ok()) {
         std::thread::sleep(BEAT);
     }
 }
@@ -355,19 +357,19 @@ pub(super) mod ends {
         [listener.accept().unwrap().0, there]
     }
 
-    pub fn session(stream: TcpStream) -> Session {
-        Session::over(Arc::new(stream)).unwrap()
+    pub fn session(stream: TcpStream) -> LauncherConnection {
+        LauncherConnection::over(Arc::new(stream)).unwrap()
     }
 
-    pub fn soon() -> Wait {
-        Wait::Until(Instant::now() + Duration::from_secs(60))
+    pub fn soon() -> ReadDeadline {
+        ReadDeadline::Until(Instant::now() + Duration::from_secs(60))
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::secret::{Purpose, Secret};
+    use super::super::secret::{JobSecret, KeyPurpose};
     use super::ends::{pair, session, soon};
     use super::*;
     use std::sync::mpsc::channel;
@@ -376,45 +378,45 @@ mod tests {
     fn messages_arrive_in_order_and_an_end_is_noticed() {
         let (sender, heard) = channel();
         let [here, there] = pair();
-        let _here = Peer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
-        let there = Peer::over(session(there), LONGEST, |_| {}).unwrap();
-        let values = Message::Values { attempt: 1, values: vec![("a".into(), "line\nbreak".into())] };
-        for message in [&values, &Message::Signal(15)] {
+        let _here = LauncherPeer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
+        let there = LauncherPeer::over(session(there), LONGEST, |_| {}).unwrap();
+        let values = LauncherMessage::Values { attempt: 1, values: vec![("a".into(), "line\nbreak".into())] };
+        for message in [&values, &LauncherMessage::Signal(15)] {
             there.send(message);
-            assert!(matches!(heard.recv().unwrap(), Heard::Said(said) if said == *message));
+            assert!(matches!(heard.recv().unwrap(), PeerEvent::Message(said) if said == *message));
         }
         drop(there);
-        assert!(matches!(heard.recv().unwrap(), Heard::Lost(why) if why.contains("closed")));
+        assert!(matches!(heard.recv().unwrap(), PeerEvent::Lost(why) if why.contains("closed")));
     }
 
     #[test]
     fn what_is_no_message_ends_the_connection() {
         let (sender, heard) = channel();
         let [here, mut there] = pair();
-        let _here = Peer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
+        let _here = LauncherPeer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
         there.write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        assert!(matches!(heard.recv().unwrap(), Heard::Lost(why) if why.contains("another program")));
+        assert!(matches!(heard.recv().unwrap(), PeerEvent::Lost(why) if why.contains("another program")));
     }
 
     #[test]
     fn a_line_has_a_limit_and_a_deadline_holds_however_much_comes() {
         let [here, mut there] = pair();
         there.write_all(&[b'a'; 200]).unwrap();
-        let told = session(here).next::<Message>(100, soon()).unwrap_err();
+        let told = session(here).next::<LauncherMessage>(100, soon()).unwrap_err();
         insta::assert_snapshot!(told, @"it sent a line of more than 100 bytes");
         let [here, mut there] = pair();
         let drip = std::thread::spawn(move || while there.write_all(b" ").is_ok() {});
-        let wait = Wait::Until(Instant::now() + Duration::from_millis(50));
+        let wait = ReadDeadline::Until(Instant::now() + Duration::from_millis(50));
         let mut here = session(here);
-        assert_eq!(here.next::<Message>(1 << 30, wait).unwrap_err(), LATE);
+        assert_eq!(here.next::<LauncherMessage>(1 << 30, wait).unwrap_err(), LATE);
         drop(here);
         drip.join().unwrap();
     }
 
     #[test]
     fn a_sealed_message_is_heard_once_and_as_it_was_said() {
-        let secret = Secret::of_text("X", "correct horse battery staple").unwrap();
-        let keys = || [Purpose::ToFirst, Purpose::FromFirst].map(|way| secret.key(way, &[1; 32], &[2; 32]));
+        let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();
+        let keys = || [KeyPurpose::ToFirst, KeyPurpose::FromFirst].map(|way| secret.key(way, &[1; 32], &[2; 32]));
         let sealed = || {
             let [stream, raw] = pair();
             let (mut here, [there, back]) = (session(stream), keys());
@@ -422,20 +424,20 @@ mod tests {
             (here, raw)
         };
         let lines: Vec<Vec<u8>> = {
-            let mut seal = Seal { key: Some(keys()[0].clone()), number: 0 };
-            (0..3).map(|signal| seal.line(&serde_json::to_vec(&Message::Signal(signal)).unwrap())).collect()
+            let mut seal = MessageSeal { key: Some(keys()[0].clone()), number: 0 };
+            (0..3).map(|signal| seal.line(&serde_json::to_vec(&LauncherMessage::Signal(signal)).unwrap())).collect()
         };
         let heard = |bytes: &[u8], messages: usize| {
             let (mut here, mut raw) = sealed();
             raw.write_all(bytes).unwrap();
-            (0..messages).map(|_| here.next::<Message>(LONGEST, soon())).collect::<Vec<_>>()
+            (0..messages).map(|_| here.next::<LauncherMessage>(LONGEST, soon())).collect::<Vec<_>>()
         };
         let all = heard(&lines.concat(), 3);
-        assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(Message::Signal(at as i32))), "{all:?}");
+        assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(LauncherMessage::Signal(at as i32))), "{all:?}");
         // Twice, out of turn, changed, of the other way, without a seal.
         let changed = String::from_utf8(lines[0].clone()).unwrap().replace("Signal\":0", "Signal\":9").into_bytes();
-        let mut other = Seal { key: Some(keys()[1].clone()), number: 0 };
-        let other = other.line(&serde_json::to_vec(&Message::Signal(0)).unwrap());
+        let mut other = MessageSeal { key: Some(keys()[1].clone()), number: 0 };
+        let other = other.line(&serde_json::to_vec(&LauncherMessage::Signal(0)).unwrap());
         assert_eq!(heard(&[&lines[0][..], &lines[0]].concat(), 2)[1], Err(NO_SEAL.into()));
         for wrong in [&lines[1], &changed, &other, &b"{\"Signal\":0}\n".to_vec()] {
             assert_eq!(heard(wrong, 1), [Err(NO_SEAL.into())]);

@@ -3,8 +3,8 @@
 use crate::error::Result;
 use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
 use crate::nn::LoraConfig;
-use crate::tools::model::{HELP, Model};
-use crate::tools::samples::SampleFlags;
+use crate::tools::resolve_model::{HELP, ResolvedModel};
+use crate::tools::sample_flags::SampleFlags;
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 /// What is fine-tuned, on what, and how.
 #[derive(Debug, Args)]
-pub(super) struct Flags {
+pub(super) struct FinetuneFlags {
     #[arg(value_name = "MODEL", help = HELP)]
     pub(super) model: PathBuf,
 
@@ -26,7 +26,7 @@ pub(super) struct Flags {
 
     /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
     #[arg(long, value_enum, default_value_t)]
-    task: TaskFlag,
+    task: FinetuneTaskFlag,
 
     /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
     /// [default: r=16,alpha=32,targets=all-linear]
@@ -55,7 +55,7 @@ pub(super) struct Flags {
 
     /// The model's numbers while it is trained
     #[arg(long, value_enum, default_value_t)]
-    dtype: Dtype,
+    dtype: FinetuneDtype,
 
     /// Optimizer steps
     #[arg(long, value_name = "N", conflicts_with = "epochs")]
@@ -91,11 +91,11 @@ pub(super) struct Flags {
 
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
-    scheduler: Scheduler,
+    scheduler: SchedulerFlag,
 
     /// Order of the rows
     #[arg(long, value_enum, default_value_t)]
-    order: Order,
+    order: OrderFlag,
 
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
@@ -124,7 +124,7 @@ pub(super) struct Flags {
 
     /// Number of newest checkpoints that stay in the folder, or all [default: 2 of adapters, all with --full]
     #[arg(long, value_name = "K|all", requires = "save")]
-    keep: Option<Keep>,
+    keep: Option<KeepCheckpoints>,
 
     /// Go on from the newest checkpoint in the folder of --save, or start if there is none
     #[arg(long, requires = "save")]
@@ -156,7 +156,7 @@ pub(super) struct Flags {
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum Dtype {
+enum FinetuneDtype {
     #[default]
     F32,
     Bf16,
@@ -165,14 +165,14 @@ enum Dtype {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-enum TaskFlag {
+enum FinetuneTaskFlag {
     #[default]
     Generate,
     Classify,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum Scheduler {
+enum SchedulerFlag {
     #[default]
     Cosine,
     Linear,
@@ -180,7 +180,7 @@ enum Scheduler {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
-enum Order {
+enum OrderFlag {
     #[default]
     Shuffled,
     Sequential,
@@ -188,7 +188,7 @@ enum Order {
 
 /// Checkpoints that stay.
 #[derive(Debug, Clone, Copy)]
-enum Keep {
+enum KeepCheckpoints {
     Newest(NonZeroUsize),
     All,
 }
@@ -197,7 +197,7 @@ enum Keep {
 /// that it cannot be read. Each has the optimizer's states, so it is three times as large as the adapter.
 const KEPT: usize = 2;
 
-impl FromStr for Keep {
+impl FromStr for KeepCheckpoints {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -214,25 +214,25 @@ fn beta(text: &str) -> std::result::Result<f64, String> {
     number.parse().map_err(|_| "give beta and a number, as beta=0.1".to_string())
 }
 
-impl Flags {
+impl FinetuneFlags {
     /// The problem of the flags with one another, if any.
     pub(super) fn check(&self) -> std::result::Result<(), String> {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
         }
-        if self.task == TaskFlag::Classify && self.dpo.is_some() {
+        if self.task == FinetuneTaskFlag::Classify && self.dpo.is_some() {
             return Err("--dpo is for language models: leave it out, or --task classify".into());
         }
-        if self.task == TaskFlag::Classify && !self.prompt.is_empty() {
+        if self.task == FinetuneTaskFlag::Classify && !self.prompt.is_empty() {
             return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
         }
         Ok(())
     }
 
     /// The options of the run, with the model where it was found.
-    pub(super) fn options(&self, model: Model) -> Result<Options> {
+    pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
-        let classify = self.task == TaskFlag::Classify;
+        let classify = self.task == FinetuneTaskFlag::Classify;
         let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
         let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
@@ -251,9 +251,9 @@ impl Flags {
             },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
-                Dtype::F32 => Precision::F32,
-                Dtype::Bf16 => Precision::Bf16,
-                Dtype::Fp16 => Precision::F16,
+                FinetuneDtype::F32 => Precision::F32,
+                FinetuneDtype::Bf16 => Precision::Bf16,
+                FinetuneDtype::Fp16 => Precision::F16,
             },
             length: match (self.steps, self.epochs) {
                 (Some(steps), _) => Length::Steps(steps),
@@ -265,11 +265,11 @@ impl Flags {
             ctx: self.samples.ctx(),
             warmup: self.warmup,
             scheduler: match self.scheduler {
-                Scheduler::Cosine => RateShape::Cosine,
-                Scheduler::Linear => RateShape::Linear,
-                Scheduler::Constant => RateShape::Constant,
+                SchedulerFlag::Cosine => RateShape::Cosine,
+                SchedulerFlag::Linear => RateShape::Linear,
+                SchedulerFlag::Constant => RateShape::Constant,
             },
-            shuffle: self.order == Order::Shuffled,
+            shuffle: self.order == OrderFlag::Shuffled,
             packing: self.packing,
             overlong: self.samples.overlong(),
             strict: self.samples.strict,
@@ -283,8 +283,8 @@ impl Flags {
                 dir,
                 every: self.save_every,
                 keep: match self.keep {
-                    Some(Keep::Newest(number)) => Some(number.get()),
-                    Some(Keep::All) => None,
+                    Some(KeepCheckpoints::Newest(number)) => Some(number.get()),
+                    Some(KeepCheckpoints::All) => None,
                     None => (!full).then_some(KEPT),
                 },
                 resume: self.resume,

@@ -4,20 +4,20 @@
 //! same arguments and `--as_rank=MODEL`, train (`rank`).
 
 mod flags;
-mod foreign;
+mod foreign_flags;
 mod rank;
 
 use crate::error::{LaunchError, Result};
-use crate::files::Output;
+use crate::files::OutputKind;
 use crate::finetune::{EncoderBase, Options, Prepared};
 use crate::hub::Parts;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::{ranks, restarts};
-use crate::tools::model::Model;
-use crate::tools::samples::FileProgress;
+use crate::tools::resolve_model::ResolvedModel;
+use crate::tools::sample_flags::FileProgress;
 use crate::util::counted;
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
-use flags::Flags;
+use flags::FinetuneFlags;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -49,7 +49,7 @@ const ON_SIGNAL: &str = "zerorun: the step that runs is finished and kept first;
 /// With --task classify a BERT learns to tell the labels of texts (columns text and label); the result is a model's folder.
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
-struct Arguments {
+struct FinetuneArguments {
     /// Number of ranks (processes)
     #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus", alias = "num-ranks", value_name = "N",
           default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -60,7 +60,7 @@ struct Arguments {
     max_restarts: u32,
 
     #[command(flatten)]
-    flags: Flags,
+    flags: FinetuneFlags,
 
     /// The argument with which a rank is started: the model where it was found
     #[arg(long = "as_rank", value_name = "MODEL", hide = true)]
@@ -68,18 +68,19 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(&words).map_err(|error| Refused(foreign::explained(error)))?;
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments =
+        FinetuneArguments::try_parse_from(&words).map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
     if let Err(text) = arguments.flags.check() {
-        return Err(Refused(Arguments::command().error(ErrorKind::ArgumentConflict, text)));
+        return Err(CommandLineError(FinetuneArguments::command().error(ErrorKind::ArgumentConflict, text)));
     }
     Ok(arguments.run(words))
 }
 
-impl Arguments {
+impl FinetuneArguments {
     fn run(&self, words: Vec<OsString>) -> ExitCode {
         if let Some(path) = &self.as_rank {
-            return match self.flags.options(Model::found(&self.flags.model, path)) {
+            return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
                 Ok(options) => rank::run(options, &self.flags),
                 Err(error) => refused(&error, EXIT_SETUP),
             };
@@ -95,11 +96,11 @@ impl Arguments {
         if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
-        let model = Model::find(&self.flags.model, Parts::All)?;
+        let model = ResolvedModel::find(&self.flags.model, Parts::All)?;
         let path = model.path.clone();
         let options = self.flags.options(model)?;
         let _claims = options.claim(|outputs| match &self.flags.metrics {
-            Some(path) => outputs.writes("--metrics", path, Output::Lines),
+            Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
             None => outputs,
         })?;
         prepare(options, usize::from(self.ranks))?;
@@ -114,7 +115,7 @@ impl Arguments {
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
-        let job = ranks::Job {
+        let job = ranks::LocalJob {
             program,
             args: words,
             world: usize::from(self.ranks),
@@ -126,11 +127,11 @@ impl Arguments {
             prometheus: None,
             restart: 0,
             timeline: None,
-            part: None,
+            multi_host: None,
             cores: None,
             devices: None,
         };
-        let rule = restarts::Rule { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
+        let rule = restarts::RestartPolicy { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
         restarts::run(job, &rule)
     }
 }
@@ -150,14 +151,14 @@ fn prepare(options: Options, ranks: usize) -> Result<()> {
     let prepared = prepared?;
     prepared.check_for(ranks)?;
     for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
-        say(note);
+        eprint(note);
     }
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
     for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
         print(format!("{what} data: {}", counted(data.len(), "sample")));
         for (path, report) in data.reports() {
             print(format!("  {}: {report}", path.display()));
-            report.notes().iter().for_each(|note| say(&format!("  {}: {note}", path.display())));
+            report.notes().iter().for_each(|note| eprint(&format!("  {}: {note}", path.display())));
         }
     }
     Ok(())

@@ -1,10 +1,10 @@
 //! A rank of `zerorun finetune`: makes the steps; the first one shows them.
 
-use super::flags::Flags;
+use super::flags::FinetuneFlags;
 use crate::comm::{self, RankEnv};
 use crate::error::{Error, FinetuneError, Result};
 use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, StepReport};
-use crate::launch::console::{all_is_written, print, refused, say};
+use crate::launch::console::{all_is_written, eprint, print, refused};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
 use crate::util::counted;
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 /// Trains to the end, and writes the result.
-pub(super) fn run(options: Options, flags: &Flags) -> ExitCode {
+pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(Ended::Asked) => ExitCode::FAILURE,
         // As the launcher of several ranks, whose output it is, has it.
@@ -24,7 +24,7 @@ pub(super) fn run(options: Options, flags: &Flags) -> ExitCode {
     }
 }
 
-fn train(options: Options, flags: &Flags) -> Result<Ended> {
+fn train(options: Options, flags: &FinetuneFlags) -> Result<Ended> {
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let first = comm.rank() == 0;
     let prepared = Prepared::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
@@ -48,7 +48,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
         progress.step(step.step + 1, || line(&step));
         if let Some(loss) = step.val_loss {
             if first {
-                say(&validated(&run, &step, loss));
+                eprint(&validated(&run, &step, loss));
             }
             answer(&mut run, flags, first)?;
         }
@@ -81,7 +81,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
 }
 
 /// The end that a signal asked for: what is kept, and what is lost.
-fn stop(run: FineTune, flags: &Flags, first: bool) -> Result<()> {
+fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
     if flags.save.is_some() {
         if first {
@@ -136,7 +136,7 @@ fn introduce(run: &mut FineTune) {
         times(epochs),
     ));
     if let Some(warning) = few_steps(steps, rows, batch.train_batch_size) {
-        say(&warning);
+        eprint(&warning);
     }
     let files = engine.offload_report();
     if files != OffloadReport::default() {
@@ -178,13 +178,13 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
 /// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        say(&format!("{error}: training goes on, and the metrics end here"));
+        eprint(&format!("{error}: training goes on, and the metrics end here"));
         *metrics = None;
     }
 }
 
 /// Answers the user's prompts: with the likeliest tokens, on all ranks alike.
-fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
+fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
@@ -194,7 +194,7 @@ fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
             Err(error) => return Err(error),
         };
         if first {
-            say(&format!("  {prompt:?}: {text}"));
+            eprint(&format!("  {prompt:?}: {text}"));
         }
     }
     Ok(())

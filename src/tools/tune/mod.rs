@@ -6,33 +6,33 @@
 //!   results.jsonl                       finished runs; a second search resumes from them
 //! ```
 
-mod experiment;
-mod outcome;
-mod record;
+mod search_space;
 mod settings;
-mod space;
+mod trial;
+mod trial_outcome;
+mod trial_record;
 
 use super::bench::size;
-use super::sizes::Sizes;
+use super::model_size_flags::ModelSizeFlags;
 use crate::config::{Config, RunValues};
 use crate::error::{Error, OptimError, OutputError, Result, ToolError};
 use crate::estimate::{Estimate, Shapes};
-use crate::files::{Claims, Input, Output, Outputs, Written, folder_of};
-use crate::launch::build;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
-use crate::launch::script::{self, Target};
+use crate::files::{InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, folder_of};
+use crate::launch::cargo_build;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::script::{self, ScriptTarget};
 use crate::offload::available_memory;
 use crate::util::{binary, counted};
 use clap::Parser;
-use experiment::Trial;
-use outcome::{Outcome, Runs};
-use record::{Record, Row, write_whole};
-use settings::Settings;
-use space::{Candidate, Space};
+use search_space::{SearchSpace, TuneCandidate};
+use settings::TuneSettings;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
+use trial::TrialRunner;
+use trial_outcome::{RepeatedTrials, TrialOutcome};
+use trial_record::{TrialRecord, TrialRow, write_whole};
 
 /// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages,
 /// micro batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
@@ -51,7 +51,7 @@ use std::time::Duration;
     bin_name = "zerorun tune",
     override_usage = "zerorun tune [OPTIONS] SCRIPT --ds_config FILE [ARGS]..."
 )]
-struct Arguments {
+struct TuneArguments {
     /// Ranks of each run
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -112,32 +112,32 @@ struct Arguments {
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
-    let typed = Arguments::try_parse_from(words).map_err(Refused)?;
-    Ok(match Search::new(typed) {
+pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
+    let typed = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;
+    Ok(match TuneSearch::new(typed) {
         Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
         Err(error) => refused(&error, EXIT_SETUP),
     })
 }
 
 /// A search under way.
-struct Search {
-    settings: Settings,
-    space: Space,
-    trial: Trial,
-    record: Record,
+struct TuneSearch {
+    settings: TuneSettings,
+    space: SearchSpace,
+    trial: TrialRunner,
+    record: TrialRecord,
     /// The script's model, where it is one of this library's.
     shapes: Option<Shapes>,
     ranks: usize,
     limit: u64,
     out: PathBuf,
     /// What earlier searches have written there.
-    written: Written,
+    written: OutputDigests,
     /// No other job writes there.
-    _claims: Claims,
+    _claims: OutputLocks,
     /// Further runs of those close to the fastest.
     repeats: u32,
-    rows: Vec<Row>,
+    rows: Vec<TrialRow>,
 }
 
 /// What `--out` is called where a search remembers what it has written.
@@ -147,16 +147,16 @@ const CLOSE: f64 = 0.15;
 /// The most candidates that are repeated.
 const MOST_REPEATED: usize = 4;
 
-impl Search {
-    fn new(typed: Arguments) -> Result<Self> {
+impl TuneSearch {
+    fn new(typed: TuneArguments) -> Result<Self> {
         let mut command = typed.command.into_iter();
         let script = command.next().map(PathBuf::from).unwrap_or_default();
         let mut args: Vec<OsString> = command.collect();
         let ranks = usize::from(typed.ranks);
         let (shapes, hidden_size) = model_of(&args).unzip();
-        let file = experiment::take_config(&mut args)?;
+        let file = trial::take_config(&mut args)?;
         let original = crate::config::read_value(&file.1)?;
-        let settings = Settings::read(&original, typed.steps, typed.fast)?;
+        let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
         // What the script says of "auto" too.
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
         // Without a configuration that loads there is nothing to vary.
@@ -166,31 +166,36 @@ impl Search {
         let target = script::find(&script)?;
         let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
         let out = typed.out.unwrap_or_else(|| results.join("best.json"));
-        let outputs =
-            Outputs::default().reads("--ds_config", &file.1, Input::File).reads("SCRIPT", &script, Input::File);
-        let outputs = outputs.writes("--results_dir", &results, Output::Shared);
+        let outputs = RunPaths::default().reads("--ds_config", &file.1, InputKind::File).reads(
+            "SCRIPT",
+            &script,
+            InputKind::File,
+        );
+        let outputs = outputs.writes("--results_dir", &results, OutputKind::Shared);
         outputs.check()?;
-        let record = Record::open(&results)?;
+        let record = TrialRecord::open(&results)?;
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
             let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
             return Err(ToolError::Tune { problem }.into());
         }
-        let claims = outputs.writes("--out", &out, Output::File).claim()?;
-        let written = Written::of_run(&results);
+        let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
+        let written = OutputDigests::of_run(&results);
         if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
             let problem =
                 "there is a file of that name that tune has not written into it, and it is not replaced".into();
             return Err(OutputError::Refused { path: out, problem }.into());
         }
         let program = match target {
-            Target::Program { path } => path,
-            Target::InPackage(target) => build::build(&target.into_build(&script, typed.features.as_deref()))?,
-            Target::Single(single) => build::build(&single.generate(typed.features.as_deref())?)?,
+            ScriptTarget::Program { path } => path,
+            ScriptTarget::InPackage(target) => {
+                cargo_build::build(&target.into_build(&script, typed.features.as_deref()))?
+            }
+            ScriptTarget::Single(single) => cargo_build::build(&single.generate(typed.features.as_deref())?)?,
         };
         let (stages, micro_batches) = (typed.stages, typed.micro_batches);
-        let space = Space::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
-        let trial = Trial {
+        let space = SearchSpace::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
+        let trial = TrialRunner {
             program,
             args,
             at: file.0,
@@ -207,8 +212,8 @@ impl Search {
     }
 
     fn run(mut self) -> Result<ExitCode> {
-        self.settings.unused.iter().for_each(|note| say(&format!("zerorun: autotuning.{note}")));
-        say(&format!(
+        self.settings.unused.iter().for_each(|note| eprint(&format!("zerorun: autotuning.{note}")));
+        eprint(&format!(
             "zerorun: each run has {} on {}, within {} of memory for a rank",
             counted(self.trial.steps, "step"),
             counted(self.ranks, "rank"),
@@ -220,11 +225,11 @@ impl Search {
         }
         self.repeat_the_fastest()?;
         self.sort();
-        if !print(record::table(&self.rows)) {
+        if !print(trial_record::table(&self.rows)) {
             return Ok(ExitCode::FAILURE);
         }
         let Some(best) = self.best() else {
-            say("zerorun: no run was both well and within the limit; nothing is written");
+            eprint("zerorun: no run was both well and within the limit; nothing is written");
             return Ok(ExitCode::FAILURE);
         };
         let config = self.space.config(&best);
@@ -256,14 +261,14 @@ impl Search {
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
         let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
-        let is_close = |row: &Row| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
+        let is_close = |row: &TrialRow| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
         let well = self.rows.iter().take_while(|row| row.outcome.throughput().is_some()).count();
         if well < 2 {
             return Ok(());
         }
         // One that is far ahead may have been lucky, or all others disturbed: it is compared with the next one.
         let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count().max(2);
-        let mut runs: Vec<Vec<Outcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
+        let mut runs: Vec<Vec<TrialOutcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
         for round in 1..=self.repeats {
             for (row, runs) in runs.iter_mut().enumerate() {
                 let candidate = self.rows[row].candidate.clone();
@@ -279,12 +284,12 @@ impl Search {
                     }
                 };
                 let outcome = outcome.within(self.limit);
-                say(&format!("zerorun: again, {candidate}: {outcome}"));
+                eprint(&format!("zerorun: again, {candidate}: {outcome}"));
                 runs.push(outcome);
             }
         }
         for (row, runs) in self.rows.iter_mut().zip(runs).filter(|(_, runs)| runs.len() > 1) {
-            if let Some(runs) = Runs::of(&runs) {
+            if let Some(runs) = RepeatedTrials::of(&runs) {
                 row.outcome = runs.middle.clone();
                 row.runs = Some(runs);
             }
@@ -297,7 +302,7 @@ impl Search {
         let (best, others) = self.rows.split_first()?;
         let speed = best.outcome.throughput()?;
         let own = best.runs.as_ref()?.spread;
-        let is_close = |row: &&Row| {
+        let is_close = |row: &&TrialRow| {
             let spread = row.runs.as_ref().map(|runs| runs.spread.max(own));
             let behind = row.outcome.throughput().map(|other| (speed - other) / speed);
             spread.zip(behind).is_some_and(|(spread, behind)| behind <= spread)
@@ -318,7 +323,7 @@ impl Search {
                     without_gain = if self.best() == before { without_gain + 1 } else { 0 };
                 }
                 if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
-                    say(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
+                    eprint(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
                     return Ok(false);
                 }
                 if outcome.is_too_large() {
@@ -342,7 +347,7 @@ impl Search {
     }
 
     /// Runs a candidate, or takes what is known of it.
-    fn try_out(&mut self, candidate: &Candidate) -> Result<Outcome> {
+    fn try_out(&mut self, candidate: &TuneCandidate) -> Result<TrialOutcome> {
         if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
             return Ok(row.outcome.clone());
         }
@@ -351,15 +356,15 @@ impl Search {
         let outcome = match &resolved {
             Err(error) => {
                 let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
-                Outcome::NotRun { reason }
+                TrialOutcome::NotRun { reason }
             }
-            Ok(resolved) if let Some(needs) = self.too_much(resolved) => Outcome::TooLarge { needs },
+            Ok(resolved) if let Some(needs) = self.too_much(resolved) => TrialOutcome::TooLarge { needs },
             Ok(resolved) => {
                 let id = self.trial.id(&config);
                 match self.record.find(&id) {
                     Some(outcome) => outcome,
                     None if self.rows.iter().filter(|r| r.outcome.has_run()).count() >= self.settings.trials => {
-                        Outcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
+                        TrialOutcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
                     }
                     None => {
                         let outcome = self.trial.run(&id, &config, resolved)?;
@@ -370,10 +375,10 @@ impl Search {
             }
         };
         let outcome = outcome.within(self.limit);
-        say(&format!("zerorun: {candidate}: {outcome}"));
+        eprint(&format!("zerorun: {candidate}: {outcome}"));
         let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
         let other_batch = resolved.as_ref().ok().and_then(batch);
-        self.rows.push(Row { candidate: candidate.clone(), outcome: outcome.clone(), other_batch, runs: None });
+        self.rows.push(TrialRow { candidate: candidate.clone(), outcome: outcome.clone(), other_batch, runs: None });
         Ok(outcome)
     }
 
@@ -387,7 +392,7 @@ impl Search {
         Some((held + more) as u64).filter(|bytes| *bytes > self.limit)
     }
 
-    fn best(&self) -> Option<Candidate> {
+    fn best(&self) -> Option<TuneCandidate> {
         let well = self.rows.iter().filter(|row| row.outcome.is_well());
         let best = well.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
         Some(best.candidate.clone())
@@ -397,21 +402,21 @@ impl Search {
 /// The model that the script's arguments name and its width, if it is one of this library's.
 fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
-    struct Model {
+    struct ScriptModelFlags {
         #[arg(long)]
         model: String,
         #[command(flatten)]
-        sizes: Sizes,
+        sizes: ModelSizeFlags,
     }
     const NAMES: [&str; 8] =
         ["--model", "--n_layer", "--n_head", "--n_kv_head", "--n_embd", "--n_inner", "--ctx", "--vocab"];
     let mut left = args.to_vec();
     let mut words = vec![OsString::from("model")];
     for name in NAMES {
-        if let Some((_, value)) = experiment::take(&mut left, &[name]) {
+        if let Some((_, value)) = trial::take(&mut left, &[name]) {
             words.extend([name.into(), value]);
         }
     }
-    let model = Model::try_parse_from(words).ok()?;
+    let model = ScriptModelFlags::try_parse_from(words).ok()?;
     Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
 }

@@ -1,6 +1,6 @@
 //! The section `autotuning`, as far as it has a counterpart here.
 
-use super::outcome::Outcome;
+use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, Result, ToolError};
 use serde_json::Value;
 use std::cmp::Ordering;
@@ -8,19 +8,19 @@ use std::path::PathBuf;
 
 /// The criterion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Metric {
+pub(super) enum TuneMetric {
     /// Most samples or tokens per second. DeepSpeed's `flops` orders runs of one model in the same way.
     Throughput,
     /// The shortest step.
     Latency,
 }
 
-impl Metric {
+impl TuneMetric {
     /// The better one first, those that did not end well last.
-    pub(super) fn order(self, a: &Outcome, b: &Outcome) -> Ordering {
-        let cost = |outcome: &Outcome| match (self, outcome) {
-            (Self::Throughput, Outcome::Ran { throughput, .. }) => -throughput,
-            (Self::Latency, Outcome::Ran { step_ms, .. }) => *step_ms,
+    pub(super) fn order(self, a: &TrialOutcome, b: &TrialOutcome) -> Ordering {
+        let cost = |outcome: &TrialOutcome| match (self, outcome) {
+            (Self::Throughput, TrialOutcome::Ran { throughput, .. }) => -throughput,
+            (Self::Latency, TrialOutcome::Ran { step_ms, .. }) => *step_ms,
             _ => f64::INFINITY,
         };
         cost(a).total_cmp(&cost(b))
@@ -29,14 +29,14 @@ impl Metric {
 
 /// How to search.
 #[derive(Debug, Clone)]
-pub(super) struct Settings {
+pub(super) struct TuneSettings {
     pub(super) fast: bool,
     pub(super) results_dir: PathBuf,
     pub(super) exps_dir: Option<PathBuf>,
     /// Number, from 1, of the first step that is measured.
     pub(super) first_measured: u64,
     pub(super) steps: u64,
-    pub(super) metric: Metric,
+    pub(super) metric: TuneMetric,
     /// Keys of the configuration, and the flags by which the script wants to hear their values too.
     pub(super) mappings: Vec<(String, String)>,
     pub(super) early_stopping: Option<usize>,
@@ -50,10 +50,10 @@ pub(super) struct Settings {
     pub(super) unused: Vec<String>,
 }
 
-impl Settings {
+impl TuneSettings {
     /// Reads the section of `config`; what was typed wins.
     pub(super) fn read(config: &Value, steps: Option<u64>, fast: bool) -> Result<Self> {
-        let section = Section(&config["autotuning"]);
+        let section = AutotuningSection(&config["autotuning"]);
         let steps = match steps {
             Some(steps) => steps,
             None => section.number("end_profile_step")?.unwrap_or(5).clamp(2, 100_000) as u64,
@@ -68,8 +68,8 @@ impl Settings {
             first_measured,
             steps,
             metric: match section.text("metric")?.as_deref() {
-                None | Some("throughput" | "flops") => Metric::Throughput,
-                Some("latency") => Metric::Latency,
+                None | Some("throughput" | "flops") => TuneMetric::Throughput,
+                Some("latency") => TuneMetric::Latency,
                 Some(other) => return Err(section.wrong("metric", other, "throughput, latency or flops")),
             },
             mappings: section.mappings()?,
@@ -86,13 +86,15 @@ impl Settings {
     }
 }
 
-impl Settings {
+impl TuneSettings {
     /// The keys that `arg_mappings` names are keys of the `original` configuration, or of what it is `resolved` to.
     pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
         let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
         let allowed = "a key of the configuration, as \"train_micro_batch_size_per_gpu\" or \"optimizer.params.lr\"";
         match self.mappings.iter().find(|(key, _)| !is_in(original, key) && !is_in(resolved, key)) {
-            Some((key, _)) => Err(Section(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed)),
+            Some((key, _)) => {
+                Err(AutotuningSection(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed))
+            }
             None => Ok(()),
         }
     }
@@ -130,9 +132,9 @@ const UNUSED: [(&str, &str); 6] = [
 /// How alike two names have to be, from 0 to 1, before one is suggested for the other.
 const ALIKE: f64 = 0.5;
 
-struct Section<'a>(&'a Value);
+struct AutotuningSection<'a>(&'a Value);
 
-impl Section<'_> {
+impl AutotuningSection<'_> {
     fn wrong(&self, key: &str, found: impl std::fmt::Display, allowed: &str) -> Error {
         ToolError::TuneSetting { key: key.into(), found: found.to_string(), allowed: allowed.into() }.into()
     }
@@ -214,14 +216,14 @@ mod tests {
             "tuner_early_stopping": 3, "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"},
             "max_train_micro_batch_size_per_gpu": 16, "mp_size": 1,
         }});
-        let settings = Settings::read(&section, None, false).unwrap();
-        assert_eq!((settings.fast, settings.metric), (true, Metric::Latency));
+        let settings = TuneSettings::read(&section, None, false).unwrap();
+        assert_eq!((settings.fast, settings.metric), (true, TuneMetric::Latency));
         assert_eq!((settings.first_measured, settings.steps, settings.early_stopping), (4, 9, Some(3)));
         assert_eq!((settings.micro_batch, settings.unused.len()), ((None, 16), 1));
         assert_eq!(settings.mappings, [("train_micro_batch_size_per_gpu".to_string(), "--batch".to_string())]);
-        let settings = Settings::read(&section, Some(3), false).unwrap();
+        let settings = TuneSettings::read(&section, Some(3), false).unwrap();
         assert_eq!((settings.first_measured, settings.steps), (3, 3));
-        let settings = Settings::read(&json!({}), None, false).unwrap();
+        let settings = TuneSettings::read(&json!({}), None, false).unwrap();
         assert_eq!((settings.first_measured, settings.steps, settings.trials), (3, 5, 50));
     }
 
@@ -235,7 +237,7 @@ mod tests {
             (json!({"fast": "no"}), "autotuning.fast is \"no\", but must be true or false"),
             (json!({"tuner_num_trials": -1.0}), "autotuning.tuner_num_trials"),
         ] {
-            let error = Settings::read(&json!({"autotuning": section}), None, false).unwrap_err().to_string();
+            let error = TuneSettings::read(&json!({"autotuning": section}), None, false).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }
     }
@@ -243,12 +245,12 @@ mod tests {
     #[test]
     fn whole_floats_count_and_unknown_keys_are_said_with_the_nearest() {
         let section = json!({"autotuning": {"end_profile_step": 7.0, "tuner_early_stoping": 3, "_note": "", "zzz": 1}});
-        let settings = Settings::read(&section, None, false).unwrap();
+        let settings = TuneSettings::read(&section, None, false).unwrap();
         assert_eq!((settings.steps, settings.early_stopping), (7, None));
         assert!(settings.unused[0].contains("did you mean `tuner_early_stopping`?"), "{:?}", settings.unused);
         assert!(settings.unused[1].contains("zzz: no key of the section, and none"), "{:?}", settings.unused);
         let section = json!({"autotuning": {"arg_mappings": {"train_micro": "--batch"}}});
-        let settings = Settings::read(&section, None, false).unwrap();
+        let settings = TuneSettings::read(&section, None, false).unwrap();
         let error = settings.check_mappings(&section, &json!({"train_micro_batch_size_per_gpu": 1})).unwrap_err();
         assert!(error.to_string().contains("\"train_micro\""), "{error}");
     }

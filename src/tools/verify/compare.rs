@@ -26,15 +26,15 @@ pub(super) struct RankLog {
 
 /// The first thing that is not the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Difference {
+pub(super) struct FirstDifference {
     /// The step, from 1.
     step: usize,
     rank: usize,
-    what: What,
+    what: DifferingValue,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum What {
+enum DifferingValue {
     /// Micro step of the step, from 1.
     Loss { micro_step: usize },
     /// The parameter of that name, after the step.
@@ -43,47 +43,47 @@ enum What {
     Amount,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for FirstDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, rank, what } = self;
         write!(f, "step {step}, rank {rank}: ")?;
         match what {
-            What::Loss { micro_step } => write!(f, "the loss of micro step {micro_step}"),
-            What::Parameter(name) => write!(f, "parameter {name}"),
-            What::Amount => write!(f, "the number of losses or parameters"),
+            DifferingValue::Loss { micro_step } => write!(f, "the loss of micro step {micro_step}"),
+            DifferingValue::Parameter(name) => write!(f, "parameter {name}"),
+            DifferingValue::Amount => write!(f, "the number of losses or parameters"),
         }
     }
 }
 
-impl Difference {
+impl FirstDifference {
     pub fn json(&self) -> Value {
         let (micro_step, parameter) = match &self.what {
-            What::Loss { micro_step } => (Some(micro_step), None),
-            What::Parameter(name) => (None, Some(name)),
-            What::Amount => (None, None),
+            DifferingValue::Loss { micro_step } => (Some(micro_step), None),
+            DifferingValue::Parameter(name) => (None, Some(name)),
+            DifferingValue::Amount => (None, None),
         };
         json!({"step": self.step, "rank": self.rank, "micro_step": micro_step, "parameter": parameter})
     }
 }
 
 /// Where `other` is first not as `reference`, step by step; within a step losses come first, then parameters.
-pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<Difference> {
+pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<FirstDifference> {
     let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
     (0..steps).find_map(|step| {
         let ranks = 0..reference.len().max(other.len());
-        let at = |rank: usize, what| Difference { step: step + 1, rank, what };
+        let at = |rank: usize, what| FirstDifference { step: step + 1, rank, what };
         let pair = |rank: usize| reference.get(rank).zip(other.get(rank));
         let losses = ranks.clone().find_map(|rank| {
-            let Some((a, b)) = pair(rank) else { return Some(at(rank, What::Amount)) };
+            let Some((a, b)) = pair(rank) else { return Some(at(rank, DifferingValue::Amount)) };
             let found = first_unequal(a.losses.get(step), b.losses.get(step))?;
-            Some(at(rank, found.map_or(What::Amount, |i| What::Loss { micro_step: i + 1 })))
+            Some(at(rank, found.map_or(DifferingValue::Amount, |i| DifferingValue::Loss { micro_step: i + 1 })))
         });
         losses.or_else(|| {
             ranks.clone().find_map(|rank| {
                 let (a, b) = pair(rank)?;
                 let found = first_unequal(a.parameters.get(step), b.parameters.get(step))?;
                 let name = found.and_then(|i| a.names.get(i));
-                Some(at(rank, name.map_or(What::Amount, |name| What::Parameter(name.clone()))))
+                Some(at(rank, name.map_or(DifferingValue::Amount, |name| DifferingValue::Parameter(name.clone()))))
             })
         })
     })

@@ -2,7 +2,7 @@
 
 use crate::engine::{CHECK_GRADIENTS, GradientReport};
 use crate::error::{Error, LaunchError, Result};
-use crate::launch::console::{print, say};
+use crate::launch::console::{eprint, print};
 use crate::launch::signals::die_with_parent;
 use rustix::process::Signal;
 use std::ffi::OsString;
@@ -37,8 +37,8 @@ pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> R
             let log = std::fs::read(&log).unwrap_or_default();
             let log = String::from_utf8_lossy(&log);
             let lines: Vec<&str> = log.lines().collect();
-            lines[lines.len().saturating_sub(LAST_LINES)..].iter().for_each(|line| say(line));
-            say(&format!(
+            lines[lines.len().saturating_sub(LAST_LINES)..].iter().for_each(|line| eprint(line));
+            eprint(&format!(
                 "zerorun verify: the script ended ({status}) before its engine had made a step; its last lines are above"
             ));
             return Ok(ExitCode::FAILURE);

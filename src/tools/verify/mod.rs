@@ -5,24 +5,24 @@
 
 mod compare;
 mod gradients;
-mod rows;
 mod train;
+mod verify_rows;
 
 use crate::error::{Error, LaunchError, Result};
-use crate::files::Scratch;
-use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
-use crate::launch::ranks::{self, End, Job};
-use crate::launch::report::Ended;
-use crate::launch::signals::{self, Event};
+use crate::files::ScratchFolder;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::failure_report::RankExitStatus;
+use crate::launch::ranks::{self, LocalJob, RunEnd};
+use crate::launch::signals::{self, LauncherEvent};
 use clap::Parser;
-use compare::{Difference, RankLog};
-use rows::{Precision, ROWS, Row};
+use compare::{FirstDifference, RankLog};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::Receiver;
+use verify_rows::{ROWS, VerifyDtype, VerifyRow};
 
 /// Trains a small GPT at stages 0, 1, 2 and 3 and at stage 3 with offload to host memory and to files, in f32, bf16 and
 /// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
@@ -35,7 +35,7 @@ use std::sync::mpsc::Receiver;
 /// folder.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
-struct Arguments {
+struct VerifyArguments {
     /// A script whose gradients are checked, as zerorun runs it
     #[arg(value_name = "SCRIPT")]
     script: Option<PathBuf>,
@@ -71,7 +71,7 @@ struct Arguments {
 const PREFIX: &str = "candle-zero-verify-";
 
 /// Why there is no verdict.
-enum Stop {
+enum VerifyStop {
     /// An error that the user must fix.
     SetUp(Error),
     /// A rank failed; this is the report on it.
@@ -80,18 +80,18 @@ enum Stop {
     Interrupted(Signal),
 }
 
-impl From<Error> for Stop {
+impl From<Error> for VerifyStop {
     fn from(error: Error) -> Self {
         Self::SetUp(error)
     }
 }
 
 /// The tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(VerifyArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
 
-impl Arguments {
+impl VerifyArguments {
     fn run(&self) -> ExitCode {
         if let Some(folder) = &self.rank_of {
             return match train::run(folder, self.steps) {
@@ -106,39 +106,39 @@ impl Arguments {
         match self.compare_all() {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
-            Err(Stop::SetUp(error)) => refused(&error, EXIT_SETUP),
-            Err(Stop::Failed(report)) => {
-                say(&report);
+            Err(VerifyStop::SetUp(error)) => refused(&error, EXIT_SETUP),
+            Err(VerifyStop::Failed(report)) => {
+                eprint(&report);
                 ExitCode::FAILURE
             }
-            Err(Stop::Interrupted(signal)) => {
-                say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
-                ExitCode::from(Ended::Signal(signal.as_raw()).exit_code())
+            Err(VerifyStop::Interrupted(signal)) => {
+                eprint(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+                ExitCode::from(RankExitStatus::Signal(signal.as_raw()).exit_code())
             }
         }
     }
 
     /// Reports all rows one by one; true if all are as they must be and could be reported.
-    fn compare_all(&self) -> Result<bool, Stop> {
+    fn compare_all(&self) -> Result<bool, VerifyStop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
-        let folder = Scratch::new(&parent, PREFIX).map_err(wrong)?;
+        let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
         let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
         if !self.json {
-            told &= print(rows::HEAD);
+            told &= print(verify_rows::HEAD);
         }
-        for (number, precision) in Precision::ALL.into_iter().enumerate() {
+        for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
             let mut reference: Option<Vec<RankLog>> = None;
             for (of_precision, row) in ROWS.into_iter().enumerate() {
                 let number = number * ROWS.len() + of_precision;
                 let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
                 let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &logs));
                 if self.json {
-                    list.push(rows::json(row, precision, &logs, difference.as_ref()));
+                    list.push(verify_rows::json(row, precision, &logs, difference.as_ref()));
                 } else {
-                    told &= print(rows::line(row, precision, &logs, difference.as_ref()));
+                    told &= print(verify_rows::line(row, precision, &logs, difference.as_ref()));
                 }
                 if let (Some(difference), None) = (difference, &first) {
                     first = Some((row, precision, difference));
@@ -153,15 +153,15 @@ impl Arguments {
     /// Runs the job of one row.
     fn train(
         &self,
-        row: Row,
-        precision: Precision,
+        row: VerifyRow,
+        precision: VerifyDtype,
         folder: &Path,
         number: usize,
-        events: &Receiver<Event>,
-    ) -> Result<Vec<RankLog>, Stop> {
+        events: &Receiver<LauncherEvent>,
+    ) -> Result<Vec<RankLog>, VerifyStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
-        let config = rows::config(row, precision, folder).to_string();
+        let config = verify_rows::config(row, precision, folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let program = std::env::current_exe()
             .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
@@ -170,7 +170,7 @@ impl Arguments {
         args.push(folder.into());
         // As a restart of the first job: what the launcher has to say about the number of ranks, it says once.
         let restart = u32::try_from(number).unwrap_or(u32::MAX);
-        let job = Job {
+        let job = LocalJob {
             program,
             args,
             world: ranks,
@@ -182,17 +182,17 @@ impl Arguments {
             prometheus: None,
             restart,
             timeline: None,
-            part: None,
+            multi_host: None,
             cores: None,
             devices: None,
         };
         match ranks::run(&job, events)? {
-            End::Well | End::Unwritten => {
+            RunEnd::Well | RunEnd::Unwritten => {
                 Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
             }
-            End::Elsewhere => unreachable!("the ranks are on this host"),
-            End::Interrupted(signal) => Err(Stop::Interrupted(signal)),
-            End::Failed(failure) => Err(Stop::Failed(failure.report)),
+            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::Interrupted(signal) => Err(VerifyStop::Interrupted(signal)),
+            RunEnd::Failed(failure) => Err(VerifyStop::Failed(failure.report)),
         }
     }
 
@@ -201,7 +201,7 @@ impl Arguments {
         json!({"ok": ok, "num_ranks": self.ranks, "steps": self.steps, "rows": rows})
     }
 
-    fn verdict(&self, first: Option<&(Row, Precision, Difference)>) -> String {
+    fn verdict(&self, first: Option<&(VerifyRow, VerifyDtype, FirstDifference)>) -> String {
         let Self { ranks, steps, .. } = self;
         match first {
             None => format!(

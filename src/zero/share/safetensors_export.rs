@@ -4,7 +4,7 @@ use super::state_access::ParamStateKind;
 use crate::comm::Wire;
 use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::Result;
-use crate::files::{self, NewFile, Output, Outputs};
+use crate::files::{self, AtomicFile, OutputKind, RunPaths};
 use crate::param::{ModelBuffer, Param};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
@@ -52,13 +52,13 @@ impl RankCore {
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
         let header = header(&self.params, self.buffers.list(), dtype);
         let tensors = serde_json::from_slice(&header).map_err(|e| failed(e.into()))?;
-        Outputs::default().writes("the export", path, Output::File).check()?;
+        RunPaths::default().writes("the export", path, OutputKind::File).check()?;
         check_earlier(path, &tensors).map_err(failed)?;
         let values = self.params.iter().map(|p| (p.numel * dtype.size_in_bytes()) as u64);
         let buffers =
             self.buffers.list().iter().map(|b| (b.tensor.elem_count() * b.tensor.dtype().size_in_bytes()) as u64);
         let folder = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        files::ask_for_room(files::folder_of(&folder), header.len() as u64 + values.chain(buffers).sum::<u64>())
+        files::check_free_space(files::folder_of(&folder), header.len() as u64 + values.chain(buffers).sum::<u64>())
     }
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
@@ -102,7 +102,7 @@ impl RankCore {
 /// A safetensors file under construction, beside its place.
 struct SafetensorsExport {
     file: BufWriter<File>,
-    new: NewFile,
+    new: AtomicFile,
     dtype: DType,
 }
 
@@ -112,7 +112,7 @@ impl SafetensorsExport {
         let header = header(params, buffers, dtype);
         let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;
         check_earlier(path, &tensors)?;
-        let mut new = NewFile::beside(path)?;
+        let mut new = AtomicFile::beside(path)?;
         let mut file = BufWriter::new(new.file().try_clone()?);
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;

@@ -1,0 +1,277 @@
+//! A value of a pickle together with the place where it stands, so that a message can name it.
+
+use super::pickle::{Pickle, PickleNode, PickleNodeId, PickleProblem};
+use serde_json::Value as Json;
+
+/// Values that one conversion to JSON may visit, and how deep they may be nested: values of a pickle can share parts,
+/// so that a few bytes unfold without end.
+const JSON_VALUES: usize = 100_000;
+const JSON_DEPTH: usize = 60;
+/// Bytes of text that count as one value.
+const JSON_TEXT: usize = 64;
+/// The longest key that a message shows.
+const PLACE_LIMIT: usize = 200;
+
+/// A value and its place, such as `optimizer_state_dict.zero_stage`.
+#[derive(Debug, Clone)]
+pub(super) struct PickleValue<'a> {
+    pickle: &'a Pickle,
+    id: PickleNodeId,
+    place: String,
+}
+
+impl<'a> PickleValue<'a> {
+    pub fn root(pickle: &'a Pickle) -> Self {
+        Self { pickle, id: pickle.root, place: String::new() }
+    }
+
+    pub fn place(&self) -> &str {
+        &self.place
+    }
+
+    fn node(&self) -> &'a PickleNode {
+        self.pickle.node(self.id)
+    }
+
+    fn inner(&self, id: PickleNodeId, key: &str) -> Self {
+        // A key can be of any length, and many entries can share one.
+        let key = if key.len() > PLACE_LIMIT { "(a long name)" } else { key };
+        let place = if self.place.is_empty() { key.to_owned() } else { format!("{}.{key}", self.place) };
+        Self { pickle: self.pickle, id, place }
+    }
+
+    /// The message for a value that is something else than `needed`.
+    pub fn unlike(&self, needed: &str) -> PickleProblem {
+        let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
+        format!("{place} is {}, where {needed} is needed", self.kind())
+    }
+
+    fn kind(&self) -> String {
+        match self.node() {
+            PickleNode::None => "None".into(),
+            PickleNode::Bool(value) => format!("the truth value {value}"),
+            PickleNode::Int(number) => format!("the number {number}"),
+            PickleNode::Float(number) => format!("the number {number}"),
+            PickleNode::Text(_) => "a text".into(),
+            PickleNode::Tuple(items) => format!("a tuple of {}", items.len()),
+            PickleNode::List(items) => format!("a list of {}", items.len()),
+            PickleNode::Dict(entries) => format!("a dictionary of {}", entries.len()),
+            PickleNode::Global(name) => format!("the name {name}"),
+            PickleNode::Object { class, .. } => match self.pickle.node(*class) {
+                PickleNode::Global(name) => format!("an object of {name}"),
+                _ => "an object".into(),
+            },
+            PickleNode::Persistent(_) => "a storage".into(),
+            PickleNode::Opaque => "of a kind that is not read here".into(),
+        }
+    }
+
+    // ---- dictionaries and lists ----------------------------------------------------------------
+
+    /// The value of a key, unless it is missing or None.
+    pub fn find(&self, key: &str) -> Option<Self> {
+        let PickleNode::Dict(entries) = self.node() else { return None };
+        let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);
+        let (_, value) = entries.iter().rev().find(|(k, _)| is_it(*k))?;
+        Some(self.inner(*value, key)).filter(|value| !matches!(value.node(), PickleNode::None))
+    }
+
+    /// The value of a key.
+    pub fn get(&self, key: &str) -> Result<Self, PickleProblem> {
+        match self.node() {
+            PickleNode::Dict(_) => self.find(key).ok_or_else(|| self.inner(self.id, key).missing()),
+            _ => Err(self.unlike("a dictionary")),
+        }
+    }
+
+    fn missing(&self) -> PickleProblem {
+        format!("{} is missing", self.place)
+    }
+
+    /// The entries of a dictionary whose keys are texts, in order; other keys are left out.
+    pub fn entries(&self) -> Result<Vec<(&'a str, Self)>, PickleProblem> {
+        let PickleNode::Dict(entries) = self.node() else { return Err(self.unlike("a dictionary")) };
+        let text = |(key, value): &(PickleNodeId, PickleNodeId)| match self.pickle.node(*key) {
+            PickleNode::Text(key) => Some((key.as_str(), self.inner(*value, key))),
+            _ => None,
+        };
+        Ok(entries.iter().filter_map(text).collect())
+    }
+
+    /// The items of a list or tuple.
+    pub fn items(&self) -> Result<Vec<Self>, PickleProblem> {
+        let (PickleNode::List(items) | PickleNode::Tuple(items)) = self.node() else {
+            return Err(self.unlike("a list"));
+        };
+        Ok(items.iter().enumerate().map(|(i, id)| self.inner(*id, &i.to_string())).collect())
+    }
+
+    /// Item `index` of a list, or the value of that number in a dictionary.
+    pub fn item(&self, index: usize) -> Result<Self, PickleProblem> {
+        let id = match self.node() {
+            PickleNode::List(items) | PickleNode::Tuple(items) => items.get(index),
+            PickleNode::Dict(entries) => {
+                let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Int(n) if usize::try_from(*n) == Ok(index));
+                entries.iter().rev().find(|(key, _)| is_it(*key)).map(|(_, value)| value)
+            }
+            _ => return Err(self.unlike("a list or a dictionary")),
+        };
+        let key = index.to_string();
+        match id {
+            Some(id) => Ok(self.inner(*id, &key)),
+            None => Err(self.inner(self.id, &key).missing()),
+        }
+    }
+
+    // ---- objects -------------------------------------------------------------------------------
+
+    /// The name of a class or function.
+    pub fn name(&self) -> Option<&'a str> {
+        match self.node() {
+            PickleNode::Global(name) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Name and arguments of the call that would make this object.
+    pub fn call(&self) -> Option<(&'a str, Self)> {
+        let PickleNode::Object { class, arguments, .. } = self.node() else { return None };
+        let PickleNode::Global(name) = self.pickle.node(*class) else { return None };
+        Some((name, Self { id: *arguments, ..self.clone() }))
+    }
+
+    /// The attributes of an object.
+    pub fn attributes(&self) -> Option<Self> {
+        match self.node() {
+            PickleNode::Object { state: Some(state), .. } => Some(Self { id: *state, ..self.clone() }),
+            _ => None,
+        }
+    }
+
+    /// The key of a storage.
+    pub fn storage(&self) -> Option<Self> {
+        match self.node() {
+            PickleNode::Persistent(id) => Some(Self { id: *id, ..self.clone() }),
+            _ => None,
+        }
+    }
+
+    // ---- numbers and text ----------------------------------------------------------------------
+
+    /// A whole number; of an enumeration such as ZeroStageEnum, its number.
+    pub fn integer(&self) -> Result<i64, PickleProblem> {
+        let number = match self.call() {
+            Some((_, arguments)) if matches!(arguments.node(), PickleNode::Tuple(items) if items.len() == 1) => {
+                arguments.item(0)?
+            }
+            _ => self.clone(),
+        };
+        match number.node() {
+            PickleNode::Int(number) => Ok(*number),
+            _ => Err(self.unlike("a whole number")),
+        }
+    }
+
+    /// A whole number that is not negative.
+    pub fn count<T: TryFrom<i64>>(&self) -> Result<T, PickleProblem> {
+        T::try_from(self.integer()?).map_err(|_| self.unlike("a count"))
+    }
+
+    pub fn number(&self) -> Result<f64, PickleProblem> {
+        match self.node() {
+            PickleNode::Float(number) => Ok(*number),
+            PickleNode::Int(number) => Ok(*number as f64),
+            _ => Err(self.unlike("a number")),
+        }
+    }
+
+    pub fn truth(&self) -> Result<bool, PickleProblem> {
+        match self.node() {
+            PickleNode::Bool(value) => Ok(*value),
+            _ => Err(self.unlike("True or False")),
+        }
+    }
+
+    pub fn text(&self) -> Result<&'a str, PickleProblem> {
+        match self.node() {
+            PickleNode::Text(text) => Ok(text),
+            _ => Err(self.unlike("a text")),
+        }
+    }
+
+    // ---- JSON ----------------------------------------------------------------------------------
+
+    /// The value in JSON. Tuples become lists, numbers that are not finite and what JSON has no form for become null.
+    pub fn json(&self) -> Result<Json, PickleProblem> {
+        let mut left = JSON_VALUES;
+        self.json_within(&mut left, JSON_DEPTH)
+            .ok_or_else(|| format!("{} is too large or too deep to be kept", self.place))
+    }
+
+    fn json_within(&self, left: &mut usize, depth: usize) -> Option<Json> {
+        *left = left.checked_sub(1)?;
+        let depth = depth.checked_sub(1)?;
+        let child = |id: PickleNodeId| Self { pickle: self.pickle, id, place: String::new() };
+        Some(match self.node() {
+            PickleNode::Bool(value) => (*value).into(),
+            PickleNode::Int(number) => (*number).into(),
+            PickleNode::Float(number) => (*number).into(),
+            PickleNode::Text(text) => {
+                *left = left.checked_sub(text.len() / JSON_TEXT)?;
+                text.as_str().into()
+            }
+            PickleNode::Global(name) => name.as_str().into(),
+            PickleNode::List(items) | PickleNode::Tuple(items) => {
+                items.iter().map(|id| child(*id).json_within(left, depth)).collect::<Option<Vec<_>>>()?.into()
+            }
+            PickleNode::Dict(entries) => {
+                let mut object = serde_json::Map::new();
+                for (key, value) in entries {
+                    let key = match self.pickle.node(*key) {
+                        PickleNode::Text(key) => key.clone(),
+                        PickleNode::Int(number) => number.to_string(),
+                        _ => continue,
+                    };
+                    *left = left.checked_sub(key.len() / JSON_TEXT)?;
+                    object.insert(key, child(*value).json_within(left, depth)?);
+                }
+                object.into()
+            }
+            PickleNode::None | PickleNode::Object { .. } | PickleNode::Persistent(_) | PickleNode::Opaque => Json::Null,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_list_in_itself_is_refused_and_not_followed() {
+        let pickle = Pickle::parse(b"\x80\x02]q\x00h\x00a.").unwrap();
+        assert!(PickleValue::root(&pickle).json().unwrap_err().contains("too deep"));
+    }
+
+    #[test]
+    fn shared_lists_that_unfold_without_end_are_refused() {
+        // Each list holds the one before it ten times.
+        let mut bytes = b"\x80\x02]q\x00".to_vec();
+        for level in 1..30u8 {
+            bytes.extend([b"](".as_slice(), &[b'h', level - 1].repeat(10), b"eq", &[level]].concat());
+        }
+        bytes.push(b'.');
+        let pickle = Pickle::parse(&bytes).unwrap();
+        assert!(PickleValue::root(&pickle).json().unwrap_err().contains("too large"));
+    }
+
+    #[test]
+    fn messages_name_the_place_and_both_kinds() {
+        let pickle = Pickle::parse(b"\x80\x02}X\x01\x00\x00\x00aX\x01\x00\x00\x00bs.").unwrap();
+        let root = PickleValue::root(&pickle);
+        assert_eq!(root.get("a").unwrap().integer().unwrap_err(), "a is a text, where a whole number is needed");
+        assert_eq!(root.get("c").unwrap_err(), "c is missing");
+        assert_eq!(root.items().unwrap_err(), "the outermost value is a dictionary of 1, where a list is needed");
+    }
+}

@@ -1,0 +1,209 @@
+//! Where the elements of a tensor lie: which storage, from which element on.
+
+use super::pickle::PickleProblem;
+use super::pickle_value::PickleValue;
+use candle_core::DType;
+use half::{bf16, f16};
+
+/// The most axes of a tensor, as in PyTorch.
+const MAX_AXES: usize = 64;
+
+/// Type of the elements of a storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StorageType {
+    F32,
+    F16,
+    Bf16,
+    F64,
+    I64,
+    I32,
+    I16,
+    I8,
+    U8,
+    /// A byte that is 0 or 1.
+    Bool,
+}
+
+impl StorageType {
+    fn of(storage: &PickleValue<'_>) -> Result<Self, PickleProblem> {
+        match storage.name() {
+            Some("torch.FloatStorage") => Ok(Self::F32),
+            Some("torch.HalfStorage") => Ok(Self::F16),
+            Some("torch.BFloat16Storage") => Ok(Self::Bf16),
+            Some("torch.DoubleStorage") => Ok(Self::F64),
+            Some("torch.LongStorage") => Ok(Self::I64),
+            Some("torch.IntStorage") => Ok(Self::I32),
+            Some("torch.ShortStorage") => Ok(Self::I16),
+            Some("torch.CharStorage") => Ok(Self::I8),
+            Some("torch.ByteStorage") => Ok(Self::U8),
+            Some("torch.BoolStorage") => Ok(Self::Bool),
+            other => Err(format!(
+                "{} is a tensor of {}; floats of 16 to 64 bits, integers of 8 to 64 bits and truth values can be read",
+                storage.place(),
+                other.unwrap_or("an unknown type")
+            )),
+        }
+    }
+
+    /// Whether weights and moments can be of it.
+    fn is_narrow_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+    }
+
+    /// The type that holds all its values in memory and in this library's files.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::BF16,
+            Self::F64 => DType::F64,
+            Self::I64 => DType::I64,
+            Self::I32 => DType::I32,
+            Self::I16 | Self::I8 => DType::I16,
+            Self::U8 | Self::Bool => DType::U8,
+        }
+    }
+
+    /// Elements of a file as elements of [`dtype`](Self::dtype), little-endian too.
+    pub fn as_own(self, bytes: Vec<u8>) -> Vec<u8> {
+        match self {
+            Self::I8 => bytes.into_iter().flat_map(|byte| i16::from(byte as i8).to_le_bytes()).collect(),
+            _ => bytes,
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 => 8,
+            Self::F32 | Self::I32 => 4,
+            Self::F16 | Self::Bf16 | Self::I16 => 2,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    /// Elements of a file, which is little-endian, of a type of weights, in f32.
+    pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
+        fn each<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
+            out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, b)| *out = f(*b));
+        }
+        match self {
+            Self::F32 => each(bytes, out, f32::from_le_bytes),
+            Self::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
+            Self::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
+            _ => unreachable!("weights and moments are of other types: Tensor::of_weights"),
+        }
+    }
+}
+
+/// A tensor whose elements lie one after another in a storage.
+#[derive(Debug, Clone)]
+pub(super) struct StoredTensor {
+    /// Its place in the pickle, for messages.
+    pub place: String,
+    /// The storage's key: its name in the archive.
+    pub storage: String,
+    pub kind: StorageType,
+    pub shape: Vec<usize>,
+    /// Elements before it, and its own.
+    pub start: usize,
+    pub length: usize,
+}
+
+impl StoredTensor {
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> u64 {
+        (self.length as u64).saturating_mul(self.kind.size() as u64)
+    }
+
+    /// The tensor of weights or moments that `value` describes.
+    pub fn of_weights(value: &PickleValue<'_>) -> Result<Self, PickleProblem> {
+        let tensor = Self::of(value)?;
+        match tensor.kind.is_narrow_float() {
+            true => Ok(tensor),
+            false => Err(format!(
+                "{} is a tensor of {:?}; weights and moments are float32, float16 or bfloat16",
+                tensor.place, tensor.kind
+            )),
+        }
+    }
+
+    /// The tensor that `value` describes.
+    pub fn of(value: &PickleValue<'_>) -> Result<Self, PickleProblem> {
+        let not_a_tensor = || value.unlike("a tensor");
+        let (name, arguments) = value.call().ok_or_else(not_a_tensor)?;
+        match name {
+            "torch._utils._rebuild_tensor_v2" => Self::rebuild(value, &arguments),
+            // A tensor with attributes: (function, type, arguments, attributes).
+            "torch._tensor._rebuild_from_type_v2" => {
+                let function = arguments.item(0)?.name() == Some("torch._utils._rebuild_tensor_v2");
+                if function { Self::rebuild(value, &arguments.item(2)?) } else { Err(not_a_tensor()) }
+            }
+            // (tensor, requires_grad, hooks)
+            "torch._utils._rebuild_parameter" => {
+                let inner = arguments.item(0)?;
+                match inner.call() {
+                    Some(("torch._utils._rebuild_tensor_v2", arguments)) => Self::rebuild(value, &arguments),
+                    _ => Err(not_a_tensor()),
+                }
+            }
+            _ => Err(not_a_tensor()),
+        }
+    }
+
+    /// Arguments: storage, offset, shape, strides, requires_grad, hooks.
+    fn rebuild(value: &PickleValue<'_>, arguments: &PickleValue<'_>) -> Result<Self, PickleProblem> {
+        let storage = arguments.item(0)?;
+        // ("storage", class, key, device, elements)
+        let storage = storage.storage().ok_or_else(|| storage.unlike("a storage"))?;
+        let start = arguments.item(1)?.count()?;
+        let shape = shape(&arguments.item(2)?)?;
+        let strides = shape_of_counts(&arguments.item(3)?)?;
+        let length = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
+        if length > 1 && !is_contiguous(&shape, &strides) {
+            return Err(format!(
+                "{} is a view that jumps (shape {shape:?}, strides {strides:?}); only contiguous tensors can be read",
+                value.place()
+            ));
+        }
+        Ok(Self {
+            place: value.place().to_owned(),
+            kind: StorageType::of(&storage.item(1)?)?,
+            storage: storage.item(2)?.text()?.to_owned(),
+            start,
+            length,
+            shape,
+        })
+    }
+}
+
+/// A shape: a tuple of counts, or torch.Size of one.
+pub(super) fn shape(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
+    match value.call() {
+        Some(("torch.Size", arguments)) => shape_of_counts(&arguments.item(0)?),
+        _ => shape_of_counts(value),
+    }
+}
+
+fn shape_of_counts(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
+    match value.items()? {
+        items if items.len() > MAX_AXES => Err(value.unlike("a shape")),
+        items => items.iter().map(PickleValue::count).collect(),
+    }
+}
+
+/// Elements of a shape, unless they are too many to be counted.
+pub(super) fn elements(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size))
+}
+
+fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
+    let mut expected = 1;
+    let fits = shape.iter().zip(strides).rev().all(|(size, stride)| {
+        // The stride of an axis of one element is never used.
+        let fits = *size == 1 || *stride == expected;
+        expected *= size;
+        fits
+    });
+    fits && shape.len() == strides.len()
+}

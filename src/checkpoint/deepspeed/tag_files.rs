@@ -1,0 +1,200 @@
+//! Which files of a checkpoint folder hold what, by their names.
+
+use super::pickle::PickleProblem;
+use crate::error::{CheckpointError, Error, Result};
+use crate::files;
+use crate::util::counted;
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::{Component, Path, PathBuf};
+
+/// The longest tag that is read.
+const TAG_LIMIT: u64 = 1000;
+const OPTIM_SUFFIX: &str = "_optim_states.pt";
+const MODEL_SUFFIX: &str = "_model_states.pt";
+
+/// The files of one tag.
+#[derive(Debug)]
+pub(super) struct TagFiles {
+    folder: PathBuf,
+    /// The prefix that bf16 runs give to their optimizer files, or nothing.
+    prefix: &'static str,
+    /// The optimizer file of each rank.
+    optim: BTreeMap<usize, PathBuf>,
+}
+
+impl TagFiles {
+    /// Looks at the names in the tag's folder.
+    pub fn list(folder: PathBuf) -> Result<Self> {
+        let io = |source| Error::Io { action: "read", path: folder.clone(), source };
+        let mut names = vec![];
+        for entry in std::fs::read_dir(&folder).map_err(io)? {
+            names.extend(entry.map_err(io)?.file_name().into_string());
+        }
+        let (prefix, optim) = optim_files(&names).map_err(|problem| wrong(&folder, problem))?;
+        let optim = optim.into_iter().map(|(rank, name)| (rank, folder.join(name))).collect();
+        Ok(Self { folder, prefix, optim })
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The model file of the first rank.
+    pub fn model(&self, stage: u8) -> Result<PathBuf> {
+        let start = if stage == 3 { "zero_pp_rank_0_" } else { "" };
+        let path = self.folder.join(format!("{start}mp_rank_00{MODEL_SUFFIX}"));
+        match path.exists() {
+            true => Ok(path),
+            false => Err(wrong(
+                &path,
+                format!("this file is missing, which names the parameters at stage {stage}; copy it beside the others"),
+            )),
+        }
+    }
+
+    /// The optimizer file of one rank.
+    pub fn optim(&self, rank: usize) -> Result<&Path> {
+        self.optim.get(&rank).map(PathBuf::as_path).ok_or_else(|| {
+            let name = format!("{}zero_pp_rank_{rank}_mp_rank_00{OPTIM_SUFFIX}", self.prefix);
+            let ranks: Vec<_> = self.optim.keys().map(usize::to_string).collect();
+            let found = crate::util::list(&ranks);
+            let problem = format!(
+                "this file of rank {rank} is missing (the folder has those of rank {found}); copy the files of all \
+                 ranks into one folder"
+            );
+            wrong(&self.folder.join(name), problem)
+        })
+    }
+
+    /// An error if there are files of ranks that the run did not have.
+    pub fn check_world_size(&self, world_size: usize) -> Result<()> {
+        match self.optim.range(world_size..).next() {
+            None => Ok(()),
+            Some((rank, path)) => {
+                let problem = format!(
+                    "this is a file of rank {rank}, but the checkpoint is of {}; files of two \
+                     checkpoints lie in one folder: remove those that do not belong to it",
+                    counted(world_size, "rank")
+                );
+                Err(wrong(path, problem))
+            }
+        }
+    }
+}
+
+/// An error about what the user can see in the folder.
+pub(super) fn wrong(path: &Path, problem: String) -> Error {
+    CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
+}
+
+/// The prefix of the optimizer files, and the one of each rank.
+fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &String>), PickleProblem> {
+    let mut prefixes = [false; 2];
+    let mut files = BTreeMap::new();
+    for name in names.iter().filter(|name| name.ends_with(OPTIM_SUFFIX)) {
+        let (prefix, rank) = parse(name)?;
+        prefixes[usize::from(!prefix.is_empty())] = true;
+        if let Some(other) = files.insert(rank, name) {
+            return Err(format!("{other} and {name} are both of rank {rank}; keep the files of one run only"));
+        }
+    }
+    match prefixes {
+        [true, true] => {
+            Err("some optimizer files begin with bf16_ and some do not; keep the files of one run only".into())
+        }
+        [false, true] => Ok(("bf16_", files)),
+        [true, false] => Ok(("", files)),
+        [false, false] => Err(
+            "it has no file that ends in _optim_states.pt; checkpoints of ZeRO stages 1, 2 and 3 can be read, saved \
+             with their optimizer states; of stage 0 they cannot"
+                .into(),
+        ),
+    }
+}
+
+/// Prefix and rank of `[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt`.
+fn parse(name: &str) -> Result<(&'static str, usize), PickleProblem> {
+    let (prefix, rest) = match name.strip_prefix("bf16_") {
+        Some(rest) => ("bf16_", rest),
+        None => ("", name),
+    };
+    let numbers = || {
+        let middle = rest.strip_prefix("zero_pp_rank_")?.strip_suffix(OPTIM_SUFFIX)?;
+        let (rank, model_rank) = middle.split_once("_mp_rank_")?;
+        Some((rank.parse::<usize>().ok()?, model_rank.parse::<usize>().ok()?))
+    };
+    match numbers() {
+        Some((rank, 0)) => Ok((prefix, rank)),
+        Some(_) => {
+            Err(format!("{name} is of a model that was split (tensor or pipeline parallel), which cannot be read"))
+        }
+        None => Err(format!(
+            "{name} is not a name that DeepSpeed gives at ZeRO stages 1 to 3 ([bf16_]zero_pp_rank_R_mp_rank_00\
+             {OPTIM_SUFFIX}); checkpoints of experts (MoE) cannot be read"
+        )),
+    }
+}
+
+/// The folder of the tag: `tag` in `dir`, or the one that `latest` there names, or `dir` itself.
+pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
+    let io = |path: &Path| {
+        let path = path.to_owned();
+        |source| Error::Io { action: "read", path, source }
+    };
+    if !std::fs::metadata(dir).map_err(io(dir))?.is_dir() {
+        let problem = "it is a file; give the folder that save_checkpoint was given".to_owned();
+        return Err(wrong(dir, problem));
+    }
+    let latest = dir.join("latest");
+    let (tag, named_by) = match tag {
+        Some(tag) => (tag.to_owned(), dir),
+        None => match files::open(&latest) {
+            Ok(file) => {
+                let mut text = String::new();
+                file.take(TAG_LIMIT).read_to_string(&mut text).map_err(io(&latest))?;
+                (text.trim_end().to_owned(), latest.as_path())
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return tag_itself(dir, &latest),
+            Err(e) => return Err(io(&latest)(e)),
+        },
+    };
+    let mut components = Path::new(&tag).components();
+    if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None)) {
+        return Err(wrong(named_by, format!("{tag:?} is not a tag: it must be the name of a folder beside `latest`")));
+    }
+    let folder = dir.join(&tag);
+    match folder.is_dir() {
+        true => Ok(folder),
+        false => {
+            let problem =
+                format!("there is no such folder for the tag {tag:?}; tags here: {}; give one of them", tags(dir));
+            Err(wrong(&folder, problem))
+        }
+    }
+}
+
+/// `dir` as the folder of a tag.
+fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|e| e.file_name().into_string().ok());
+    let mut names = names.filter(|name| name.ends_with(OPTIM_SUFFIX) || name.ends_with(MODEL_SUFFIX));
+    match names.next() {
+        Some(_) => Ok(dir.to_owned()),
+        None => Err(wrong(
+            latest,
+            format!(
+                "this file is missing, which names the tag; folders here: {}; give the tag, or the folder that \
+                 save_checkpoint was given",
+                tags(dir)
+            ),
+        )),
+    }
+}
+
+/// The folders in `dir`, for a message.
+fn tags(dir: &Path) -> String {
+    let folders = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|e| e.path().is_dir());
+    let mut names: Vec<_> = folders.filter_map(|e| e.file_name().into_string().ok()).collect();
+    names.sort();
+    if names.is_empty() { "none".into() } else { crate::util::list(&names) }
+}

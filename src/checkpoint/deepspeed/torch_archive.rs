@@ -1,0 +1,198 @@
+//! A file of `torch.save`: a zip archive that stores, without compression, one pickle and the bytes of its storages.
+
+use super::pickle::{Pickle, PickleProblem};
+use super::stored_tensor::StoredTensor;
+use crate::error::{CheckpointError, Error, Result};
+use crate::files;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use zip::{CompressionMethod, ZipArchive};
+
+/// The largest pickle that is read. That of a model has about 500 bytes per tensor.
+const PICKLE_LIMIT: u64 = 32 << 20;
+/// The largest of the small entries beside it.
+const NOTE_LIMIT: u64 = 64;
+/// Bytes of a storage that are in memory at once, besides the elements asked for.
+const CHUNK: usize = 1 << 18;
+
+/// A file of `torch.save`, of which only the list of entries stays in memory.
+#[derive(Debug)]
+pub(super) struct TorchArchive {
+    path: PathBuf,
+    /// Where each storage lies, by its key.
+    storages: HashMap<String, StorageSpan>,
+}
+
+/// Bytes of a file.
+#[derive(Debug, Clone, Copy)]
+struct StorageSpan {
+    start: u64,
+    length: u64,
+}
+
+impl TorchArchive {
+    /// Opens the file and reads its pickle.
+    pub fn open(path: &Path) -> Result<(Self, Pickle)> {
+        let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        let file = files::open(path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
+        Self::read_entries(path, file, length).map_err(|problem| damaged(path, &problem))
+    }
+
+    fn read_entries(path: &Path, file: File, file_length: u64) -> Result<(Self, Pickle), PickleProblem> {
+        let mut zip = ZipArchive::new(BufReader::new(file))
+            .map_err(|e| format!("it is not a complete zip archive, as torch.save writes ({e})"))?;
+        let stem = stem(&zip)?;
+        check_byte_order(&mut zip, &stem)?;
+        let pickle = read_entry(&mut zip, &format!("{stem}/data.pkl"), PICKLE_LIMIT)?;
+        let mut storages = HashMap::new();
+        let folder = format!("{stem}/data/");
+        for index in 0..zip.len() {
+            let entry = zip.by_index_raw(index).map_err(|e| format!("entry {index} of the archive: {e}"))?;
+            let Ok(name) = entry.name() else { continue };
+            let Some(key) = name.strip_prefix(&folder) else { continue };
+            let start = entry.data_start().ok_or_else(|| format!("{name} has no data"))?;
+            let length = entry.size();
+            let is_plain = entry.compression() == CompressionMethod::Stored && !entry.encrypted();
+            if !is_plain || entry.compressed_size() != length {
+                return Err(format!("{name} is compressed or encrypted, which torch.save never does"));
+            }
+            if start.checked_add(length).is_none_or(|end| end > file_length) {
+                return Err(format!("{name} of {length} bytes reaches beyond the end of the file"));
+            }
+            storages.insert(key.to_owned(), StorageSpan { start, length });
+        }
+        Ok((Self { path: path.to_owned(), storages }, Pickle::parse(&pickle)?))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes of all storages.
+    pub fn stored(&self) -> u64 {
+        self.storages.values().fold(0, |sum, span| sum.saturating_add(span.length))
+    }
+
+    /// An error unless all elements of `tensor` are in the file.
+    pub fn check(&self, tensor: &StoredTensor) -> Result<(), PickleProblem> {
+        self.span(tensor, 0..tensor.length).map(drop)
+    }
+
+    /// Where elements `range` of `tensor` lie.
+    fn span(&self, tensor: &StoredTensor, range: Range<usize>) -> Result<StorageSpan, PickleProblem> {
+        let StoredTensor { place, storage, kind, start, length, .. } = tensor;
+        let entry = self.storages.get(storage);
+        if *length == 0 {
+            return Ok(StorageSpan { start: 0, length: 0 });
+        }
+        let entry = entry.ok_or_else(|| format!("{place}: the archive has no storage data/{storage}"))?;
+        let bytes = |elements: usize| u64::try_from(elements.checked_mul(kind.size())?).ok();
+        let place_of = |element: usize| bytes(start.checked_add(element)?).filter(|end| *end <= entry.length);
+        let found = || match (place_of(range.start), place_of(range.end)) {
+            (Some(first), Some(end)) if range.end <= *length => {
+                Some(StorageSpan { start: entry.start.checked_add(first)?, length: end.checked_sub(first)? })
+            }
+            _ => None,
+        };
+        found().ok_or_else(|| {
+            format!(
+                "{place}: elements {} to {} of the {length} from element {start} on are not in data/{storage}, which \
+                 has {} bytes",
+                range.start, range.end, entry.length
+            )
+        })
+    }
+
+    /// Reads elements `range` of `tensor` into `out`, which is that long.
+    pub fn read(&self, tensor: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let span = self.span(tensor, range).map_err(|problem| damaged(&self.path, &problem))?;
+        let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
+        let mut file = files::open(&self.path).map_err(io)?;
+        file.seek(SeekFrom::Start(span.start)).map_err(io)?;
+        let size = tensor.kind.size();
+        let mut bytes = vec![0; CHUNK.min(out.len().saturating_mul(size))];
+        for out in out.chunks_mut(CHUNK / size) {
+            let bytes = &mut bytes[..out.len() * size];
+            file.read_exact(bytes).map_err(io)?;
+            tensor.kind.widen(bytes, out);
+        }
+        Ok(())
+    }
+
+    /// Reads all elements of `tensor` as they are.
+    pub fn read_bytes(&self, tensor: &StoredTensor) -> Result<Vec<u8>> {
+        let span = self.span(tensor, 0..tensor.length).map_err(|problem| damaged(&self.path, &problem))?;
+        let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
+        let mut file = files::open(&self.path).map_err(io)?;
+        file.seek(SeekFrom::Start(span.start)).map_err(io)?;
+        // Of a length that the file has.
+        let mut bytes = vec![0; usize::try_from(span.length).unwrap_or(usize::MAX)];
+        file.read_exact(&mut bytes).map_err(io)?;
+        Ok(bytes)
+    }
+
+    /// An error unless all bytes fit their checksums.
+    pub fn verify(&self) -> Result<()> {
+        let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
+        let file = files::open(&self.path).map_err(io)?;
+        verify(BufReader::new(file)).map_err(|problem| damaged(&self.path, &problem))
+    }
+}
+
+fn verify(file: BufReader<File>) -> Result<(), PickleProblem> {
+    let mut zip = ZipArchive::new(file).map_err(|e| e.to_string())?;
+    for index in 0..zip.len() {
+        let mut entry = zip.by_index(index).map_err(|e| format!("entry {index} of the archive: {e}"))?;
+        let name = entry.name().map_or_else(|_| format!("entry {index}"), |name| name.into_owned());
+        std::io::copy(&mut entry, &mut std::io::sink()).map_err(|e| format!("{name}: {e}"))?;
+    }
+    Ok(())
+}
+
+/// The error of a file that cannot be understood.
+pub(super) fn damaged(path: &Path, problem: &str) -> Error {
+    let problem = format!(
+        "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's: copy it again, or save the checkpoint \
+         again with that version"
+    );
+    CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
+}
+
+/// The folder in the archive under which everything lies: the file's name when it was saved.
+fn stem(zip: &ZipArchive<BufReader<File>>) -> Result<String, PickleProblem> {
+    let names = (0..zip.len()).filter_map(|i| zip.name_for_index(i)?.ok());
+    let mut stems = names.filter_map(|name| name.strip_suffix("/data.pkl").map(str::to_owned));
+    match (stems.next(), stems.next()) {
+        (Some(stem), None) => Ok(stem),
+        (None, _) => Err("the archive has no data.pkl".into()),
+        (Some(_), Some(_)) => Err("the archive has more than one data.pkl".into()),
+    }
+}
+
+fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result<(), PickleProblem> {
+    let name = format!("{stem}/byteorder");
+    if zip.index_for_name(&name).is_none() {
+        // Not written by PyTorch before 2.1, whose files are little-endian wherever that matters.
+        return Ok(());
+    }
+    match read_entry(zip, &name, NOTE_LIMIT)?.as_slice() {
+        b"little" => Ok(()),
+        _ => Err("its byte order is not little-endian, the only one that can be read".into()),
+    }
+}
+
+/// The bytes of a small entry, compared with its checksum.
+fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> Result<Vec<u8>, PickleProblem> {
+    let entry = zip.by_name(name).map_err(|e| format!("{name}: {e}"))?;
+    if entry.size() > limit {
+        return Err(format!("{name} has {} bytes; up to {limit} are read", entry.size()));
+    }
+    let mut bytes = vec![];
+    // One byte more than the limit is asked for, so that the end, where the checksum is compared, is always reached.
+    entry.take(limit + 1).read_to_end(&mut bytes).map_err(|e| format!("{name}: {e}"))?;
+    Ok(bytes)
+}

@@ -1,0 +1,102 @@
+//! Bytes on their way to a file, on a thread of their own: one buffer is filled while the other is written.
+//!
+//! ```text
+//!   rank_file    spare | fill | write, spare | fill         | write, spare ...  finish
+//!   thread                    | checksums, write to the disk | ...
+//! ```
+
+use super::rank_file_layout::{BLOCK, PAGE};
+use crate::files::open_direct;
+use crate::offload::AlignedBuffer;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Result as IoResult};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{Builder, JoinHandle};
+use twox_hash::XxHash3_64;
+
+/// Bytes for a place of the file.
+struct WriteRequest {
+    buffer: AlignedBuffer,
+    len: usize,
+    at: u64,
+}
+
+/// The thread and what it shares.
+pub(super) struct DiskWriter {
+    requests: Sender<WriteRequest>,
+    /// The buffer that is not being written, or what went wrong.
+    spares: Receiver<IoResult<AlignedBuffer>>,
+    /// It gives the checksums of all blocks.
+    thread: JoinHandle<Vec<u64>>,
+}
+
+impl DiskWriter {
+    /// For the file at `path`, which exists. There is a spare buffer of `bytes`, beside the one that the caller fills.
+    pub fn start(path: &Path, bytes: usize) -> IoResult<Self> {
+        let (requests, to_write) = channel();
+        let (done, spares) = channel();
+        let mut target = WriteTarget::open(path)?;
+        let thread = Builder::new().name("checkpoint disk".into()).spawn(move || {
+            let mut checksums = Vec::new();
+            let mut spare = Ok(AlignedBuffer::new(bytes));
+            loop {
+                let failed = spare.is_err();
+                // Nobody waits for it any more where the save was given up.
+                if done.send(spare).is_err() || failed {
+                    return checksums;
+                }
+                let Ok(WriteRequest { mut buffer, len, at }) = to_write.recv() else { return checksums };
+                let bytes = &buffer.bytes_mut()[..len];
+                checksums.extend(bytes.chunks(BLOCK).map(XxHash3_64::oneshot));
+                spare = target.write(bytes, at).map(|()| buffer);
+            }
+        })?;
+        Ok(Self { requests, spares, thread })
+    }
+
+    /// The buffer that is not being written, once it is not.
+    pub fn spare(&self) -> IoResult<AlignedBuffer> {
+        self.spares.recv().unwrap_or_else(|_| unreachable!("the thread ends after an error only"))
+    }
+
+    /// Begins to write the first `len` bytes of `buffer`: whole blocks, or the last ones of the file.
+    pub fn write(&self, buffer: AlignedBuffer, len: usize, at: u64) {
+        // A thread that failed takes nothing, and says why.
+        _ = self.requests.send(WriteRequest { buffer, len, at });
+    }
+
+    /// Waits until all is written, and gives the checksums of all blocks.
+    pub fn finish(self) -> IoResult<Vec<u64>> {
+        drop(self.requests);
+        self.spares.into_iter().try_for_each(|spare| spare.map(drop))?;
+        Ok(self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    }
+}
+
+/// A file, and the same around the page cache where its file system allows that: several times faster (measured).
+struct WriteTarget {
+    file: File,
+    direct: Option<File>,
+}
+
+impl WriteTarget {
+    fn open(path: &Path) -> IoResult<Self> {
+        Ok(Self { file: OpenOptions::new().write(true).open(path)?, direct: open_direct(path) })
+    }
+
+    fn write(&mut self, bytes: &[u8], at: u64) -> IoResult<()> {
+        // The part of a page at the end goes through the page cache.
+        let (pages, part) = bytes.split_at(bytes.len() - bytes.len() % PAGE);
+        match self.direct.as_ref().map(|direct| direct.write_all_at(pages, at)) {
+            Some(Err(e)) if e.kind() == ErrorKind::InvalidInput => {
+                self.direct = None;
+                self.file.write_all_at(pages, at)?;
+            }
+            Some(result) => result?,
+            None => self.file.write_all_at(pages, at)?,
+        }
+        self.file.write_all_at(part, at + pages.len() as u64)
+    }
+}

@@ -1,0 +1,275 @@
+//! Parts of a checkpoint that only other hosts have: they come through the communicator into a folder of this host.
+//!
+//! ```text
+//!   each rank    the headers and blocks that it needs and its host lacks, as bits         -> all
+//!   each round   a piece of one of them from every rank whose host has some               -> all; who needs it writes it
+//! ```
+//!
+//! The ranks of a host take turns in what it sends. A file that is fetched has the length of the original, and holes where
+//! nobody needs anything. Nothing leaves or comes unchecked: a block is compared with its checksum before it is sent, and
+//! when it is read here.
+
+use super::folder::{FETCHED, not_written};
+use super::locate::{LocatedCheckpoint, files};
+use super::rank_agreement::failed_elsewhere;
+use super::rank_file::RankFileReader;
+use super::rank_file_layout::BLOCK;
+use crate::comm::Communicator;
+use crate::comm::agree::{Failure, agree, gather, texts};
+use crate::error::{CheckpointError, Error, Result};
+use crate::files::open;
+use crate::notice::say;
+use rustix::fs::{FlockOperation, flock};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// Bytes that a rank sends in a round; each receives those of all.
+const PIECE: u64 = 256 << 10;
+
+/// The folder with what came from other hosts. It goes when the rank that made it drops this.
+pub(super) struct FetchedFiles {
+    path: PathBuf,
+    _made: Option<(TempDir, File)>,
+}
+
+impl FetchedFiles {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// A part of a file: its header, or a block of its data. Of the file of buffers, a block of all of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FilePart {
+    file: usize,
+    /// 0 is the header.
+    number: usize,
+}
+
+/// The parts of all files, numbered one after the other.
+struct FileParts {
+    /// Length and header of each file.
+    files: Vec<(u64, u64)>,
+    /// The number of its first part, then that of all.
+    starts: Vec<usize>,
+}
+
+impl FileParts {
+    fn new(located: &LocatedCheckpoint) -> Self {
+        let header = |file: usize| located.manifest.files.get(file).map_or(0, |entry| entry.header_bytes);
+        let files: Vec<_> = files(&located.manifest).enumerate().map(|(i, (_, bytes))| (bytes, header(i))).collect();
+        let count = |(bytes, header): &(u64, u64)| 1 + (bytes - header).div_ceil(BLOCK as u64) as usize;
+        let starts = files.iter().scan(0, |at, file| {
+            *at += count(file);
+            Some(*at)
+        });
+        Self { starts: std::iter::once(0).chain(starts).collect(), files }
+    }
+
+    fn count(&self, file: usize) -> usize {
+        self.starts[file + 1] - self.starts[file]
+    }
+
+    /// All of them.
+    fn iter(&self) -> impl Iterator<Item = (usize, FilePart)> + '_ {
+        let of = |file: usize| (0..self.count(file)).map(move |number| FilePart { file, number });
+        (0..self.files.len()).flat_map(of).enumerate()
+    }
+
+    /// Where it lies in its file.
+    fn bytes(&self, part: FilePart) -> Range<u64> {
+        let (bytes, header) = self.files[part.file];
+        match part.number {
+            0 => 0..header,
+            block => {
+                let start = header + (block as u64 - 1) * BLOCK as u64;
+                start..bytes.min(start + BLOCK as u64)
+            }
+        }
+    }
+}
+
+/// Fetches the blocks `needed` of ranks' files that no folder of this host has, with their headers, and all buffers; nothing
+/// where no host lacks anything. Collective.
+///
+/// # Errors
+/// A file that cannot be read or written, on all ranks; a failed collective.
+pub(super) fn fetch(
+    comm: &dyn Communicator,
+    dir: &Path,
+    located: &LocatedCheckpoint,
+    needed: &BTreeMap<usize, BTreeSet<usize>>,
+) -> Result<Option<FetchedFiles>, Failure> {
+    let (hosts, parts) = (&located.hosts, FileParts::new(located));
+    let home = hosts.first(comm.rank());
+    let mut bits = vec![0u8; parts.starts[parts.files.len()].div_ceil(8)];
+    for (at, part) in parts.iter().filter(|(_, part)| !located.homes[part.file].contains(&home)) {
+        let is_needed = match needed.get(&part.file) {
+            Some(blocks) => part.number == 0 || blocks.contains(&(part.number - 1)),
+            None => part.file == located.manifest.files.len(),
+        };
+        bits[at / 8] |= u8::from(is_needed) << (at % 8);
+    }
+    let all = gather(comm, bits)?;
+    let is_set = |bits: &[u8], at: usize| bits[at / 8] >> (at % 8) & 1 == 1;
+    let is_needed_by = |at: usize, first: usize| hosts.ranks(first).any(|rank| is_set(&all[rank], at));
+    // Who sends what: the first host that has it, whose ranks take turns.
+    let mut queues: Vec<Vec<FilePart>> = vec![Vec::new(); comm.size()];
+    let mut turns = vec![0; comm.size()];
+    for (at, part) in parts.iter().filter(|(at, _)| all.iter().any(|bits| is_set(bits, *at))) {
+        let first = located.homes[part.file][0];
+        let ranks: Vec<usize> = hosts.ranks(first).collect();
+        queues[ranks[turns[first] % ranks.len()]].push(part);
+        debug_assert!(!is_needed_by(at, first));
+        turns[first] += 1;
+    }
+    if queues.iter().all(Vec::is_empty) {
+        return Ok(None);
+    }
+    let bytes: u64 = queues.iter().flatten().map(|part| parts.bytes(*part)).map(|range| range.end - range.start).sum();
+    if comm.rank() == 0 {
+        let tag = &located.manifest.tag;
+        say(&format!("checkpoint {tag}: {bytes} bytes that other hosts need go between them"));
+    }
+    let made = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
+    let made = agree(comm, made.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
+    let name = made.as_ref().and_then(|(folder, _)| folder.path().file_name()).map(|name| name.to_string_lossy());
+    let names = texts(comm, &name.unwrap_or_default())?;
+    let fetched = FetchedFiles { path: dir.join(&names[home]), _made: made };
+    let is_wanted = |part: FilePart| is_needed_by(parts.starts[part.file] + part.number, home);
+    let mut sender = PartSender { located, open: None };
+    let mut receiver = PartReceiver { folder: fetched.path(), located, parts: &parts, open: BTreeMap::new() };
+    let mut streams: Vec<PartStream<'_>> = queues.into_iter().map(|queue| PartStream::new(queue, &parts)).collect();
+    let mut failed = None;
+    loop {
+        let round: Vec<_> = streams.iter_mut().map(Iterator::next).collect();
+        if round.iter().all(Option::is_none) {
+            break;
+        }
+        // A first byte says whether its rank goes on.
+        let mut message = vec![0u8; 1 + PIECE as usize];
+        if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
+            let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
+            failed = sender.read(*part, rest, bytes).err();
+        }
+        message[0] = u8::from(failed.is_some());
+        let messages = gather(comm, message)?;
+        if messages.iter().any(|message| message[0] != 0) {
+            break;
+        }
+        for (piece, message) in round.iter().zip(&messages).filter(|_| hosts.makes_folder()) {
+            let Some((part, at)) = piece else { continue };
+            if failed.is_none() && is_wanted(*part) {
+                failed = receiver.write(*part, at.start, &message[1..][..(at.end - at.start) as usize]).err();
+            }
+        }
+    }
+    agree(comm, failed.map_or(Ok(()), Err), failed_elsewhere(&located.path))?;
+    Ok(Some(fetched))
+}
+
+/// A folder in `dir` that no save clears away.
+fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
+    super::folder::create_all(dir)?;
+    let folder = tempfile::Builder::new().prefix(FETCHED).tempdir_in(dir)?;
+    let lock = File::open(folder.path())?;
+    _ = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+    Ok((folder, lock))
+}
+
+/// What a rank sends, piece by piece.
+struct PartStream<'a> {
+    parts: &'a FileParts,
+    queue: std::vec::IntoIter<FilePart>,
+    /// The part that is under way, and what is left of it.
+    rest: Option<(FilePart, Range<u64>)>,
+}
+
+impl<'a> PartStream<'a> {
+    fn new(queue: Vec<FilePart>, parts: &'a FileParts) -> Self {
+        Self { parts, queue: queue.into_iter(), rest: None }
+    }
+}
+
+impl Iterator for PartStream<'_> {
+    type Item = (FilePart, Range<u64>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            if let Some((part, rest)) = self.rest.as_mut().filter(|(_, rest)| !rest.is_empty()) {
+                let piece = rest.start..rest.end.min(rest.start + PIECE);
+                rest.start = piece.end;
+                return Some((*part, piece));
+            }
+            let part = self.queue.next()?;
+            self.rest = Some((part, self.parts.bytes(part)));
+        }
+    }
+}
+
+/// Reads what this rank sends.
+struct PartSender<'a> {
+    located: &'a LocatedCheckpoint,
+    open: Option<(usize, PartSource)>,
+}
+
+enum PartSource {
+    Rank(RankFileReader),
+    Buffers(File),
+}
+
+impl PartSender<'_> {
+    /// Bytes from `at` on of the file, all in one part.
+    fn read(&mut self, part: FilePart, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let LocatedCheckpoint { path, manifest, .. } = self.located;
+        if self.open.as_ref().is_none_or(|(file, _)| *file != part.file) {
+            let source = match (manifest.files.get(part.file), &manifest.buffers) {
+                (None, Some(entry)) => {
+                    PartSource::Buffers(open(path.join(&entry.name)).map_err(|e| unreadable(path, &e))?)
+                }
+                _ => PartSource::Rank(RankFileReader::open(path, manifest, part.file)?),
+            };
+            self.open = Some((part.file, source));
+        }
+        match self.open.as_mut().map(|(_, source)| source) {
+            Some(PartSource::Rank(file)) => file.read_at(at, bytes),
+            Some(PartSource::Buffers(file)) => file.read_exact_at(bytes, at).map_err(|e| unreadable(path, &e)),
+            None => unreachable!("it was opened"),
+        }
+    }
+}
+
+fn unreadable(path: &Path, why: &std::io::Error) -> Error {
+    let problem = format!("its buffers cannot be read: {why}; make them readable, or load another tag");
+    CheckpointError::Unusable { path: path.to_owned(), problem }.into()
+}
+
+/// Writes what this host needs.
+struct PartReceiver<'a> {
+    folder: &'a Path,
+    located: &'a LocatedCheckpoint,
+    parts: &'a FileParts,
+    open: BTreeMap<usize, File>,
+}
+
+impl PartReceiver<'_> {
+    fn write(&mut self, part: FilePart, at: u64, bytes: &[u8]) -> Result<()> {
+        let mut write = || {
+            let file = match self.open.entry(part.file) {
+                std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
+                std::collections::btree_map::Entry::Vacant(entry) => {
+                    let name = files(&self.located.manifest).nth(part.file).map(|(name, _)| name).unwrap_or_default();
+                    let file = File::create_new(self.folder.join(name))?;
+                    file.set_len(self.parts.files[part.file].0)?;
+                    entry.insert(file)
+                }
+            };
+            file.write_all_at(bytes, at)
+        };
+        write().map_err(|e| not_written(self.folder, &e))
+    }
+}

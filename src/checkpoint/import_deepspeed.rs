@@ -1,0 +1,153 @@
+//! A checkpoint of DeepSpeed as one of this library's: weights, Adam's moments, buffers, counters.
+
+use super::buffers::{self, SavedBuffer};
+use super::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
+use super::folder;
+use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
+use super::rank_file::RankFileWriter;
+use crate::error::{CheckpointError, Result};
+use crate::notice::warn;
+use crate::precision::{FlatRef, ScalerState};
+use crate::zero::share::state_access::{WEIGHTS, pieces};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Writes what a checkpoint of DeepSpeed holds as checkpoint `tag` of the folder `dir`, and lets `latest` name it.
+/// `tell` learns the bytes written so far and how many there will be. Gives the folder of the checkpoint.
+///
+/// Buffers that cannot be read are left out, and told. Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
+///
+/// # Errors
+/// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
+/// what cannot be read; [`Error::Io`](crate::Error::Io). Then `dir` has no new checkpoint.
+pub fn import(
+    from: &DeepSpeedCheckpoint,
+    dir: impl AsRef<Path>,
+    tag: &str,
+    mut tell: impl FnMut(u64, u64),
+) -> Result<PathBuf> {
+    let dir = dir.as_ref();
+    let path = new_checkpoint_path(dir, tag)?;
+    let states = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq]
+        .into_iter()
+        .filter(|state| from.has(*state));
+    let states: Vec<DeepSpeedState> = states.collect();
+    let mut manifest = manifest(from, tag, &states);
+    let buffers = buffers(from, dir)?;
+    manifest.buffers = buffers.as_deref().map(buffers::entry);
+    let _lock = folder::begin(dir, tag)?;
+    let saving = folder::saving(dir, tag);
+    let written = buffers.map_or(Ok(()), |bytes| buffers::write(&saving, &bytes));
+    let written = written.and_then(|()| write(from, &saving, &manifest, &states, &mut tell));
+    let published = written.and_then(|file| {
+        manifest.files = vec![file];
+        folder::prepare(dir, &manifest.tag, &manifest.to_text(), true)?.publish()?;
+        Ok(path)
+    });
+    published.inspect_err(|_| folder::give_up(dir, tag))
+}
+
+/// Where [`import`] writes checkpoint `tag` of `dir`.
+///
+/// # Errors
+/// As [`import`]'s for what is there already, and for a name that is none.
+pub(crate) fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
+    folder::check_tag(dir, tag)?;
+    let path = dir.join(tag);
+    if path.exists() {
+        let problem =
+            "there is a checkpoint of that name already; give another folder, or another name with --as".into();
+        return Err(CheckpointError::Unusable { path, problem }.into());
+    }
+    Ok(path)
+}
+
+/// The file of its buffers; nothing where it has none.
+fn buffers(from: &DeepSpeedCheckpoint, dir: &Path) -> Result<Option<Vec<u8>>> {
+    for problem in from.unread_buffers() {
+        warn(&format!("warning: a buffer is left out: {problem}"));
+    }
+    let saved = from.buffers().iter().enumerate().map(|(index, buffer)| {
+        let bytes = from.read_buffer(index)?;
+        Ok(SavedBuffer { name: buffer.name.clone(), shape: buffer.shape.clone(), dtype: buffer.dtype, bytes })
+    });
+    buffers::file_of(&saved.collect::<Result<Vec<_>>>()?, dir)
+}
+
+fn write(
+    from: &DeepSpeedCheckpoint,
+    folder: &Path,
+    manifest: &Manifest,
+    states: &[DeepSpeedState],
+    tell: &mut impl FnMut(u64, u64),
+) -> Result<super::FileEntry> {
+    let io = |source| folder::not_written(folder, &source);
+    let layout = manifest.layout();
+    let (mut done, total) = (0, layout.bytes(0));
+    let names: Vec<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();
+    let mut file = RankFileWriter::create(folder, &layout, &names, &manifest.states, 0).map_err(io)?;
+    for state in states {
+        for (param, numel) in layout.cuts.iter().map(|cut| cut.numel).enumerate() {
+            for piece in pieces(&(0..numel)) {
+                let values = from.read_range(*state, param, piece)?;
+                file.make_room(values.len()).map_err(io)?;
+                file.append(FlatRef::F32(&values));
+                done += values.len() as u64 * 4;
+                tell(done, total);
+            }
+        }
+    }
+    file.finish().map_err(io)
+}
+
+/// Its manifest, without files.
+fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) -> Manifest {
+    let config = from.ds_config();
+    let is_on = |section: &str| config[section]["enabled"] == Value::Bool(true);
+    let dtype = match () {
+        () if is_on("bf16") => "bf16",
+        () if is_on("fp16") => "f16",
+        () => "f32",
+    };
+    let name = |state: &DeepSpeedState| if *state == DeepSpeedState::Master { WEIGHTS } else { state.name() };
+    let parameters = from.parameters().iter().map(|p| Parameter {
+        name: p.name.clone(),
+        shape: p.shape.clone(),
+        states: None,
+        block: 0,
+        updates_before: 0,
+    });
+    let updates = from.global_steps().saturating_sub(from.skipped_steps());
+    Manifest {
+        format: FORMAT.into(),
+        version: VERSION,
+        tag: tag.into(),
+        is_named: true,
+        previous: None,
+        world_size: 1,
+        stage: from.stage(),
+        dtype: dtype.into(),
+        global_steps: from.global_steps(),
+        skipped_steps: from.skipped_steps(),
+        global_samples: from.global_samples(),
+        scaler: from.dynamic_scaler().map(|scaler| ScalerState {
+            scale: scaler.cur_scale,
+            patience_left: u32::try_from(scaler.cur_hysteresis).unwrap_or(1),
+            steps: u64::try_from(scaler.cur_iter).unwrap_or(0),
+            // DeepSpeed counts from -1.
+            clean: u64::try_from(scaler.cur_iter.saturating_sub(scaler.last_overflow_iter).saturating_sub(1))
+                .unwrap_or(0),
+        }),
+        optimizer_steps: from.optimizer_step().unwrap_or(updates),
+        last_batch_iteration: from.last_batch_iteration().unwrap_or(updates as i64 - 1),
+        set_lr: None,
+        rounding_seed: None,
+        optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
+        states: states.iter().map(|state| name(state).to_owned()).collect(),
+        parameters: parameters.collect(),
+        files: vec![],
+        buffers: None,
+        config: config.clone(),
+        client_state: Value::Object(from.client_state().clone()),
+    }
+}

@@ -1,0 +1,79 @@
+//! What of a folder of checkpoints belongs to a run: the line of those that it has saved and goes on from, and its hold
+//! on the folders that it saves into.
+
+use super::folder;
+use super::manifest::Manifest;
+use crate::error::{CheckpointError, Error, Result};
+use crate::files::{FolderLock, LOCK};
+use crate::notice::say;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a process that was killed may hold a folder.
+const DYING: Duration = Duration::from_secs(5);
+
+/// The checkpoint that a run has saved or loaded last.
+pub(crate) struct LastCheckpoint {
+    dir: PathBuf,
+    tag: String,
+    previous: Option<String>,
+}
+
+impl LastCheckpoint {
+    /// That of a checkpoint in `dir`, which is there.
+    pub fn new(dir: &Path, tag: &str, manifest: &Manifest) -> Option<Self> {
+        let dir = dir.canonicalize().ok()?;
+        Some(Self { dir, tag: tag.to_owned(), previous: manifest.previous.clone() })
+    }
+
+    /// The checkpoint that comes before `tag` of `dir`, which follows.
+    pub fn previous_of(&self, dir: &Path, tag: &str) -> Option<String> {
+        let is_here = dir.canonicalize().is_ok_and(|dir| dir == self.dir);
+        // One that is saved again does not come from itself.
+        let previous = if self.tag == tag { self.previous.clone() } else { Some(self.tag.clone()) };
+        previous.filter(|_| is_here)
+    }
+}
+
+/// The folders that the first rank of a job saves into; no other job does as long as this lives.
+#[derive(Default)]
+pub(crate) struct LockedFolders(Vec<(PathBuf, Arc<FolderLock>)>);
+
+impl LockedFolders {
+    /// Creates `dir` where it is not there, and locks it for this process.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Busy`]: another job saves there. [`CheckpointError::Unusable`]: it cannot be written.
+    pub fn lock(&mut self, dir: &Path) -> Result<()> {
+        if dir.exists() && !dir.is_dir() {
+            let problem = "it is a file, and checkpoints are saved into a folder; give another path".into();
+            return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
+        }
+        folder::check_latest(dir)?;
+        folder::create_all(dir).map_err(|e| folder::not_written(dir, &e))?;
+        let here = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
+        // A folder that was removed meanwhile is locked again where it is made anew.
+        if self.0.iter().any(|(known, lock)| *known == here && lock.is_of(&here)) {
+            return Ok(());
+        }
+        let wrong = |e: std::io::Error| folder::not_written(&dir.join(LOCK), &e);
+        let lock = match FolderLock::share(&here, DYING).map_err(wrong)? {
+            Ok(lock) => lock,
+            Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
+        };
+        if !lock.holds() {
+            say(&format!(
+                "{} is on a file system without locks: nothing keeps another job from saving there too",
+                dir.display()
+            ));
+        }
+        self.0.push((here, lock));
+        Ok(())
+    }
+}
+
+/// Whether this rank can make files in `dir`, which is there: tried with one that nobody sees.
+pub(super) fn try_to_write(dir: &Path) -> Result<()> {
+    tempfile::tempfile_in(dir).map(drop).map_err(|e| folder::not_written(dir, &e))
+}

@@ -1,0 +1,127 @@
+//! Which element of which state lies where in which file: pure arithmetic over the manifest's parameters.
+//!
+//! ```text
+//!   rank_00001_of_00004.safetensors
+//!     header      8 + header bytes, a multiple of 4096
+//!     fp32        this rank's shard of every parameter, in their order, without padding
+//!     exp_avg     the same
+//!     exp_avg_sq  the same
+//! ```
+//!
+//! Of a parameter that has not all of the states (Muon's matrices have one moment, its other parameters two) there are
+//! no elements among the others.
+//!
+//! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
+
+use crate::layout::ShardCut;
+use std::ops::Range;
+
+/// Bytes that have one checksum.
+pub(super) const BLOCK: usize = 1 << 20;
+
+/// The data of headers begins at a multiple of this.
+pub(super) const PAGE: usize = 4096;
+
+/// The files' layout.
+#[derive(Debug, Clone)]
+pub(super) struct RankFileLayout {
+    pub world_size: usize,
+    /// How each parameter is cut.
+    pub cuts: Vec<ShardCut>,
+    /// Per state, per parameter: whether there is such a state of it.
+    pub states: Vec<Vec<bool>>,
+}
+
+/// A part of a saved parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SavedPiece {
+    /// The rank whose file has it.
+    pub rank: usize,
+    /// Bytes of that file's data.
+    pub bytes: Range<u64>,
+    /// Elements of the parameter.
+    pub elements: Range<usize>,
+}
+
+impl RankFileLayout {
+    /// Elements of a state of parameter `param` that the file of `rank` has.
+    pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
+        if self.states[state][param] { self.cuts[param].shard(self.world_size, rank) } else { 0..0 }
+    }
+
+    /// Bytes of the data of `rank`'s file.
+    pub fn bytes(&self, rank: usize) -> u64 {
+        self.ends(rank).last().unwrap_or(0)
+    }
+
+    /// Where the shards of every parameter end in the file of `rank`: of the first state, of the second, ...
+    fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
+        let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
+        all.scan(0u64, move |at, (state, param)| {
+            *at += self.shard(state, param, rank).len() as u64 * 4;
+            Some(*at)
+        })
+    }
+}
+
+/// Where everything begins in the files of all ranks.
+#[derive(Debug)]
+pub(super) struct RankFileOffsets {
+    layout: RankFileLayout,
+    /// Per rank, first byte of every parameter's shard, of the first state, of the second, ...
+    starts: Vec<Vec<u64>>,
+}
+
+impl RankFileOffsets {
+    pub fn new(layout: RankFileLayout) -> Self {
+        let starts = (0..layout.world_size).map(|rank| std::iter::once(0).chain(layout.ends(rank)).collect()).collect();
+        Self { layout, starts }
+    }
+
+    /// The pieces of elements `range` of a parameter, in order.
+    pub fn pieces(&self, state: usize, param: usize, range: Range<usize>) -> impl Iterator<Item = SavedPiece> + '_ {
+        (0..self.layout.world_size).filter_map(move |rank| {
+            let shard = self.layout.shard(state, param, rank);
+            let elements = shard.start.max(range.start)..shard.end.min(range.end);
+            if elements.is_empty() {
+                return None;
+            }
+            let first = self.starts[rank][state * self.layout.cuts.len() + param];
+            let at = |element: usize| first + (element - shard.start) as u64 * 4;
+            Some(SavedPiece { rank, bytes: at(elements.start)..at(elements.end), elements })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_cover_a_range_once_and_places_never_overlap(
+            numels in prop::collection::vec((0usize..50, 1usize..9), 1..8), world_size in 1usize..6,
+            has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
+        ) {
+            let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
+            let cuts = numels.iter().map(|(numel, block)| ShardCut { numel: *numel, block: *block }).collect();
+            let layout = RankFileLayout { world_size, cuts, states: states.clone() };
+            let places = RankFileOffsets::new(layout.clone());
+            let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
+            for (state, has) in states.iter().enumerate() {
+                for (param, (numel, _)) in numels.iter().enumerate() {
+                    let mut next = 0;
+                    for piece in places.pieces(state, param, 0..*numel) {
+                        prop_assert_eq!(piece.elements.start, next);
+                        prop_assert_eq!(piece.bytes.end - piece.bytes.start, piece.elements.len() as u64 * 4);
+                        next = piece.elements.end;
+                        used[piece.rank][piece.bytes.start as usize..piece.bytes.end as usize].iter_mut().for_each(|b| *b += 1);
+                    }
+                    prop_assert_eq!(next, if has[param] { *numel } else { 0 });
+                }
+            }
+            prop_assert!(used.iter().flatten().all(|count| *count == 1));
+        }
+    }
+}

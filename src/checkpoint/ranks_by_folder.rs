@@ -1,0 +1,103 @@
+//! Which ranks save into one folder: all of them, or with `use_node_local_storage` those of each host.
+//!
+//! Hosts that see the same folder after all save into it together, whatever its path is on each of them.
+
+use super::folder::{SEEN, create_all, not_written};
+use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use crate::comm::Communicator;
+use crate::comm::agree::{Failure, agree, gather_u64, texts};
+use crate::error::{CheckpointError, Result};
+use crate::files::new_beside;
+use crate::util::fnv1a;
+use rustix::fs::{FlockOperation, flock};
+use std::path::Path;
+use tempfile::NamedTempFile;
+
+/// The ranks of each folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RanksByFolder {
+    rank: usize,
+    /// Per rank, the first of those that have its folder.
+    firsts: Vec<usize>,
+}
+
+impl RanksByFolder {
+    /// Those that see `dir`, which is created, on this rank's host: all ranks unless there is one `on_each_host`.
+    /// Collective.
+    ///
+    /// # Errors
+    /// Ranks that see one folder name several; a folder that cannot be written, on all ranks; a failed collective.
+    pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, Failure> {
+        if !on_each_host {
+            same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
+            return Ok(Self { rank: comm.rank(), firsts: vec![0; comm.size()] });
+        }
+        let hosts = Self::by_neighbours(comm, dir)?;
+        let marker = match hosts.makes_folder() && hosts.are_several() {
+            true => marker(dir).map(Some).map_err(|e| not_written(dir, &e)),
+            false => Ok(None),
+        };
+        let marker = agree(comm, marker, failed_elsewhere(dir))?;
+        let name = |marker: &NamedTempFile| marker.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        let names = texts(comm, &marker.as_ref().and_then(name).unwrap_or_default())?;
+        let is_seen = |rank: &usize| !names[*rank].is_empty() && dir.join(&names[*rank]).exists();
+        let own = hosts.firsts[hosts.rank];
+        let seen = if marker.is_some() { (0..own).find(is_seen).unwrap_or(own) } else { own };
+        let seen = gather_u64(comm, &[seen as u64])?;
+        let firsts = hosts.firsts.iter().map(|first| seen[*first][0] as usize).collect();
+        Ok(Self { firsts, ..hosts })
+    }
+
+    /// The ranks of each host, which must name one folder. Collective.
+    ///
+    /// # Errors
+    /// They name several, on all ranks; a failed collective.
+    pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, Failure> {
+        let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
+        let all = gather_u64(comm, &own)?;
+        let firsts: Vec<usize> = all.iter().map(|rank| rank[0] as usize).collect();
+        if let Some(rank) = (0..comm.size()).find(|rank| all[*rank][1] != all[firsts[*rank]][1]) {
+            let problem = format!(
+                "ranks {rank} and {} are on one host and name different folders; this rank names {}; give all ranks of a \
+                 host the same",
+                firsts[rank],
+                dir.display()
+            );
+            return Err(Failure::InStep(CheckpointError::Unusable { path: dir.to_owned(), problem }.into()));
+        }
+        Ok(Self { rank: comm.rank(), firsts })
+    }
+
+    /// Whether this rank makes the folder of a checkpoint and gives it its name.
+    pub fn makes_folder(&self) -> bool {
+        self.firsts[self.rank] == self.rank
+    }
+
+    /// Whether there are several folders.
+    pub fn are_several(&self) -> bool {
+        self.firsts.iter().any(|first| *first != self.firsts[0])
+    }
+
+    /// The first rank with the folder of `rank`.
+    pub fn first(&self, rank: usize) -> usize {
+        self.firsts[rank]
+    }
+
+    /// The first rank of each folder.
+    pub fn all(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.firsts.len()).filter(|rank| self.firsts[*rank] == *rank)
+    }
+
+    /// The ranks with the folder of rank `first`.
+    pub fn ranks(&self, first: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.firsts.len()).filter(move |rank| self.firsts[*rank] == first)
+    }
+}
+
+/// A file in `dir` that no other save clears away, gone when it is dropped.
+fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
+    create_all(dir)?;
+    let marker = new_beside(dir, SEEN)?;
+    _ = flock(marker.as_file(), FlockOperation::NonBlockingLockExclusive);
+    Ok(marker)
+}

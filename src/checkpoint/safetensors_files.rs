@@ -1,0 +1,127 @@
+//! Safetensors files as transformers reads them: one, or several with an index.
+
+use crate::error::{Error, Result};
+use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::ops::Range;
+use std::path::Path;
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TensorEntry {
+    pub name: String,
+    /// As safetensors calls it.
+    pub dtype: String,
+    pub shape: Vec<usize>,
+    pub bytes: u64,
+}
+
+/// Takes the bytes of a tensor, piece by piece.
+pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
+
+/// Writes the tensors into `folder`, at most `most` bytes in a file where a tensor is not larger; `give` gives the bytes of
+/// the tensor of a number. Names of the files.
+///
+/// # Errors
+/// Those of `give`, and [`Error::Io`].
+pub(crate) fn write_model_files(
+    folder: &Path,
+    entries: &[TensorEntry],
+    most: u64,
+    mut give: impl FnMut(usize, TensorSink<'_>) -> Result<()>,
+) -> Result<Vec<String>> {
+    let bytes: Vec<u64> = entries.iter().map(|entry| entry.bytes).collect();
+    let parts = split(&bytes, most);
+    let name = |at: usize| match parts.len() {
+        1 => "model.safetensors".to_string(),
+        n => format!("model-{:05}-of-{n:05}.safetensors", at + 1),
+    };
+    let files: Vec<String> = (0..parts.len()).map(name).collect();
+    for (file, part) in files.iter().zip(&parts) {
+        create(folder, file, |out| {
+            let wrong = |source| wrong(folder, file, source);
+            let header = header(&entries[part.clone()]);
+            out.write_all(&(header.len() as u64).to_le_bytes()).map_err(wrong)?;
+            out.write_all(&header).map_err(wrong)?;
+            part.clone().try_for_each(|at| give(at, &mut |bytes| out.write_all(bytes).map_err(wrong)))
+        })?;
+    }
+    if files.len() > 1 {
+        let in_file = |(file, part): (&String, &Range<usize>)| {
+            let entries = entries[part.clone()].iter();
+            entries.map(|entry| (entry.name.clone(), Value::from(file.as_str()))).collect::<Vec<_>>()
+        };
+        let map: Map<String, Value> = files.iter().zip(&parts).flat_map(in_file).collect();
+        let index = json!({"metadata": {"total_size": bytes.iter().sum::<u64>()}, "weight_map": map});
+        write_json(folder, "model.safetensors.index.json", &index)?;
+    }
+    Ok(files)
+}
+
+/// Writes a file of JSON that is on disk in the end.
+pub(crate) fn write_json(folder: &Path, name: &str, value: &Value) -> Result<()> {
+    create(folder, name, |file| writeln!(file, "{value:#}").map_err(|source| wrong(folder, name, source)))
+}
+
+/// A new file that is on disk in the end.
+pub(crate) fn create(folder: &Path, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+    let wrong = |source| wrong(folder, name, source);
+    let mut file = BufWriter::new(File::create_new(folder.join(name)).map_err(wrong)?);
+    fill(&mut file)?;
+    file.into_inner().map_err(|e| wrong(e.into_error()))?.sync_all().map_err(wrong)
+}
+
+fn wrong(folder: &Path, name: &str, source: std::io::Error) -> Error {
+    Error::Io { action: "write", path: folder.join(name), source }
+}
+
+fn header(entries: &[TensorEntry]) -> Vec<u8> {
+    let mut header = Map::new();
+    // transformers refuses files that do not say so.
+    header.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut end = 0;
+    for TensorEntry { name, dtype, shape, bytes } in entries {
+        let start = end;
+        end += bytes;
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    // The format wants the data aligned to 8 bytes; spaces are allowed there.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    header
+}
+
+/// Tensors of each file: as many as the limit allows, at least one.
+fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
+    let mut files: Vec<Range<usize>> = Vec::new();
+    let mut filled = 0u64;
+    for (at, bytes) in bytes.iter().enumerate() {
+        match files.last_mut().filter(|_| filled.saturating_add(*bytes) <= limit) {
+            Some(file) => (file.end, filled) = (at + 1, filled + bytes),
+            None => {
+                files.push(at..at + 1);
+                filled = *bytes;
+            }
+        }
+    }
+    // A model without parameters has a file all the same.
+    if files.is_empty() {
+        files.push(0..0);
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_take_what_fits_and_at_least_one_tensor() {
+        assert_eq!(split(&[], 10).len(), 1);
+        assert_eq!(split(&[4, 6, 1], 10), [0..2, 2..3]);
+        assert_eq!(split(&[40, 40, 1, 1], 10), [0..1, 1..2, 2..4]);
+        assert_eq!(split(&[1, 1, 1], 1), [0..1, 1..2, 2..3]);
+        assert_eq!(split(&[3, 3, 3], u64::MAX).len(), 1);
+    }
+}

@@ -1,0 +1,33 @@
+//! How far a run is: what a checkpoint holds besides the model's state.
+
+use super::load::LoadOptions;
+use super::manifest::Manifest;
+use crate::precision::ScalerState;
+
+/// How far a run is.
+pub(crate) struct TrainingProgress {
+    pub global_steps: u64,
+    pub skipped_steps: u64,
+    pub optimizer_steps: u64,
+    pub global_samples: u64,
+    pub scaler: Option<ScalerState>,
+    pub last_batch_iteration: i64,
+}
+
+impl TrainingProgress {
+    /// That of a checkpoint; where an option leaves a part out, that part is as it is `now`.
+    pub fn of(manifest: &Manifest, now: Self, options: &LoadOptions) -> Self {
+        let with_optimizer = options.load_optimizer_states;
+        Self {
+            global_steps: manifest.global_steps,
+            skipped_steps: manifest.skipped_steps,
+            global_samples: manifest.global_samples,
+            optimizer_steps: if with_optimizer { manifest.optimizer_steps } else { now.optimizer_steps },
+            scaler: if with_optimizer { manifest.scaler } else { None },
+            last_batch_iteration: match options.load_lr_scheduler_states {
+                true => manifest.last_batch_iteration,
+                false => now.last_batch_iteration,
+            },
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Values of a file with their places.
+
+use super::TextPosition;
+
+/// A value and its place; no place where the source was no text.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct JsonNode {
+    pub place: Option<TextPosition>,
+    pub value: JsonValue,
+}
+
+/// A key, its place, and its value.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct JsonEntry {
+    pub key: String,
+    pub place: Option<TextPosition>,
+    pub node: JsonNode,
+}
+
+/// Any JSON value; objects keep the order of the text.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum JsonValue {
+    Null,
+    Bool(bool),
+    Int(i64),
+    /// A whole number beyond `Int`, in its digits.
+    Long(String),
+    Float(f64),
+    String(String),
+    List(Vec<JsonNode>),
+    Object(Vec<JsonEntry>),
+}
+
+impl JsonNode {
+    /// The same tree from a value that was never text.
+    pub fn from_value(value: &serde_json::Value) -> Self {
+        use serde_json::Value;
+        let value = match value {
+            Value::Null => JsonValue::Null,
+            Value::Bool(b) => JsonValue::Bool(*b),
+            Value::Number(n) => match (n.as_i64(), n.as_u64()) {
+                (Some(i), _) => JsonValue::Int(i),
+                (None, Some(u)) => JsonValue::Long(u.to_string()),
+                // A serde_json number that is no integer is a f64.
+                (None, None) => JsonValue::Float(n.as_f64().unwrap_or(f64::NAN)),
+            },
+            Value::String(s) => JsonValue::String(s.clone()),
+            Value::Array(list) => JsonValue::List(list.iter().map(Self::from_value).collect()),
+            Value::Object(map) => JsonValue::Object(
+                map.iter()
+                    .map(|(key, v)| JsonEntry { key: key.clone(), place: None, node: Self::from_value(v) })
+                    .collect(),
+            ),
+        };
+        Self { place: None, value }
+    }
+
+    /// The tree as serde's type, without places.
+    pub fn to_value(&self) -> serde_json::Value {
+        use serde_json::Value;
+        match &self.value {
+            JsonValue::Null => Value::Null,
+            JsonValue::Bool(b) => Value::Bool(*b),
+            JsonValue::Int(i) => Value::from(*i),
+            JsonValue::Long(digits) => match digits.parse::<u64>() {
+                Ok(u) => Value::from(u),
+                Err(_) => Value::from(digits.parse::<f64>().unwrap_or(f64::NAN)),
+            },
+            JsonValue::Float(x) => Value::from(*x),
+            JsonValue::String(s) => Value::String(s.clone()),
+            JsonValue::List(list) => Value::Array(list.iter().map(Self::to_value).collect()),
+            JsonValue::Object(entries) => {
+                Value::Object(entries.iter().map(|e| (e.key.clone(), e.node.to_value())).collect())
+            }
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Sections that are recorded with a note that they have no effect, or refused when they are on.
+
+use super::shorthand::*;
+
+const OFF: &str = "is off; nothing like it is offered here";
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[ConfigSection] = &[
+    ConfigSection::new("aio", false, AIO),
+    ConfigSection::new("checkpoint", false, CHECKPOINT),
+    ConfigSection::new("checkpoint.parallel_write", false, PARALLEL_WRITE),
+    ConfigSection::new("checkpoint.writer", false, WRITER),
+    ConfigSection::new("flops_profiler", false, FLOPS_PROFILER).switch("enabled"),
+    ConfigSection::new("timers", false, TIMERS),
+    ConfigSection::new("timers.throughput", true, THROUGHPUT),
+    ConfigSection::new("comms_logger", true, COMMS_LOGGER).switch("enabled"),
+    ConfigSection::new("tensorboard", true, TENSORBOARD).switch("enabled"),
+    ConfigSection::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
+    ConfigSection::new("wandb", true, WANDB).status(none("nothing is sent anywhere; `wandb sync` takes the event files of tensorboard")).switch("enabled").unchecked(),
+    ConfigSection::new("comet", true, COMET).status(none("nothing is sent anywhere; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
+    ConfigSection::new("autotuning", false, AUTOTUNING).status(none("a run takes settings as they are; `zerorun tune` goes by it"))
+        .when_off("accepted and has no effect here: a run takes settings as they are; `zerorun tune` goes by it").unchecked(),
+    ConfigSection::new("compile", true, COMPILE).status(none("Rust is compiled already"))
+        .when_off("accepted and has no effect here: Rust is compiled already").unchecked(),
+    ConfigSection::new("pipeline", false, PIPELINE),
+    ConfigSection::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
+    ConfigSection::new("tensor_parallel.tensor_parallel", true, TP),
+    ConfigSection::new("expert_parallel", false, EXPERT_PARALLEL)
+        .status(refuse("expert parallelism is not offered")).switch("enabled").when_off(OFF),
+    ConfigSection::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate")).switch("enabled"),
+    ConfigSection::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it concerns inference")).switch("enabled"),
+    ConfigSection::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
+    ConfigSection::new("data_efficiency.data_sampling", false, DATA_SAMPLING),
+    ConfigSection::new("data_efficiency.data_sampling.curriculum_learning", false, CURRICULUM_LEARNING),
+    ConfigSection::new("data_efficiency.data_sampling.dynamic_batching", false, DYNAMIC_BATCHING),
+    ConfigSection::new("data_efficiency.data_routing", false, DATA_ROUTING),
+    ConfigSection::new("data_efficiency.data_routing.random_ltd", false, RANDOM_LTD),
+];
+
+const ONE_WRITER: &str = "every rank writes one file, around the page cache where that is possible";
+
+const AIO: &[super::ConfigKey] = keys! {
+    "block_size": POSITIVE, "1048576", H, "Bytes per request, in whole pages of 4096; at most 16 MiB.";
+    "queue_depth": POSITIVE, "8", H, "Requests under way for each of intra_op_parallelism.";
+    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are under way.";
+    "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
+    "single_submit": Bool, "false", none("every request is a call of its own to the system"), "One request per submit call.";
+    "overlap_events": Bool, "true", none("threads take requests as they come, and never wait for one another"), "Submit and collect overlap.";
+    "use_gds": Bool, "false", none("the step of what is offloaded runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
+};
+
+const CHECKPOINT: &[super::ConfigKey] = keys! {
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "What happens when ranks save under different tags: all take rank 0's, silently or with a warning, or it is an error.";
+    "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
+    "use_node_local_storage": Bool, "false", H, "The ranks of each host save into a folder on that host's own disk, and what others need of it at loading goes between hosts.";
+    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, that gets each checkpoint once it is on disk, while training goes on. Needs feature s3. A key of this engine, not of DeepSpeed.";
+    "parallel_write": Object, "{}", S, "Division of the writing.";
+    "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
+    "writer": Object, "null", S, "Checkpoint writer.";
+};
+
+const PARALLEL_WRITE: &[super::ConfigKey] = keys! {
+    "pipeline_stage": Bool, "false", none("there are no pipeline stages"), "Pipeline stages write their layers.";
+};
+
+const WRITER: &[super::ConfigKey] = keys! {
+    "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
+    "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
+    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed, two buffers of 33 MiB: files are written in large pieces either way"), "Bytes of the staging buffer.";
+    "io_buffer_double": Bool, "true", none("there are always two, so that one fills while the other is written"), "Two staging buffers.";
+    "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote, and in what time.";
+    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
+    "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";
+};
+
+const FLOPS_PROFILER: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, by unit; also switches wall_clock_breakdown on.";
+    "recompute_fwd_factor": FLOAT, "0.0", none("recomputation is counted when it runs"), "Extra forward share from recomputation.";
+    "profile_step": COUNT, "1", H, "Optimizer steps before the one that is profiled.";
+    "module_depth": super::ConfigValueKind::Int(-1, i64::MAX), "-1", H, "Components of a unit's name that are distinguished; -1: all.";
+    "top_modules": COUNT, "1", H, "Rows of the ranking at each depth.";
+    "detailed": Bool, "true", H, "A row for each module.";
+    "output_file": Str, "null", H, "File for the profile; null: it is printed.";
+};
+
+const TIMERS: &[super::ConfigKey] = keys! {
+    "throughput": Object, "{}", S, "Throughput logging.";
+};
+
+const THROUGHPUT: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "true", H, "With steps_per_print, lines of samples per second: of the step, and on average from the third on.";
+    "synchronized": Bool, "true", none("the clock is read when the work is done"), "Synchronize the device before the clock is read.";
+};
+
+const COMMS_LOGGER: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", H, "Log collectives; true as soon as the section is there.";
+    "prof_all": Bool, "true", H, "All operations.";
+    "prof_ops": Strings, "[]", H, "With prof_all false, only these operations.";
+    "verbose": Bool, "false", H, "A line per operation.";
+    "debug": Bool, "false", none("the caller is always the engine"), "Name the caller.";
+};
+
+const TENSORBOARD: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", H, "Write event files, from rank 0.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
+};
+
+const CSV_MONITOR: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", H, "Write a CSV file per tag, from rank 0.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
+};
+
+const WANDB: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", S, "Send metrics.";
+    "group": Str, "null", S, "Group of runs.";
+    "team": Str, "null", S, "Team.";
+    "project": Str, "\"deepspeed\"", S, "Project.";
+};
+
+const COMET: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", S, "Send metrics.";
+    "samples_log_interval": POSITIVE, "100", S, "Samples between two records.";
+    "project": Str, "null", S, "Project.";
+    "workspace": Str, "null", S, "Workspace.";
+    "api_key": Str, "null", S, "Key of the service.";
+    "experiment_name": Str, "null", S, "Name of the run.";
+    "experiment_key": Str, "null", S, "Key of the run.";
+    "online": Bool, "null", S, "Send at once.";
+    "mode": Str, "null", S, "Create or continue a run.";
+};
+
+const AUTOTUNING: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", S, "Has no effect: `zerorun tune` searches, a run does not.";
+    "fast": Bool, "false", H, "`zerorun tune`: stages, offload and micro batches only, no buckets.";
+    "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
+    "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
+    "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to start over"), "Overwrite results.";
+    "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
+    "end_profile_step": INT, "5", H, "`zerorun tune`: steps of each run.";
+    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is taken as throughput.";
+    "metric_path": Str, "null", none("the measure comes from the script's --metrics"), "File of the metric.";
+    "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
+    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: runs without gain before the search ends; null or 0: it continues.";
+    "tuner_num_trials": INT, "50", H, "`zerorun tune`: runs at most; 0: 50.";
+    "arg_mappings": Any, "null", H, "`zerorun tune`: keys, by path, to flags of the script that are to have their values too.";
+    "model_info": Any, "null", none("the model is looked at itself"), "Facts of the model.";
+    "model_info_path": Str, "null", none("the model is looked at itself"), "File of facts.";
+    "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
+    "max_train_batch_size": INT, "null", H, "`zerorun tune`: most samples of a step; null or 0: no bound.";
+    "min_train_batch_size": INT, "1", H, "`zerorun tune`: least samples of a step.";
+    "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";
+    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: micro batch to start from; null or 0: the configuration's own.";
+    "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: micro batches tried, each twice the one before.";
+};
+
+const COMPILE: &[super::ConfigKey] = keys! {
+    "deepcompile": Bool, "false", S, "DeepSpeed's compiler passes.";
+    "autoep_non_moe": Bool, "false", S, "Compile the parts that are no experts.";
+    "free_activation": Bool, "false", S, "Free activations early.";
+    "free_activation_threshold": INT, "10485760", S, "Bytes from which on.";
+    "offload_activation": Bool, "false", S, "Move activations to the CPU.";
+    "offload_activation_pin_memory": Bool, "true", S, "Page-locked memory.";
+    "offload_opt_states": Bool, "false", S, "Move optimizer states.";
+    "double_buffer": Bool, "true", S, "Two buffers.";
+    "symmetric_memory": Bool, "false", S, "Symmetric memory.";
+    "debug_log": Bool, "false", S, "Log.";
+    "offload_parameters": Bool, "false", S, "Move parameters.";
+    "sync_before_reduce": Bool, "false", S, "Synchronize.";
+    "sync_after_reduce": Bool, "false", S, "Synchronize.";
+    "sync_before_allgather": Bool, "false", S, "Synchronize.";
+    "sync_after_allgather": Bool, "false", S, "Synchronize.";
+    "keep_int_input_tensors": Bool, "true", S, "Keep inputs.";
+    "keep_all_input_tensors": Bool, "false", S, "Keep inputs.";
+    "passes": Strings, "null", S, "z1, z3, autosp, autotp.";
+};
+
+const NO_PIPELINE: &str = "pipeline parallelism is not offered";
+
+const PIPELINE: &[super::ConfigKey] = keys! {
+    "stages": AutoOr(&POSITIVE), "\"auto\"", above1(NO_PIPELINE), "Pipeline stages.";
+    "partition": Str, "\"best\"", refuse(NO_PIPELINE), "How layers are spread.";
+    "seed_layers": Bool, "false", refuse(NO_PIPELINE), "A seed per layer.";
+    "activation_checkpoint_interval": COUNT, "0", refuse(NO_PIPELINE), "Layers per checkpoint.";
+    "pipe_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split activations.";
+    "grad_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split gradients.";
+};
+
+const NO_TP: &str = "tensor parallelism is not offered: it would change how ranks share the batch";
+const ONLY_TP: &str = "there is no tensor parallelism";
+
+const TENSOR_PARALLEL: &[super::ConfigKey] = keys! {
+    "autotp_size": COUNT, "0", above1(NO_TP), "Ranks that share one layer.";
+    "dtype": Any, "\"fp16\"", none(ONLY_TP), "Number format.";
+    "tp_overlap_comm": Bool, "false", none(ONLY_TP), "Communicate while computing.";
+    "vocab_parallel_lm_head": Any, "null", none(ONLY_TP), "Split the last layer.";
+    "vocab_parallel_ce_backend": OneOf(&["torch", "liger"]), "\"torch\"", none(ONLY_TP), "Loss over a split vocabulary.";
+    "tensor_parallel" | "tp": Object, "{}", H, "Groups.";
+    "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers.";
+    "partition_config": Any, "null", none(ONLY_TP), "Which layers.";
+    "preset_model": Any, "null", none(ONLY_TP), "Which layers.";
+    "keep_module_on_host": Bool, "false", none(ONLY_TP), "Split on the CPU.";
+    "replace_with_kernel_inject" | "kernel_inject": Bool, "false", none(ONLY_TP), "Inference kernels.";
+};
+
+const TP: &[super::ConfigKey] = keys! {
+    "tp_size": COUNT, "1", above1(NO_TP), "Ranks that share one layer.";
+    "tp_grain_size": COUNT, "1", none(ONLY_TP), "Multiple of the split.";
+    "mpu": Any, "null", none(ONLY_TP), "Python object.";
+    "tp_group": Any, "null", none(ONLY_TP), "Python object.";
+};
+
+const EXPERT_PARALLEL: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", S, "Spread experts over ranks.";
+    "autoep_size": INT, "1", S, "Ranks that share the experts.";
+    "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
+    "validate_folding_routing": Bool, "false", S, "Check routing.";
+    "async_split_plan": Bool, "false", S, "Plan ahead.";
+    "preset_model": Any, "null", S, "Known model.";
+    "moe_layer_pattern": Any, "null", S, "Names of layers.";
+    "expert_pattern": Any, "null", S, "Names of experts.";
+    "router_pattern": Any, "null", S, "Names of routers.";
+    "use_grouped_mm": Bool, "true", S, "Grouped products.";
+    "disable_triton_grouped_mm": Bool, "false", S, "Not by Triton.";
+    "route_norm": Any, "null", S, "Normalize routing weights.";
+    "route_scale": FLOAT, "1.0", S, "Scale of routing weights.";
+    "score_apply": Any, "\"auto\"", S, "Where scores enter.";
+    "combine_impl": Any, "\"auto\"", S, "Kernel.";
+    "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
+    "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
+    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Who exchanges tokens.";
+    "comm_num_sm": INT, "12", S, "Processors for it.";
+    "comm_qp_margin": INT, "4", S, "Queue margin.";
+    "comm_max_tokens_per_rank": INT, "0", S, "Bound.";
+    "num_expert_groups": Any, "null", S, "Groups of experts.";
+    "num_limited_groups": Any, "null", S, "Groups used.";
+    "score_func": Any, "\"auto\"", S, "Routing function.";
+    "top_k": Any, "\"auto\"", S, "Experts per token.";
+    "load_balance_coeff": Any, "null", S, "Only null.";
+    "routed_scaling_factor": Any, "\"auto\"", S, "Scale of expert outputs.";
+    "expert_w1": Any, "null", S, "Name of a weight.";
+    "expert_w2": Any, "null", S, "Name of a weight.";
+    "expert_w3": Any, "null", S, "Name of a weight.";
+    "num_experts_attr": Any, "null", S, "Name of an attribute.";
+    "top_k_attr": Any, "null", S, "Name of an attribute.";
+    "has_shared_experts": Any, "null", S, "Shared experts.";
+    "shared_experts_pattern": Any, "null", S, "Names of them.";
+    "shared_experts_gate_pattern": Any, "null", S, "Names of their gates.";
+    "expert_activation": Any, "null", S, "Activation.";
+};
+
+const HYBRID_ENGINE: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", S, "Generate inside training.";
+    "max_out_tokens": POSITIVE, "512", S, "Tokens at most.";
+    "inference_tp_size": INT, "1", S, "Tensor parallelism of generation.";
+    "release_inference_cache": Bool, "false", S, "Free the cache.";
+    "pin_parameters": Bool, "true", S, "Page-locked memory.";
+    "tp_gather_partition_size": INT, "8", S, "Layers gathered at once.";
+    "enable_cuda_graph": Bool, "false", S, "CUDA graphs.";
+};
+
+const WEIGHT_QUANTIZATION: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "true", S, "Quantize.";
+    "quantized_initialization": Any, "{}", S, "Quantize while loading.";
+    "post_init_quant": Any, "{}", S, "Quantize afterwards.";
+    "num_bits": INT, "8", S, "Bits.";
+    "q_type": Str, "\"symmetric\"", S, "Kind.";
+    "q_groups": INT, "1", S, "Groups.";
+};
+
+const DATA_EFFICIENCY: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Choose samples or tokens: it would change what is trained on.";
+    "seed": INT, "1234", R, "Seed of the sampling.";
+    "data_sampling": Object, "{}", S, "Which samples.";
+    "data_routing": Object, "{}", S, "Which tokens.";
+};
+
+const DATA_SAMPLING: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Choose samples.";
+    "num_epochs": INT, "1000", R, "Epochs at most.";
+    "num_workers": INT, "0", R, "Loader processes.";
+    "pin_memory": Bool, "false", R, "Page-locked memory.";
+    "curriculum_learning": Object, "{}", S, "Easy samples first.";
+    "dynamic_batching": Object, "{}", S, "Batches by length.";
+};
+
+const CURRICULUM_LEARNING: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Easy samples first.";
+    "data_cluster_path": Str, "null", R, "Folder of indices.";
+    "curriculum_metrics": Any, "null", R, "Metrics of difficulty.";
+};
+
+const DYNAMIC_BATCHING: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Batches by length.";
+    "metrics_path": Str, "null", R, "File of lengths.";
+    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate follows.";
+    "min_batch_size": INT, "1", R, "Bound.";
+    "max_batch_size": INT, "null", R, "Bound.";
+    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", R, "Order.";
+    "max_tokens": INT, "null", R, "Tokens per batch.";
+    "verbose": Bool, "false", R, "Log.";
+};
+
+const DATA_ROUTING: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Choose tokens.";
+    "random_ltd": Object, "{}", S, "Drop tokens at random in inner layers.";
+};
+
+const RANDOM_LTD: &[super::ConfigKey] = keys! {
+    "enabled": Bool, "false", R, "Drop tokens.";
+    "layer_token_lr_schedule": Any, "null", R, "Learning rate by tokens.";
+    "total_layer_num": INT, "null", R, "Layers.";
+    "random_ltd_layer_num": INT, "null", R, "Layers that drop.";
+    "random_ltd_layer_id": Any, "null", R, "Which.";
+    "model_mask_name": Any, "null", R, "Name of the mask.";
+    "model_type": Any, "null", R, "Kind of model.";
+    "hidden_state_order": Any, "null", R, "Order of dimensions.";
+    "random_ltd_schedule": Any, "null", R, "How many tokens when.";
+    "micro_batch_size": INT, "null", R, "Samples per forward.";
+    "global_batch_size": INT, "null", R, "Samples per step.";
+};

@@ -1,0 +1,190 @@
+//! Where an unknown key may have been meant to go.
+
+use super::ConfigRule;
+use super::keys::{ConfigSection, ConfigValueKind, sections};
+
+/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+const ALIKE: f64 = 0.5;
+/// The same for a key of another section: a chance likeness is more probable among so many keys.
+const ALIKE_ELSEWHERE: f64 = 0.8;
+
+/// Names longer than this are like no key, and are not compared: that takes seconds for very long ones.
+const LONGEST: usize = 100;
+
+/// What PyTorch, Transformers and Lightning call keys of DeepSpeed's.
+const OTHER_NAMES: [(&str, &str); 16] = [
+    ("learning_rate", "lr"),
+    ("epsilon", "eps"),
+    ("adam_epsilon", "eps"),
+    ("beta1", "betas"),
+    ("beta2", "betas"),
+    ("adam_beta1", "betas"),
+    ("adam_beta2", "betas"),
+    ("wd", "weight_decay"),
+    ("warmup_steps", "warmup_num_steps"),
+    ("num_warmup_steps", "warmup_num_steps"),
+    ("max_steps", "total_num_steps"),
+    ("num_training_steps", "total_num_steps"),
+    ("max_grad_norm", "gradient_clipping"),
+    ("clip_grad_norm", "gradient_clipping"),
+    ("accumulate_grad_batches", "gradient_accumulation_steps"),
+    ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+];
+
+/// What WarmupCosineLR, whose rates are shares of the optimizer's, has instead of the other schedules' keys.
+const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
+    (
+        "warmup_max_lr",
+        "warms up to the optimizer's own rate; set `optimizer.params.lr` to this value and remove the key",
+    ),
+    (
+        "warmup_min_lr",
+        "begins at a share of `optimizer.params.lr`; give that share as `scheduler.params.warmup_min_ratio` instead",
+    ),
+];
+
+/// The message about a key that its section does not have.
+pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
+    let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
+    if name.len() > LONGEST {
+        return (ConfigRule::UnknownKey, format!("no key {place}, and none is alike; remove it"));
+    }
+    let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
+    if let (Some((_, instead)), true) = (of_others, section.key("cos_min_ratio").is_some()) {
+        return (ConfigRule::UnknownKey, format!("no key {place}: WarmupCosineLR {instead}"));
+    }
+    if let Some((_, own)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
+        let home = if section.key(own).is_some() { Some(section) } else { sections().find(|s| s.key(own).is_some()) };
+        if let Some(home) = home {
+            return (ConfigRule::UnknownKey, format!("no key {place}; did you mean `{}`?", home.join(own)));
+        }
+    }
+    if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
+        return (ConfigRule::UnknownKey, format!("no key {place}; did you mean `{}`?", section.join("enabled")));
+    }
+    if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
+        let home = home.0.join(home.1);
+        return (ConfigRule::MisplacedKey, format!("no key {place}: it belongs at `{home}`; move it there"));
+    }
+    let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= ALIKE);
+    let far = elsewhere(section, name).filter(|found| found.2 >= ALIKE_ELSEWHERE);
+    let nearest = best(here).or_else(|| best(far));
+    let text = match nearest {
+        Some((section, near, _)) => format!("no key {place}; did you mean `{}`?", section.join(near)),
+        None if section.path.is_empty() => {
+            format!("no key {place}, and none is alike; remove it, or start its name with `_` if it is a comment")
+        }
+        None => format!("no key {place}, and none is alike; remove it"),
+    };
+    (ConfigRule::UnknownKey, text)
+}
+
+fn best<'a>(
+    found: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
+) -> Option<(&'a ConfigSection, &'a str, f64)> {
+    // The first of equals: the order of the table puts the important ones first.
+    found.reduce(|best, next| if next.2 > best.2 { next } else { best })
+}
+
+/// Keys of all other sections with their likeness; sections that are not looked into offer nothing.
+fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
+    sections()
+        .filter(|section| section.path != here.path && section.checked)
+        .flat_map(|section| names(section).map(move |own| (section, own)))
+        .map(move |(section, own)| (section, own, likeness(name, own)))
+}
+
+/// The canonical names of a section, without those that nobody should be led to.
+fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
+    section
+        .keys
+        .iter()
+        .filter(|key| key.default != super::keys::NO_DEFAULT || key.kind == ConfigValueKind::Str)
+        .flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()))
+}
+
+/// Words shorter than this (`size`, `data`) say too little to count as common.
+const TELLING: usize = 5;
+
+/// The larger of edit likeness and the share of common words (`monitor_config`, `csv_monitor`).
+fn likeness(a: &str, b: &str) -> f64 {
+    let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
+    let (of_a, of_b) = (words(a), words(b));
+    let common = of_a.iter().filter(|word| word.len() >= TELLING && of_b.contains(word)).count();
+    let words = 2.0 * common as f64 / (of_a.len() + of_b.len()) as f64;
+    let letters = strsim::normalized_damerau_levenshtein(&a.to_ascii_lowercase(), &b.to_ascii_lowercase());
+    // A common word alone never counts as the same name.
+    if a == b { 1.0 } else { letters.max(words).min(0.99) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::keys::section;
+
+    #[test]
+    fn a_very_long_name_is_not_compared() {
+        let name = "train_batch_size".repeat(10_000);
+        let began = std::time::Instant::now();
+        assert!(advice(section(""), &name).1.contains("none is alike"));
+        assert!(began.elapsed() < std::time::Duration::from_secs(1));
+    }
+
+    #[test]
+    fn the_nearest_key_of_the_section_is_named_first() {
+        for (path, name, near) in [
+            ("", "gradient_cliping", "`gradient_clipping`"),
+            ("", "comms_config", "`comms_logger`"),
+            ("", "monitor_config", "`csv_monitor`"),
+            ("", "train_batch", "`train_batch_size`"),
+            ("", "max_grad_norm", "`gradient_clipping`"),
+            ("optimizer", "learning_rate", "`optimizer.params.lr`"),
+            ("optimizer.params", "learning_rate", "`optimizer.params.lr`"),
+            ("fp16", "enable", "`fp16.enabled`"),
+            ("fp16", "fp16", "`fp16.enabled`"),
+            ("zero_optimization", "reduce_bukcet_size", "`zero_optimization.reduce_bucket_size`"),
+            (
+                "zero_optimization",
+                "stage3_param_persitance_threshold",
+                "`zero_optimization.stage3_param_persistence_threshold`",
+            ),
+        ] {
+            let table = sections().find(|section| section.path == path).unwrap();
+            let (rule, text) = advice(table, name);
+            assert_eq!(rule, ConfigRule::UnknownKey, "{name}");
+            assert!(text.contains(near), "{name}: {text}");
+        }
+    }
+
+    #[test]
+    fn rates_of_other_schedules_are_explained_for_the_cosine() {
+        let table = sections().find(|section| section.key("cos_min_ratio").is_some()).unwrap();
+        let (rule, text) = advice(table, "warmup_max_lr");
+        assert_eq!(rule, ConfigRule::UnknownKey);
+        assert!(text.contains("set `optimizer.params.lr` to this value"), "{text}");
+        assert!(advice(table, "warmup_min_lr").1.contains("`scheduler.params.warmup_min_ratio`"));
+    }
+
+    #[test]
+    fn a_key_of_another_section_is_sent_home() {
+        for (path, name, home) in [
+            ("", "offload_optimizer", "`zero_optimization.offload_optimizer`"),
+            ("zero_optimization", "aio", "`aio`"),
+            ("bf16", "loss_scale", "`fp16.loss_scale`"),
+            ("", "stage", "`zero_optimization.stage`"),
+            ("", "lr", "`optimizer.params.lr`"),
+        ] {
+            let (rule, text) = advice(section(path), name);
+            assert_eq!(rule, ConfigRule::MisplacedKey, "{name}");
+            assert!(text.contains(home), "{name}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_stranger_is_not_forced_on_any_key() {
+        let (rule, text) = advice(section(""), "cuda_visible_devices");
+        assert_eq!(rule, ConfigRule::UnknownKey);
+        assert!(text.contains("none is alike"), "{text}");
+    }
+}

@@ -1,0 +1,292 @@
+//! A value of a file as the value of a key: kinds, lax forms, bounds.
+
+use super::ConfigRule;
+use super::json_node::{JsonNode, JsonValue};
+use super::keys::{ConfigKey, ConfigValueKind};
+use super::note::shown;
+use serde_json::Value;
+
+/// Why a value does not fit its key.
+pub(crate) type ValueMismatch = (ConfigRule, String);
+
+/// The value in its plain form (`5e8` as 500000000), or why it does not fit.
+///
+/// Strict sections take pydantic's lax forms: `"3"` for a whole number, `"true"`, `"on"`, 0 and 1 for a boolean.
+pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<Value, ValueMismatch> {
+    if node.value == JsonValue::Null && key.default == "null" {
+        return Ok(Value::Null);
+    }
+    of_kind(node, key.kind, strict)
+}
+
+fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value, ValueMismatch> {
+    let wrong = || Err((ConfigRule::Type, format!("{} is needed, {} found", needed(kind), found(node))));
+    match kind {
+        ConfigValueKind::Bool => boolean(node, strict).map_or_else(wrong, |b| Ok(Value::Bool(b))),
+        ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
+            let bool_is_one = strict && matches!(kind, ConfigValueKind::Int(..));
+            match integer(node, strict, bool_is_one) {
+                None => match &node.value {
+                    JsonValue::Long(digits) => {
+                        let bound =
+                            if digits.starts_with('-') { format!("{min} or more") } else { format!("at most {max}") };
+                        Err((ConfigRule::Range, format!("{} found, allowed is {bound}", shown(digits))))
+                    }
+                    _ => wrong(),
+                },
+                Some(i) if (min..=max).contains(&i) => Ok(Value::from(i)),
+                Some(i) => Err((ConfigRule::Range, format!("{i} found, allowed is {}", int_range(min, max)))),
+            }
+        }
+        ConfigValueKind::Float(min, max) => match float(node, strict) {
+            None => wrong(),
+            Some(x) if (min..=max).contains(&x) => Ok(Value::from(x)),
+            Some(x) => Err((ConfigRule::Range, format!("{x} found, allowed is {}", float_range(min, max)))),
+        },
+        ConfigValueKind::PerGroup(min, max) => match &node.value {
+            JsonValue::List(items) => {
+                let of_group = |item| of_kind(item, ConfigValueKind::Float(min, max), strict);
+                let mut numbers = items.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
+                match numbers.len() {
+                    0 => Err((
+                        ConfigRule::Range,
+                        "an empty list found: give a number, or one for each parameter group".into(),
+                    )),
+                    1 => Ok(numbers.remove(0)),
+                    _ => Ok(Value::from(numbers)),
+                }
+            }
+            _ => of_kind(node, ConfigValueKind::Float(min, max), strict),
+        },
+        ConfigValueKind::Str => match &node.value {
+            JsonValue::String(s) => Ok(Value::from(s.as_str())),
+            _ => wrong(),
+        },
+        ConfigValueKind::OneOf(words) | ConfigValueKind::OneOfAnyCase(words) => {
+            let JsonValue::String(s) = &node.value else { return wrong() };
+            let any_case = matches!(kind, ConfigValueKind::OneOfAnyCase(_));
+            let same = |word: &&&str| **word == s || (any_case && word.eq_ignore_ascii_case(s));
+            words
+                .iter()
+                .find(same)
+                .map(|word| Value::from(*word))
+                .ok_or_else(|| (ConfigRule::Range, format!("{} found, allowed is {}", found(node), needed(kind))))
+        }
+        ConfigValueKind::Strings | ConfigValueKind::StringsOrOne => match (&node.value, strings(node)) {
+            (JsonValue::String(s), _) if kind == ConfigValueKind::StringsOrOne => Ok(Value::from(vec![s.as_str()])),
+            (_, Some(mut words)) => {
+                if kind == ConfigValueKind::StringsOrOne {
+                    let mut seen = std::collections::HashSet::new();
+                    words.retain(|word| seen.insert(*word));
+                }
+                Ok(Value::from(words))
+            }
+            _ => wrong(),
+        },
+        ConfigValueKind::Betas => {
+            let JsonValue::List(items) = &node.value else { return wrong() };
+            match items.iter().map(|item| float(item, strict)).collect::<Option<Vec<_>>>().as_deref() {
+                Some(&[a, b]) if [a, b].iter().all(|beta| (0.0..1.0).contains(beta)) => Ok(Value::from(vec![a, b])),
+                Some(&[a, b]) => {
+                    Err((ConfigRule::Range, format!("[{a}, {b}] found, each has to be at least 0 and below 1")))
+                }
+                _ => wrong(),
+            }
+        }
+        ConfigValueKind::AutoOr(inner) => match &node.value {
+            JsonValue::String(s) if s == "auto" => Ok(Value::from("auto")),
+            _ => of_kind(node, *inner, strict).map_err(|(rule, text)| (rule, format!("{text}, or \"auto\""))),
+        },
+        ConfigValueKind::Any => Ok(node.to_value()),
+        // The walk goes into objects by itself.
+        ConfigValueKind::Section => wrong(),
+    }
+}
+
+/// The items of a list of strings.
+fn strings(node: &JsonNode) -> Option<Vec<&str>> {
+    let JsonValue::List(items) = &node.value else { return None };
+    items
+        .iter()
+        .map(|item| match &item.value {
+            JsonValue::String(s) => Some(s.as_str()),
+            _ => None,
+        })
+        .collect()
+}
+
+fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
+    const YES: [&str; 6] = ["1", "on", "t", "true", "y", "yes"];
+    const NO: [&str; 6] = ["0", "off", "f", "false", "n", "no"];
+    match &node.value {
+        JsonValue::Bool(b) => Some(*b),
+        JsonValue::Int(i @ (0 | 1)) => Some(*i == 1),
+        JsonValue::Float(x) if strict && (*x == 0.0 || *x == 1.0) => Some(*x == 1.0),
+        JsonValue::String(s) if strict => {
+            let among = |words: [&str; 6]| words.iter().any(|word| word.eq_ignore_ascii_case(s));
+            if among(YES) { Some(true) } else { among(NO).then_some(false) }
+        }
+        _ => None,
+    }
+}
+
+fn integer(node: &JsonNode, strict: bool, bool_is_one: bool) -> Option<i64> {
+    // 2^63: the first float beyond i64.
+    const END: f64 = 9_223_372_036_854_775_808.0;
+    match &node.value {
+        JsonValue::Int(i) => Some(*i),
+        JsonValue::Float(x) if x.fract() == 0.0 && (-END..END).contains(x) => Some(*x as i64),
+        JsonValue::Bool(b) if bool_is_one => Some(i64::from(*b)),
+        JsonValue::String(s) if strict => s.trim().parse().ok(),
+        _ => None,
+    }
+}
+
+fn float(node: &JsonNode, strict: bool) -> Option<f64> {
+    match &node.value {
+        JsonValue::Int(i) => Some(*i as f64),
+        JsonValue::Long(digits) => digits.parse().ok().filter(|x: &f64| x.is_finite()),
+        JsonValue::Float(x) => Some(*x).filter(|x| x.is_finite()),
+        JsonValue::String(s) if strict => s.trim().parse().ok().filter(|x: &f64| x.is_finite()),
+        _ => None,
+    }
+}
+
+fn int_range(min: i64, max: i64) -> String {
+    match (min, max) {
+        (i64::MIN, i64::MAX) => "any whole number".into(),
+        (min, i64::MAX) => format!("{min} or more"),
+        (min, max) => format!("{min} to {max}"),
+    }
+}
+
+fn float_range(min: f64, max: f64) -> String {
+    match (min, max) {
+        (min, f64::MAX) if min == f64::MIN => "any number".into(),
+        (min, f64::MAX) => format!("{min} or more"),
+        (min, max) => format!("{min} to {max}"),
+    }
+}
+
+/// The values that a kind accepts, as words of a message.
+pub(crate) fn needed(kind: ConfigValueKind) -> String {
+    match kind {
+        ConfigValueKind::Bool => "true or false".into(),
+        ConfigValueKind::Int(i64::MIN, i64::MAX) | ConfigValueKind::IntNoBool(i64::MIN, i64::MAX) => {
+            "a whole number".into()
+        }
+        ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
+            format!("a whole number ({})", int_range(min, max))
+        }
+        ConfigValueKind::Float(f64::MIN, f64::MAX) => "a number".into(),
+        ConfigValueKind::Float(min, max) => format!("a number ({})", float_range(min, max)),
+        ConfigValueKind::PerGroup(min, max) => {
+            format!("{} or a list of one for each parameter group", needed(ConfigValueKind::Float(min, max)))
+        }
+        ConfigValueKind::Str => "a string".into(),
+        ConfigValueKind::OneOf(words) => format!("one of {}", quoted(words)),
+        ConfigValueKind::OneOfAnyCase(words) => format!("one of {} (in any letter case)", quoted(words)),
+        ConfigValueKind::Strings => "a list of strings".into(),
+        ConfigValueKind::StringsOrOne => "a list of strings, or one string,".into(),
+        ConfigValueKind::Betas => "a list of two numbers".into(),
+        ConfigValueKind::AutoOr(inner) => format!("{} or \"auto\"", needed(*inner)),
+        ConfigValueKind::Any => "anything".into(),
+        ConfigValueKind::Section => "an object `{...}`".into(),
+    }
+}
+
+fn quoted(words: &[&str]) -> String {
+    words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ")
+}
+
+/// The value found, as words of a message.
+pub(crate) fn found(node: &JsonNode) -> String {
+    const LONGEST: usize = 40;
+    match &node.value {
+        JsonValue::Null => "null".into(),
+        JsonValue::Bool(b) => format!("{b}"),
+        JsonValue::Int(i) => format!("the number {i}"),
+        JsonValue::Long(digits) => format!("the number {}", shown(digits)),
+        JsonValue::Float(x) => format!("the number {x}"),
+        JsonValue::String(s) if s.chars().nth(LONGEST).is_some() => {
+            format!("the string \"{}...\"", s.chars().take(LONGEST).collect::<String>().escape_debug())
+        }
+        JsonValue::String(s) => format!("the string \"{}\"", s.escape_debug()),
+        JsonValue::List(items) => format!("a list of {}", items.len()),
+        JsonValue::Object(_) => "an object".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(value: Value, kind: ConfigValueKind, strict: bool) -> Result<Value, String> {
+        of_kind(&JsonNode::from_value(&value), kind, strict).map_err(|(_, text)| text)
+    }
+
+    const INT: ConfigValueKind = ConfigValueKind::Int(0, 3);
+
+    #[test]
+    fn whole_floats_are_whole_numbers_everywhere() {
+        for strict in [true, false] {
+            assert_eq!(read(json!(2.0), INT, strict), Ok(json!(2)));
+            assert_eq!(read(json!(5e8), ConfigValueKind::Int(0, i64::MAX), strict), Ok(json!(500_000_000)));
+            assert!(read(json!(1.5), INT, strict).is_err());
+            assert!(read(json!(9.3e18), ConfigValueKind::Int(0, i64::MAX), strict).is_err());
+        }
+    }
+
+    #[test]
+    fn lax_forms_hold_in_strict_sections_only() {
+        assert_eq!(read(json!("2"), INT, true), Ok(json!(2)));
+        assert_eq!(read(json!(true), INT, true), Ok(json!(1)));
+        assert!(read(json!(true), ConfigValueKind::IntNoBool(0, 3), true).is_err());
+        assert!(read(json!("5e8"), ConfigValueKind::Int(0, i64::MAX), true).is_err());
+        assert_eq!(read(json!("False"), ConfigValueKind::Bool, true), Ok(json!(false)));
+        assert_eq!(read(json!("ON"), ConfigValueKind::Bool, true), Ok(json!(true)));
+        assert_eq!(read(json!("3"), ConfigValueKind::Float(0.0, 9.0), true), Ok(json!(3.0)));
+        for value in [json!("2"), json!(true)] {
+            assert!(read(value, INT, false).is_err());
+        }
+        assert!(read(json!("true"), ConfigValueKind::Bool, false).is_err());
+        for value in [json!(2), json!("maybe"), Value::Null, json!([])] {
+            assert!(read(value, ConfigValueKind::Bool, true).is_err());
+        }
+    }
+
+    #[test]
+    fn words_keep_the_case_of_the_table() {
+        let kind = ConfigValueKind::OneOfAnyCase(&["fp32", "bf16"]);
+        assert_eq!(read(json!("BF16"), kind, false), Ok(json!("bf16")));
+        assert!(read(json!("CPU"), ConfigValueKind::OneOf(&["none", "cpu"]), true).is_err());
+    }
+
+    #[test]
+    fn one_string_is_a_list_only_where_deepspeed_says_so() {
+        assert_eq!(read(json!(["a", "b", "a"]), ConfigValueKind::StringsOrOne, true), Ok(json!(["a", "b"])));
+        assert_eq!(read(json!("a"), ConfigValueKind::StringsOrOne, true), Ok(json!(["a"])));
+        assert!(read(json!("a"), ConfigValueKind::AutoOr(&ConfigValueKind::Strings), false).is_err());
+        assert!(read(json!(["a", 1]), ConfigValueKind::Strings, false).is_err());
+    }
+
+    #[test]
+    fn a_list_for_one_parameter_group_is_its_number() {
+        let kind = ConfigValueKind::PerGroup(0.0, f64::MAX);
+        assert_eq!(read(json!([0.5]), kind, false), Ok(json!(0.5)));
+        assert_eq!(read(json!(2), kind, false), Ok(json!(2.0)));
+        assert_eq!(read(json!([1, 0.5]), kind, false), Ok(json!([1.0, 0.5])));
+        for value in [json!([]), json!([-1]), json!(["x"]), json!([[0.5]]), json!("x")] {
+            assert!(read(value.clone(), kind, false).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn betas_are_two_numbers_below_one() {
+        assert_eq!(read(json!([0, 0.95]), ConfigValueKind::Betas, false), Ok(json!([0.0, 0.95])));
+        for value in [json!([0.9, 1.0]), json!([-0.1, 0.9]), json!([0.9]), json!(0.9), json!([0.9, "x"])] {
+            assert!(read(value.clone(), ConfigValueKind::Betas, false).is_err(), "{value}");
+        }
+    }
+}

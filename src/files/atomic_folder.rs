@@ -1,0 +1,188 @@
+//! Folders and files that appear under their names whole: made in a scratch folder beside their place, synced, renamed.
+
+use super::scratch_folder::{ScratchFolder, WRITING};
+use super::{folder_of, sync_folder};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{Error, ErrorKind, Result};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+/// A folder under construction. What is dropped before it is finished leaves nothing.
+#[derive(Debug)]
+pub(crate) struct AtomicFolder {
+    /// It goes with this.
+    _scratch: ScratchFolder,
+    new: PathBuf,
+    out: PathBuf,
+    /// Made in `out` itself, file by file.
+    is_inside: bool,
+}
+
+impl AtomicFolder {
+    /// A folder, as readable as any new one, that becomes `out`, which has no links in it and is [free](free_folder) or the
+    /// caller's to change.
+    pub fn beside(out: &Path) -> Result<Self> {
+        let parent = folder_of(out);
+        std::fs::create_dir_all(parent)?;
+        let is_inside = must_stay(out);
+        let scratch = ScratchFolder::new(if is_inside { out } else { parent }, WRITING)?;
+        let new = scratch.path().join("new");
+        std::fs::create_dir(&new)?;
+        Ok(Self { _scratch: scratch, new, out: out.to_owned(), is_inside })
+    }
+
+    /// Where its files are written.
+    pub fn path(&self) -> &Path {
+        &self.new
+    }
+
+    /// Brings it to disk and under its name, if nothing but an empty folder has that. Its files are on disk already.
+    ///
+    /// # Errors
+    /// Something is there by now; what writing brings.
+    pub fn finish(&self) -> Result<()> {
+        sync_folder(&self.new)?;
+        if self.is_inside {
+            return self.move_files(|_| false);
+        }
+        match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::NOREPLACE) {
+            Ok(()) => {}
+            // It is empty, or the system refuses; or the file system knows no such rename.
+            Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => std::fs::rename(&self.new, &self.out)?,
+            Err(errno) => return Err(errno.into()),
+        }
+        sync_folder(folder_of(&self.out))
+    }
+
+    /// Exchanges its files for those of the same names in `out`; those for which `is_own` is true may be replaced, what else is
+    /// there stays.
+    ///
+    /// # Errors
+    /// A file of that name that is not the caller's; what writing brings.
+    pub fn exchange(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
+        sync_folder(&self.new)?;
+        let entries = std::fs::read_dir(&self.out)?.collect::<Result<Vec<_>>>()?;
+        let only_own = entries.iter().all(|entry| is_own(&entry.path()));
+        if self.is_inside || !only_own {
+            return self.move_files(is_own);
+        }
+        match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::EXCHANGE) {
+            // What was there lies in the scratch folder now. A file that came in between goes back.
+            Ok(()) => {
+                for entry in std::fs::read_dir(&self.new)?.flatten().filter(|entry| !is_own(&entry.path())) {
+                    let back = self.out.join(entry.file_name());
+                    renameat_with(CWD, entry.path(), CWD, back, RenameFlags::NOREPLACE)?;
+                }
+                sync_folder(folder_of(&self.out))
+            }
+            // The folder must stay, or the file system knows no exchange.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::BUSY | Errno::ACCESS | Errno::PERM) => self.move_files(is_own),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Moves the files one by one into the folder that is there.
+    fn move_files(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
+        let files = std::fs::read_dir(&self.new)?.collect::<Result<Vec<_>>>()?;
+        let places: Vec<_> = files.iter().map(|file| (file.path(), self.out.join(file.file_name()))).collect();
+        if let Some((_, taken)) = places.iter().find(|(_, to)| to.symlink_metadata().is_ok() && !is_own(to)) {
+            let text = format!("{} is there, and this run has not written it", taken.display());
+            return Err(Error::new(ErrorKind::AlreadyExists, text));
+        }
+        for (from, to) in places {
+            if is_own(&to) {
+                std::fs::rename(from, to)?;
+            } else {
+                // What came in between stays too.
+                renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE).or_else(|errno| match errno {
+                    Errno::INVAL | Errno::NOSYS => std::fs::rename(&from, &to),
+                    errno => Err(errno.into()),
+                })?;
+            }
+        }
+        sync_folder(&self.out)
+    }
+}
+
+/// Whether an existing folder can only be written into: it is where a disk is mounted, this process runs in it, or the folder
+/// around it is read-only for this user.
+pub(crate) fn must_stay(out: &Path) -> bool {
+    let Ok(here) = out.metadata() else { return false };
+    let id = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
+    let parent = folder_of(out);
+    let is_mount = parent.metadata().is_ok_and(|m| m.dev() != here.dev());
+    let is_current = id(Path::new(".")) == Some((here.dev(), here.ino()));
+    is_mount || is_current || !may_write(parent)
+}
+
+/// Whether this user may make files in a folder, as far as its rights tell.
+pub(super) fn may_write(folder: &Path) -> bool {
+    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK).is_ok()
+}
+
+/// A file under construction. What is dropped before it is finished leaves nothing.
+#[derive(Debug)]
+pub(crate) struct AtomicFile {
+    file: File,
+    scratch: ScratchFolder,
+    out: PathBuf,
+}
+
+impl AtomicFile {
+    /// A file, as readable as any new one, that becomes `out`. What a link there names is replaced, not the link.
+    ///
+    /// # Errors
+    /// What is there is no file; what writing brings.
+    pub fn beside(out: &Path) -> Result<Self> {
+        let out = match out.symlink_metadata() {
+            Ok(_) => {
+                let whole = out.canonicalize()?;
+                super::only_a_file(&whole.metadata()?)?;
+                whole
+            }
+            Err(_) => out.to_owned(),
+        };
+        let scratch = ScratchFolder::new(folder_of(&out), WRITING)?;
+        let file = File::options().read(true).write(true).create_new(true).open(scratch.path().join("new"))?;
+        Ok(Self { file, scratch, out })
+    }
+
+    /// The file, to write to.
+    pub fn file(&mut self) -> &mut File {
+        &mut self.file
+    }
+
+    /// Brings it to disk and under its name, in place of the file that is there. Gives it, at its end.
+    pub fn finish(self) -> Result<File> {
+        self.file.sync_all()?;
+        std::fs::rename(self.scratch.path().join("new"), &self.out)?;
+        sync_folder(folder_of(&self.out))?;
+        Ok(self.file)
+    }
+}
+
+/// The folder that `out` means, if it is absent or empty; else why it cannot be written to.
+pub(crate) fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
+    // What a link names is replaced, not the link.
+    let out = match out.symlink_metadata() {
+        Ok(_) => match out.canonicalize() {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a link to nothing")),
+            found => found?,
+        },
+        Err(_) => std::path::absolute(out)?,
+    };
+    super::scratch_folder::sweep(&out, WRITING);
+    match std::fs::read_dir(&out) {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Ok(out)),
+        Ok(mut entries) => Ok(match entries.find(|e| e.as_ref().map_or(true, |e| e.file_name() != super::LOCK)) {
+            None => Ok(out),
+            Some(_) => Err("files are written into a folder that is absent or empty, and it has files"),
+        }),
+        Err(e) if e.kind() == ErrorKind::NotADirectory => {
+            Ok(Err("files are written into a folder that is absent or empty, and it is a file"))
+        }
+        Err(e) => Err(e),
+    }
+}

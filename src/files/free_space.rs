@@ -1,0 +1,83 @@
+//! Whether something can be written to a folder, and so much of it.
+
+use super::error::OutputError;
+use crate::error::{Error, Result};
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use std::fs::File;
+use std::path::Path;
+
+/// Finds out whether files of `bytes` in all can be made in `folder`: by making one that nobody sees and reserving them for a
+/// moment, which quotas count too.
+///
+/// # Errors
+/// [`OutputError::Refused`] where no file can be made, [`OutputError::NoSpace`] where it would not fit.
+pub(crate) fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
+    let file = tempfile::tempfile_in(folder).map_err(|e| refused(folder, &e))?;
+    if reserves(&file, folder, bytes) {
+        return Ok(());
+    }
+    drop(file);
+    Err(OutputError::NoSpace { path: folder.to_owned(), needed: bytes, available: free(folder) }.into())
+}
+
+/// Whether the file can have so many bytes.
+fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
+    /// Its pages would be filled with zeros one by one, and it tells exactly what is free.
+    const TMPFS: i64 = 0x0102_1994;
+    #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
+    let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);
+    // A folder takes some too.
+    let fits = || free(folder).checked_sub(bytes).is_some_and(|left| left > 0);
+    if bytes == 0 {
+        return true;
+    }
+    if is_memory {
+        return fits();
+    }
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) => true,
+        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => false,
+        // It does not reserve; what it says must do.
+        Err(_) => fits(),
+    }
+}
+
+/// Bytes that this user may still write there; all that can be counted where the system does not say.
+fn free(folder: &Path) -> u64 {
+    rustix::fs::statvfs(folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))
+}
+
+fn refused(folder: &Path, error: &std::io::Error) -> Error {
+    let problem = match error.kind() {
+        std::io::ErrorKind::PermissionDenied => "the folder is read-only for this user".to_owned(),
+        std::io::ErrorKind::ReadOnlyFilesystem => "its disk is read-only".to_owned(),
+        kind => kind.to_string(),
+    };
+    OutputError::Refused { path: folder.to_owned(), problem }.into()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_disk_has_room_for_is_refused_and_leaves_nothing() {
+        for folder in [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()] {
+            check_free_space(folder.path(), 1 << 20).unwrap();
+            let error = check_free_space(folder.path(), 1 << 60).unwrap_err();
+            assert!(
+                matches!(error, Error::Output(OutputError::NoSpace { needed, .. }) if needed == 1 << 60),
+                "{error}"
+            );
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn a_folder_that_nothing_can_be_made_in_is_refused() {
+        let error = check_free_space(Path::new("/proc"), 1).unwrap_err().to_string();
+        assert!(error.starts_with("cannot write to /proc: "), "{error}");
+    }
+}

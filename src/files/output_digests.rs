@@ -1,0 +1,170 @@
+//! What a run has written under a name, so that it may replace that, and nothing else.
+
+use super::{AtomicFile, read, read_text};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::hash::Hasher as _;
+use std::io::{Read as _, Result, Write as _};
+use std::path::{Path, PathBuf};
+
+/// The file in a run's folder of checkpoints.
+const NAME: &str = ".candle-zero-outputs.json";
+/// No run writes so much about its files.
+const MOST: u64 = 1 << 24;
+
+/// Digests of the files of each of a run's folders, by the folders' parts in the run and the files' names. In the moment in
+/// which new files take the place of older ones, both.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct OutputDigests {
+    /// Where it is remembered beyond the process.
+    file: Option<PathBuf>,
+    of: DigestsByPart,
+}
+
+type DigestsByPart = BTreeMap<String, BTreeMap<String, Vec<String>>>;
+
+/// As the file has it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct DigestsFile {
+    written: DigestsByPart,
+}
+
+impl OutputDigests {
+    /// Nothing yet, that is remembered in `checkpoints`, if there is such a folder.
+    pub fn nothing(checkpoints: Option<&Path>) -> Self {
+        Self { file: checkpoints.map(|folder| folder.join(NAME)), of: DigestsByPart::new() }
+    }
+
+    /// What the run whose checkpoints are in that folder has written.
+    pub fn of_run(checkpoints: &Path) -> Self {
+        let file = checkpoints.join(NAME);
+        let found = read_text(&file, MOST).ok().and_then(|text| serde_json::from_str::<DigestsFile>(&text).ok());
+        Self { file: Some(file), of: found.unwrap_or_default().written }
+    }
+
+    /// Whether the file at `path` is one that the run wrote there, and as it was written.
+    pub fn is_own(&self, part: &str, path: &Path) -> bool {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let known = name.and_then(|name| self.of.get(part)?.get(name));
+        let is_file = || path.symlink_metadata().is_ok_and(|found| found.is_file());
+        known.is_some_and(|known| is_file() && digest(path).is_ok_and(|digest| known.contains(&digest)))
+    }
+
+    /// Whether the run may write its files into the folder: it has some of them that are as they were written, and of no name
+    /// another. Else why not.
+    pub fn may_replace(&self, part: &str, folder: &Path) -> std::result::Result<(), String> {
+        let names = self.of.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
+        let (own, others): (Vec<_>, Vec<_>) =
+            names.filter(|path| path.symlink_metadata().is_ok()).partition(|path| self.is_own(part, path));
+        match (own.is_empty(), others.first()) {
+            (false, None) => Ok(()),
+            (_, Some(other)) => {
+                let name = other.file_name().unwrap_or_default();
+                Err(format!("its {} is not as this run has written it", name.display()))
+            }
+            (true, None) => Err("it has files, which this run has not written".into()),
+        }
+    }
+
+    /// The files of `new` are about to take the place of those of the same part.
+    pub fn begin(&mut self, part: &str, new: &Path) -> Result<()> {
+        let known = self.of.entry(part.into()).or_default();
+        for entry in std::fs::read_dir(new)? {
+            let entry = entry?;
+            if let Ok(name) = entry.file_name().into_string() {
+                let digest = digest(&entry.path())?;
+                let digests = known.entry(name).or_default();
+                digests.retain(|known| *known != digest);
+                digests.push(digest);
+            }
+        }
+        self.remember()
+    }
+
+    /// A file of these bytes is about to be written under a name.
+    pub fn begin_file(&mut self, part: &str, name: &str, bytes: &[u8]) -> Result<()> {
+        let digests = self.of.entry(part.into()).or_default().entry(name.into()).or_default();
+        digests.drain(..digests.len().saturating_sub(1));
+        digests.push(format!("{}-{:016x}", bytes.len(), twox_hash::XxHash3_64::oneshot(bytes)));
+        self.remember()
+    }
+
+    /// They have taken it.
+    pub fn end(&mut self, part: &str) -> Result<()> {
+        for digests in self.of.entry(part.into()).or_default().values_mut() {
+            digests.drain(..digests.len().saturating_sub(1));
+        }
+        self.remember()
+    }
+
+    fn remember(&self) -> Result<()> {
+        let Some(path) = &self.file else { return Ok(()) };
+        std::fs::create_dir_all(super::folder_of(path))?;
+        let text = serde_json::to_string_pretty(&DigestsFile { written: self.of.clone() })?;
+        // The same again, as most often: nothing to write.
+        if read(path, MOST).is_ok_and(|before| before == text.as_bytes()) {
+            return Ok(());
+        }
+        let mut file = AtomicFile::beside(path)?;
+        file.file().write_all(text.as_bytes())?;
+        file.finish().map(drop)
+    }
+}
+
+fn digest(path: &Path) -> Result<String> {
+    let (mut file, mut hash, mut piece) = (super::open(path)?, twox_hash::XxHash3_64::new(), vec![0; 1 << 20]);
+    let mut bytes = 0u64;
+    loop {
+        let read = File::read(&mut file, &mut piece)?;
+        if read == 0 {
+            return Ok(format!("{bytes}-{:016x}", hash.finish()));
+        }
+        bytes += read as u64;
+        hash.write(&piece[..read]);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_the_run_wrote_and_nobody_changed_is_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let new = |text: &str| {
+            std::fs::create_dir_all(at("new")).unwrap();
+            std::fs::write(at("new/a.json"), text).unwrap();
+        };
+        std::fs::create_dir(at("out")).unwrap();
+        let mut written = OutputDigests::nothing(Some(&at("ck")));
+        new("1");
+        written.begin("result", &at("new")).unwrap();
+        std::fs::write(at("out/a.json"), "1").unwrap();
+        // A kill in between: the older and the newer one are both its own.
+        new("2");
+        written.begin("result", &at("new")).unwrap();
+        let again = || OutputDigests::of_run(&at("ck"));
+        assert!(again().is_own("result", &at("out/a.json")));
+        assert_eq!(again().may_replace("result", &at("out")), Ok(()));
+        std::fs::write(at("out/a.json"), "2").unwrap();
+        assert!(again().is_own("result", &at("out/a.json")) && !again().is_own("best", &at("out/a.json")));
+        written.end("result").unwrap();
+        std::fs::write(at("out/a.json"), "1").unwrap();
+        assert_eq!(
+            again().may_replace("result", &at("out")),
+            Err("its a.json is not as this run has written it".into())
+        );
+        std::fs::remove_file(at("out/a.json")).unwrap();
+        std::os::unix::fs::symlink(at("new/a.json"), at("out/a.json")).unwrap();
+        assert!(!again().is_own("result", &at("out/a.json")));
+        std::fs::remove_file(at("out/a.json")).unwrap();
+        std::fs::write(at("out/mine"), "x").unwrap();
+        assert_eq!(
+            again().may_replace("result", &at("out")),
+            Err("it has files, which this run has not written".into())
+        );
+    }
+}

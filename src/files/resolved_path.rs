@@ -1,0 +1,153 @@
+//! Where a path leads, known by what is there and not by its name: links, `..`, hard links and mounts make no difference.
+
+use std::ffi::OsString;
+use std::io::{Error, ErrorKind, Result};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Component, Path, PathBuf};
+
+/// Device and number of a file or folder.
+pub(super) type FileId = (u64, u64);
+
+/// What a path leads to: as much of it as exists, and the names behind that.
+#[derive(Debug, Clone)]
+pub(crate) struct ResolvedPath {
+    /// Without links and `..`.
+    existing: PathBuf,
+    /// What does not exist yet.
+    rest: Vec<OsString>,
+    /// Of `existing`, the folder that it is in, and so on up to the root.
+    ids: Vec<FileId>,
+    /// Whether the file system takes names that differ in the case of letters for one.
+    folds: bool,
+}
+
+impl ResolvedPath {
+    /// Where `path` leads.
+    ///
+    /// # Errors
+    /// A link to nothing; a file where a folder is needed; what cannot be looked at.
+    pub fn of(path: &Path) -> Result<Self> {
+        let (mut existing, mut rest) = (PathBuf::from("/"), Vec::new());
+        for part in std::path::absolute(path)?.components() {
+            match part {
+                Component::Normal(name) if !rest.is_empty() => rest.push(name.to_owned()),
+                Component::Normal(name) => {
+                    let next = existing.join(name);
+                    match next.symlink_metadata() {
+                        Ok(_) => existing = next.canonicalize().map_err(to_nothing)?,
+                        Err(e) if e.kind() == ErrorKind::NotFound => rest.push(name.to_owned()),
+                        Err(e) => return Err(e),
+                    }
+                }
+                Component::ParentDir if rest.pop().is_none() => _ = existing.pop(),
+                _ => {}
+            }
+        }
+        let ids = existing.ancestors().map(|folder| folder.metadata().map(|m| (m.dev(), m.ino())));
+        let ids = ids.collect::<Result<Vec<_>>>()?;
+        let folds = !rest.is_empty() && folds(&existing);
+        Ok(Self { existing, rest, ids, folds })
+    }
+
+    /// The path without links and `..`.
+    pub fn path(&self) -> PathBuf {
+        // Not joined at once: nothing behind a file would make a folder of it.
+        self.rest.iter().fold(self.existing.clone(), |path, name| path.join(name))
+    }
+
+    /// Whether something is there.
+    pub fn exists(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// What is there.
+    pub(super) fn id(&self) -> Option<FileId> {
+        self.exists().then(|| self.ids[0])
+    }
+
+    /// Whether both are the same file or folder, or will be.
+    pub fn is(&self, other: &Self) -> bool {
+        self.ids[0] == other.ids[0] && self.rest.len() == other.rest.len() && self.begins(other)
+    }
+
+    /// Whether it lies in `other`, at whatever depth, or will.
+    pub fn is_in(&self, other: &Self) -> bool {
+        match other.rest.is_empty() {
+            true => self.ids[usize::from(self.rest.is_empty())..].contains(&other.ids[0]),
+            false => self.ids[0] == other.ids[0] && self.rest.len() > other.rest.len() && self.begins(other),
+        }
+    }
+
+    /// Whether the names that do not exist yet begin with those of `other`.
+    fn begins(&self, other: &Self) -> bool {
+        let same = |(a, b): (&OsString, &OsString)| {
+            a == b || self.folds && a.to_string_lossy().to_lowercase() == b.to_string_lossy().to_lowercase()
+        };
+        self.rest.iter().zip(&other.rest).all(same)
+    }
+}
+
+fn to_nothing(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "it is a link to nothing, or leads over one"),
+        _ => error,
+    }
+}
+
+/// Whether names in `folder` that differ in the case of letters are one: seen from its own name.
+fn folds(folder: &Path) -> bool {
+    let swapped = |name: &str| -> String {
+        name.chars().map(|c| if c.is_lowercase() { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() }).collect()
+    };
+    let other = |path: &Path| Some(path.with_file_name(swapped(path.file_name()?.to_str()?)));
+    let id = |path: &Path| path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
+    // An entry tells of this folder; its own name tells of the one that it is in, most likely of the same disk.
+    let entry = std::fs::read_dir(folder).ok().and_then(|mut entries| entries.find_map(|e| Some(e.ok()?.path())));
+    [entry.as_deref(), Some(folder)]
+        .into_iter()
+        .flatten()
+        .any(|path| other(path).is_some_and(|other| other != *path && id(path).is_some() && id(&other) == id(path)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_place_is_known_by_what_is_there_and_not_by_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let place = |name: &str| ResolvedPath::of(&at(name)).unwrap();
+        std::fs::create_dir_all(at("a/b")).unwrap();
+        std::fs::write(at("a/file"), "x").unwrap();
+        std::fs::hard_link(at("a/file"), at("hard")).unwrap();
+        symlink(at("a"), at("link")).unwrap();
+        symlink("nowhere", at("dangling")).unwrap();
+        for (one, other) in [
+            ("a", "link"),
+            ("a/b", "link/b"),
+            ("a", "a/b/.."),
+            ("a", "link/b/.."),
+            ("a/file", "hard"),
+            ("a/new", "link/new"),
+            ("a/new/x", "link/./other/../new/x"),
+        ] {
+            assert!(place(one).is(&place(other)), "{one} {other}");
+        }
+        for (inner, outer) in [("a/b", "link"), ("link/b/new", "a"), ("n/m", "n"), ("a/n/m/k", "link/n")] {
+            assert!(place(inner).is_in(&place(outer)), "{inner} {outer}");
+            assert!(!place(outer).is_in(&place(inner)) && !place(outer).is(&place(inner)), "{inner} {outer}");
+        }
+        for (one, other) in [("a", "b"), ("a/new", "a/New"), ("ab", "a"), ("n", "nn")] {
+            assert!(!place(one).is(&place(other)) && !place(one).is_in(&place(other)), "{one} {other}");
+        }
+        assert!(place("a/file").path().is_file());
+        assert_eq!(place("a/b/../n").path(), at("a").canonicalize().unwrap().join("n"));
+        let wrong = |name: &str| ResolvedPath::of(&at(name)).unwrap_err().to_string();
+        assert_eq!(wrong("dangling"), "it is a link to nothing, or leads over one");
+        assert_eq!(wrong("dangling/x"), "it is a link to nothing, or leads over one");
+        assert_eq!(wrong("a/file/x"), "Not a directory (os error 20)");
+    }
+}

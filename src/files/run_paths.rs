@@ -1,0 +1,439 @@
+//! The gate that whatever writes goes through before it begins: no output is an input or in another's way, each can be
+//! written, and none is another job's.
+//!
+//! ```text
+//! Outputs::default()
+//!     .reads("--data", "d.jsonl", Input::File)      what must stay as it is
+//!     .writes("--out", "adapter", Output::Folder)   what will be written
+//!     .check()                                      compared with each other
+//!     .claim()                                      locked, until the guard is dropped
+//! ```
+
+use super::atomic_folder::{may_write, must_stay};
+use super::error::OutputError;
+use super::lock::{FileLock, FileLockOutcome, sweep_locks};
+use super::resolved_path::{FileId, ResolvedPath};
+use super::scratch_folder::{WRITING, sweep};
+use super::{LOCK, folder_of, lock_owner};
+use crate::error::{Error, Result};
+use rustix::fs::FlockOperation;
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How an input is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum InputKind {
+    /// A file.
+    File,
+    /// A folder of which files of a model's kinds are read, or such a file.
+    Model,
+    /// A folder of checkpoints, or one of them.
+    Checkpoints,
+}
+
+/// How an output is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OutputKind {
+    /// A folder that appears whole, and belongs to this run alone.
+    Folder,
+    /// A file that appears whole.
+    File,
+    /// A file that grows while a run goes on. A device takes lines too.
+    Lines,
+    /// A folder of checkpoints, locked too.
+    Checkpoints,
+    /// A folder that files of other runs lie in too.
+    Shared,
+}
+
+/// What a run reads and writes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RunPaths {
+    reads: Vec<NamedPath<InputKind>>,
+    writes: Vec<NamedPath<OutputKind>>,
+}
+
+/// A path, as the user names it.
+#[derive(Debug, Clone)]
+struct NamedPath<K> {
+    flag: String,
+    path: PathBuf,
+    kind: K,
+}
+
+/// The same, where it leads.
+struct NamedResolvedPath<'a, K> {
+    named: &'a NamedPath<K>,
+    place: ResolvedPath,
+}
+
+/// Outputs that are this job's until it is dropped.
+#[derive(Debug, Default)]
+pub(crate) struct OutputLocks {
+    _locks: Vec<FileLock>,
+}
+
+impl RunPaths {
+    /// `path` is read. What is not there is found where it is opened.
+    #[must_use]
+    pub fn reads(mut self, flag: impl Into<String>, path: impl Into<PathBuf>, kind: InputKind) -> Self {
+        self.reads.push(NamedPath { flag: flag.into(), path: path.into(), kind });
+        self
+    }
+
+    /// `path` is written.
+    #[must_use]
+    pub fn writes(mut self, flag: impl Into<String>, path: impl Into<PathBuf>, kind: OutputKind) -> Self {
+        self.writes.push(NamedPath { flag: flag.into(), path: path.into(), kind });
+        self
+    }
+
+    /// Compares all of them, by what is there and not by their names, and looks whether outputs can be what they are to be.
+    ///
+    /// # Errors
+    /// [`OutputError::Input`], [`OutputError::Collision`]; [`OutputError::Refused`] for what cannot be written.
+    pub fn check(&self) -> Result<()> {
+        let reads = self
+            .reads
+            .iter()
+            .filter_map(|named| Some(NamedResolvedPath { place: ResolvedPath::of(&named.path).ok()?, named }));
+        let reads: Vec<_> = reads.filter(|read| read.place.exists()).collect();
+        let writes = self.writes.iter().filter(|named| !(named.kind == OutputKind::Lines && is_device(&named.path)));
+        let writes = writes.map(|named| {
+            let place = ResolvedPath::of(&named.path).map_err(|e| refused(&named.path, e.to_string()))?;
+            Ok(NamedResolvedPath { place, named })
+        });
+        let writes = writes.collect::<Result<Vec<_>>>()?;
+        for write in &writes {
+            write.check_kind()?;
+            reads.iter().try_for_each(|read| write.check_input(read))?;
+        }
+        for (at, first) in writes.iter().enumerate() {
+            writes[at + 1..].iter().try_for_each(|second| {
+                first.check_other(second)?;
+                second.check_other(first)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Makes all outputs this job's, after [`check`](Self::check). What jobs that died have left beside them goes.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); [`OutputError::Busy`].
+    pub fn claim(&self) -> Result<OutputLocks> {
+        self.check()?;
+        let locks = self.writes.iter().filter_map(|named| lock(named).transpose());
+        Ok(OutputLocks { _locks: locks.collect::<Result<_>>()? })
+    }
+}
+
+impl NamedResolvedPath<'_, OutputKind> {
+    /// Whether it can be what it is to be.
+    fn check_kind(&self) -> Result<()> {
+        let Self { named: NamedPath { path, kind: kind_of, .. }, place } = self;
+        let is_folder = matches!(kind_of, OutputKind::Folder | OutputKind::Checkpoints | OutputKind::Shared);
+        let Ok(found) = place.path().metadata() else {
+            let parent = folder_of(path);
+            if !is_folder && !parent.is_dir() {
+                return Err(refused(path, format!("there is no folder {}; create it first", parent.display())));
+            }
+            let above = place.path();
+            let above = above.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
+            return match may_write(above) {
+                true => Ok(()),
+                false => Err(refused(path, format!("the folder {} is read-only for this user", above.display()))),
+            };
+        };
+        let kind = found.file_type();
+        let what = match () {
+            () if *kind_of == OutputKind::Folder && !kind.is_dir() => {
+                "files are written into a folder that is absent or empty, and it is a file"
+            }
+            () if is_folder && !kind.is_dir() => "it is a file, and a folder is needed",
+            () if is_folder || kind.is_file() => return Ok(()),
+            () if kind.is_dir() => "it is a folder; give the name of a file",
+            () if kind.is_fifo() => "it is a pipe, and a file is needed",
+            () if kind.is_socket() => "it is a socket, and a file is needed",
+            () => "it is a device, and a file is needed",
+        };
+        Err(refused(path, what.into()))
+    }
+
+    /// Whether it leaves an input as it is.
+    fn check_input(&self, read: &NamedResolvedPath<'_, InputKind>) -> Result<()> {
+        let relation = match read.named.kind {
+            _ if self.place.is(&read.place) => "is",
+            _ if self.named.kind == OutputKind::Folder && read.place.is_in(&self.place) => "contains",
+            InputKind::File => return Ok(()),
+            InputKind::Model if self.is_of_model(read) => "is a file of",
+            InputKind::Checkpoints if self.place.is_in(&read.place) && self.is_in_checkpoint(&read.place) => "lies in",
+            _ => return Ok(()),
+        };
+        Err(OutputError::Input {
+            output: self.named.flag.as_str().into(),
+            path: self.named.path.clone(),
+            relation,
+            input: read.named.flag.as_str().into(),
+            other: read.named.path.clone(),
+        }
+        .into())
+    }
+
+    /// Whether it is a file that the model in a folder consists of, or would be one.
+    fn is_of_model(&self, read: &NamedResolvedPath<'_, InputKind>) -> bool {
+        let folder = read.place.path();
+        if !folder.is_dir() {
+            return false;
+        }
+        let is_here = ResolvedPath::of(folder_of(&self.place.path())).is_ok_and(|parent| parent.is(&read.place));
+        let is_named = self.place.path().file_name().is_some_and(is_models_name);
+        let is_file = matches!(self.named.kind, OutputKind::File | OutputKind::Lines);
+        is_file && is_here && is_named || self.place.id().is_some_and(|id| files_in(&folder).contains(&id))
+    }
+
+    /// Whether it would lie in one of the checkpoints of a folder, rather than beside them.
+    fn is_in_checkpoint(&self, folder: &ResolvedPath) -> bool {
+        /// Of this library's, and of DeepSpeed's.
+        const OF_CHECKPOINTS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
+        let (path, folder) = (self.place.path(), folder.path());
+        let is_checkpoint = |path: &Path| {
+            OF_CHECKPOINTS.iter().any(|name| path.join(name).exists())
+                || path.join("zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+        };
+        path.ancestors().skip(1).take_while(|above| above.starts_with(&folder)).any(is_checkpoint)
+    }
+
+    /// Whether it stays out of the way of another output.
+    fn check_other(&self, other: &NamedResolvedPath<'_, OutputKind>) -> Result<()> {
+        let relation = match other.named.kind {
+            _ if self.place.is(&other.place) => "is",
+            OutputKind::Folder if self.place.is_in(&other.place) => "lies in",
+            OutputKind::Checkpoints if self.is_named_as_checkpoints(&other.place) => "has a name of checkpoints of",
+            _ => return Ok(()),
+        };
+        Err(OutputError::Collision {
+            output: self.named.flag.as_str().into(),
+            path: self.named.path.clone(),
+            relation,
+            second: other.named.flag.as_str().into(),
+            other: other.named.path.clone(),
+        }
+        .into())
+    }
+
+    /// Whether it stands among checkpoints under a name that they need.
+    fn is_named_as_checkpoints(&self, folder: &ResolvedPath) -> bool {
+        let (path, folder) = (self.place.path(), folder.path());
+        let first = path.strip_prefix(folder).ok().and_then(|rest| rest.iter().next()).and_then(OsStr::to_str);
+        first
+            .is_some_and(|name| name == "latest" || name.starts_with(".candle-zero") || name.starts_with("global_step"))
+    }
+}
+
+/// Whether a path leads to a device that takes characters.
+fn is_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.file_type().is_char_device())
+}
+
+/// Whether a model's reader might open a file of that name.
+fn is_models_name(name: &OsStr) -> bool {
+    const ENDS: [&str; 9] = [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
+    let name = name.to_string_lossy().to_lowercase();
+    ENDS.iter().any(|end| name.ends_with(end)) || name == "license"
+}
+
+/// Device and number of the files of a model's folder, those that links lead to included.
+fn files_in(folder: &Path) -> HashSet<FileId> {
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = files.filter(|file| is_models_name(&file.file_name()));
+    files.filter_map(|file| file.path().metadata().ok()).filter(|m| m.is_file()).map(|m| (m.dev(), m.ino())).collect()
+}
+
+/// Locks an output; nothing where it needs no lock or cannot have one.
+fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
+    /// How long a process that was killed may hold it.
+    const DYING: Duration = Duration::from_secs(2);
+    let NamedPath { path, kind, .. } = named;
+    if *kind == OutputKind::Shared || is_device(path) {
+        return Ok(None);
+    }
+    let wrong = |action| move |source| Error::Io { action, path: path.clone(), source };
+    let place = ResolvedPath::of(path).map_err(wrong("find"))?.path();
+    let beside = folder_of(&place);
+    if *kind == OutputKind::Checkpoints {
+        std::fs::create_dir_all(&place).map_err(wrong("create"))?;
+    } else if *kind == OutputKind::Folder {
+        std::fs::create_dir_all(beside).map_err(wrong("create"))?;
+    }
+    let stays = place.is_dir() && must_stay(&place);
+    sweep(if stays { &place } else { beside }, WRITING);
+    sweep_locks(beside, |name| {
+        name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
+    });
+    let file = match kind {
+        // Beside the lock of those who save there.
+        OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
+        _ if stays => place.join(LOCK),
+        // A file that can be written in a folder that cannot: no name is free for a lock.
+        _ if !may_write(beside) => return Ok(None),
+        _ => beside.join(lock_name(place.file_name().unwrap_or_default())),
+    };
+    let start = Instant::now();
+    loop {
+        match FileLock::attempt(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(FileLockOutcome::Held(lock)) => return Ok(Some(lock)),
+            Ok(FileLockOutcome::Busy(inode)) if start.elapsed() > DYING => {
+                return Err(OutputError::Busy { path: path.clone(), owner: lock_owner(inode) }.into());
+            }
+            // As in /proc, where names are not the user's to give.
+            Ok(FileLockOutcome::Gone) if start.elapsed() > DYING => {
+                return Err(refused(path, format!("no file can be created in {}", folder_of(&file).display())));
+            }
+            Ok(_) => std::thread::sleep(Duration::from_millis(10)),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(refused(path, format!("it cannot be locked by {}: {e}", file.display()))),
+        }
+    }
+}
+
+/// The name of the lock beside a file or folder.
+fn lock_name(name: &OsStr) -> std::ffi::OsString {
+    /// Bytes of a name; some are left for what stands around it.
+    const MOST: usize = 200;
+    let mut lock = std::ffi::OsString::from(".");
+    match name.len() <= MOST {
+        true => lock.push(name),
+        false => lock.push(format!("{:016x}", twox_hash::XxHash3_64::oneshot(name.as_encoded_bytes()))),
+    }
+    lock.push(LOCK);
+    lock
+}
+
+fn refused(path: &Path, problem: String) -> Error {
+    OutputError::Refused { path: path.to_owned(), problem }.into()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// What is wrong, without the folder of the test.
+    fn wrong(dir: &Path, outputs: &RunPaths) -> String {
+        let text = outputs.check().map_or_else(|e| e.to_string(), |()| "nothing".into());
+        text.replace(&format!("{}/", dir.display()), "")
+    }
+
+    #[test]
+    fn outputs_are_compared_with_inputs_by_what_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir_all(at("m/data")).unwrap();
+        std::fs::create_dir_all(at("ck/global_step3")).unwrap();
+        for file in ["m/config.json", "m/w.safetensors", "m/data/d.jsonl", "d.jsonl", "ck/global_step3/manifest.json"] {
+            std::fs::write(at(file), "x").unwrap();
+        }
+        std::fs::hard_link(at("d.jsonl"), at("hard")).unwrap();
+        symlink(at("m"), at("link")).unwrap();
+        symlink(at("m/w.safetensors"), at("weights")).unwrap();
+        let of = |kind, path: &str| {
+            let outputs = RunPaths::default()
+                .reads("MODEL", at("m"), InputKind::Model)
+                .reads("--data", at("d.jsonl"), InputKind::File)
+                .reads("--data", at("m/data/d.jsonl"), InputKind::File)
+                .reads("DIR", at("ck"), InputKind::Checkpoints)
+                .writes("--out", at(path), kind);
+            wrong(dir.path(), &outputs)
+        };
+        insta::assert_snapshot!(of(OutputKind::Folder, "link/../m"), @"--out link/../m is MODEL m, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::Folder, "m/data"), @"--out m/data contains --data m/data/d.jsonl, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::Lines, "hard"), @"--out hard is --data d.jsonl, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::File, "weights"), @"--out weights is a file of MODEL m, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::File, "link/model.safetensors.index.json"), @"--out link/model.safetensors.index.json is a file of MODEL m, which is read; give another place");
+        insta::assert_snapshot!(of(OutputKind::Folder, "ck/global_step3/x"), @"--out ck/global_step3/x lies in DIR ck, which is read; give another place");
+        for (kind, path) in [
+            (OutputKind::Folder, "link/new"),
+            (OutputKind::Folder, "ck/new"),
+            (OutputKind::Lines, "m/m.jsonl"),
+            (OutputKind::Shared, "."),
+        ] {
+            assert_eq!(of(kind, path), "nothing", "{path}");
+        }
+    }
+
+    #[test]
+    fn outputs_stay_out_of_each_others_way() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir(at("d")).unwrap();
+        symlink(at("d"), at("e")).unwrap();
+        let of = |out: &str, save: &str, metrics: &str| {
+            let outputs = RunPaths::default()
+                .writes("--out", at(out), OutputKind::Folder)
+                .writes("--save", at(save), OutputKind::Checkpoints)
+                .writes("--metrics", at(metrics), OutputKind::Lines);
+            wrong(dir.path(), &outputs)
+        };
+        insta::assert_snapshot!(of("d/new", "e/./new", "m"), @"--out d/new is --save e/./new, and both are written; give each a place of its own");
+        insta::assert_snapshot!(of("o", "o/ck", "m"), @"--save o/ck lies in --out o, and both are written; give each a place of its own");
+        insta::assert_snapshot!(of("d", "ck", "e/m"), @"--metrics e/m lies in --out d, and both are written; give each a place of its own");
+        insta::assert_snapshot!(of("o", "d", "e/latest"), @"--metrics e/latest has a name of checkpoints of --save d, and both are written; give each a place of its own");
+        assert_eq!(of("d/out", "d", "d/m.jsonl"), "nothing");
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("file"), "x").unwrap();
+        std::fs::create_dir(at("folder")).unwrap();
+        symlink("nowhere", at("dangling")).unwrap();
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let of = |kind, path: &str| wrong(dir.path(), &RunPaths::default().writes("--out", at(path), kind));
+        insta::assert_snapshot!(of(OutputKind::Folder, "file"), @"cannot write to file: files are written into a folder that is absent or empty, and it is a file; give another place");
+        insta::assert_snapshot!(of(OutputKind::Folder, "file/x"), @"cannot write to file/x: Not a directory (os error 20); give another place");
+        insta::assert_snapshot!(of(OutputKind::Lines, "folder"), @"cannot write to folder: it is a folder; give the name of a file; give another place");
+        insta::assert_snapshot!(of(OutputKind::Lines, "pipe"), @"cannot write to pipe: it is a pipe, and a file is needed; give another place");
+        insta::assert_snapshot!(of(OutputKind::File, "dangling"), @"cannot write to dangling: it is a link to nothing, or leads over one; give another place");
+        assert_eq!(of(OutputKind::Folder, "a/b/c"), "nothing");
+        assert!(of(OutputKind::File, "a/b").starts_with("cannot write to a/b: there is no folder"));
+        let null = |kind| wrong(dir.path(), &RunPaths::default().writes("--out", "/dev/null", kind));
+        assert_eq!(null(OutputKind::Lines), "nothing");
+        insta::assert_snapshot!(null(OutputKind::File), @"cannot write to /dev/null: it is a device, and a file is needed; give another place");
+    }
+
+    #[test]
+    fn an_output_is_one_jobs_at_a_time_and_nothing_stays_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir(at("o")).unwrap();
+        symlink(at("o"), at("link")).unwrap();
+        let claim = |path: &str, kind| RunPaths::default().writes("--out", at(path), kind).claim();
+        for (one, other, kind) in [
+            ("o", "link", OutputKind::Folder),
+            ("new", "./new", OutputKind::Folder),
+            ("ck", "ck", OutputKind::Checkpoints),
+            ("m", "m", OutputKind::Lines),
+        ] {
+            let first = claim(one, kind).unwrap();
+            let error = claim(other, kind).unwrap_err();
+            assert!(matches!(error, Error::Output(OutputError::Busy { .. })), "{error}");
+            drop(first);
+            claim(other, kind).unwrap();
+        }
+        let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["ck", "link", "o"]);
+        // A file of the user's in the place of the lock.
+        std::fs::write(at(".new.candle-zero.lock"), "notes").unwrap();
+        assert!(claim("new", OutputKind::Folder).is_err());
+        assert_eq!(std::fs::read_to_string(at(".new.candle-zero.lock")).unwrap(), "notes");
+    }
+}

@@ -1,0 +1,215 @@
+//! Folders in which outputs are made, beside the place where they will be.
+//!
+//! Such a folder is locked as long as its job lives, and has a file in it that says what it is. What a killed job leaves is
+//! known by both, and removed by the next one that writes beside it; whatever else has a name like it stays.
+
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use std::fs::{File, Permissions};
+use std::io::{Error, ErrorKind, Result, Write as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+/// How their names begin, unless somebody says otherwise.
+pub(crate) const WRITING: &str = ".candle-zero-writing-";
+/// The file that says what the folder is.
+const MARK: &str = ".candle-zero-unfinished";
+const TEXT: &str =
+    "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
+/// Letters and digits that make a name unique.
+const UNIQUE: usize = 6;
+
+/// A folder for files that are not complete yet. It goes when this is dropped, with all that is in it.
+#[derive(Debug)]
+pub(crate) struct ScratchFolder {
+    path: PathBuf,
+    /// Locked, where the file system knows that.
+    folder: File,
+    is_kept: bool,
+}
+
+impl ScratchFolder {
+    /// A new one in `parent`, for this user alone. What jobs that died have left there goes.
+    pub fn new(parent: &Path, prefix: &str) -> Result<Self> {
+        const ATTEMPTS: usize = 100;
+        sweep(parent, prefix);
+        let only_mine = Permissions::from_mode(0o700);
+        for _ in 0..ATTEMPTS {
+            let made = tempfile::Builder::new().prefix(prefix).permissions(only_mine.clone()).tempdir_in(parent)?;
+            let path = made.keep();
+            match Self::mark(&path) {
+                Ok(Some(folder)) => return Ok(Self { path, folder, is_kept: false }),
+                // Somebody who cleared up took it for a dead job's, as it was neither locked nor marked yet.
+                Ok(None) => {}
+                Err(e) => {
+                    _ = std::fs::remove_file(path.join(MARK));
+                    _ = std::fs::remove_dir(&path);
+                    return Err(e);
+                }
+            }
+        }
+        Err(Error::new(ErrorKind::ResourceBusy, "new folders are removed as soon as they are made"))
+    }
+
+    /// Locks a folder that was just made, and says in it what it is; nothing if it is gone.
+    fn mark(path: &Path) -> Result<Option<File>> {
+        let gone = |e: Error| if e.kind() == ErrorKind::NotFound { Ok(None) } else { Err(e) };
+        let folder = match open_folder(path) {
+            Ok(folder) => folder,
+            Err(e) => return gone(e),
+        };
+        // Where the file system knows no locks, nobody clears up either.
+        if flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
+            return Ok(None);
+        }
+        match File::create_new(path.join(MARK)).and_then(|mut mark| mark.write_all(TEXT.as_bytes())) {
+            Ok(()) => Ok(Some(folder)),
+            Err(e) => gone(e),
+        }
+    }
+
+    /// Where files are made.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Leaves the folder to the user, with what is in it: nobody removes it any more.
+    pub fn keep(mut self) -> PathBuf {
+        self.is_kept = true;
+        _ = std::fs::remove_file(self.path.join(MARK));
+        self.path.clone()
+    }
+}
+
+impl Drop for ScratchFolder {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            // What cannot be removed now is removed by the next one.
+            _ = remove(&self.path);
+        }
+        // Closing is not enough: a process that another thread is starting holds a copy until it runs its program.
+        _ = flock(&self.folder, FlockOperation::Unlock);
+    }
+}
+
+/// Removes what jobs that died have left in `parent` under names that begin with `prefix`. What cannot be removed stays.
+pub(crate) fn sweep(parent: &Path, prefix: &str) {
+    let me = rustix::process::geteuid().as_raw();
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let unique = name.to_str().and_then(|name| name.strip_prefix(prefix));
+        let is_named = unique.is_some_and(|u| u.len() == UNIQUE && u.bytes().all(|b| b.is_ascii_alphanumeric()));
+        if !is_named || !entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == me) {
+            continue;
+        }
+        let Ok(folder) = open_folder(&entry.path()) else { continue };
+        if flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            if is_marked(&entry.path()) {
+                _ = remove(&entry.path());
+            } else {
+                // Its job died before it could say so. One that has files is somebody else's, and stays.
+                _ = std::fs::remove_dir(entry.path());
+            }
+        }
+    }
+}
+
+/// Whether a folder of that name says that it is one of these.
+fn is_marked(folder: &Path) -> bool {
+    let mark = folder.join(MARK);
+    let is_file = mark.symlink_metadata().is_ok_and(|found| found.is_file());
+    // A job that died, or a full disk, may have left an empty one.
+    is_file && super::read(&mark, TEXT.len() as u64).is_ok_and(|text| TEXT.as_bytes().starts_with(&text))
+}
+
+/// Removes a folder and what is in it; last what says that it may be removed.
+fn remove(folder: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(folder)?.flatten().filter(|entry| entry.file_name() != MARK) {
+        match entry.file_type()?.is_dir() {
+            true => std::fs::remove_dir_all(entry.path())?,
+            false => std::fs::remove_file(entry.path())?,
+        }
+    }
+    _ = std::fs::remove_file(folder.join(MARK));
+    std::fs::remove_dir(folder)
+}
+
+/// Opens a folder itself, not what a link leads to.
+fn open_folder(path: &Path) -> Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// As a kill would: the lock goes with the process.
+    fn kill(scratch: ScratchFolder) -> PathBuf {
+        flock(&scratch.folder, FlockOperation::Unlock).unwrap();
+        let path = scratch.path.clone();
+        std::mem::forget(scratch);
+        path
+    }
+
+    #[test]
+    fn what_a_killed_job_left_goes_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        // Of others, with names like it.
+        for name in ["notes", "abcdef", "abcdefg", "abc-ef"] {
+            std::fs::create_dir(at(&format!("{WRITING}{name}"))).unwrap();
+            std::fs::write(at(&format!("{WRITING}{name}/thesis")), name).unwrap();
+        }
+        std::fs::write(at(&format!("{WRITING}ghijkl")), "a file").unwrap();
+        std::os::unix::fs::symlink(at(&format!("{WRITING}abcdef")), at(&format!("{WRITING}mnopqr"))).unwrap();
+        let theirs = names(dir.path());
+        let alive = ScratchFolder::new(dir.path(), WRITING).unwrap();
+        let dead = ScratchFolder::new(dir.path(), WRITING).unwrap();
+        std::fs::create_dir(dead.path().join("new")).unwrap();
+        std::fs::write(dead.path().join("new/weights"), "w").unwrap();
+        let dead = kill(dead);
+        let early = kill(ScratchFolder::new(dir.path(), WRITING).unwrap());
+        std::fs::remove_file(early.join(MARK)).unwrap();
+        sweep(dir.path(), WRITING);
+        assert!(!dead.exists() && !early.exists() && alive.path().exists());
+        drop(alive);
+        assert_eq!(names(dir.path()), theirs);
+        assert_eq!(std::fs::read_to_string(at(&format!("{WRITING}abcdef/thesis"))).unwrap(), "abcdef");
+    }
+
+    #[test]
+    fn what_is_kept_is_the_users() {
+        let dir = tempfile::tempdir().unwrap();
+        let scratch = ScratchFolder::new(dir.path(), WRITING).unwrap();
+        assert_eq!(scratch.path().metadata().unwrap().mode() & 0o777, 0o700);
+        std::fs::write(scratch.path().join("x"), "x").unwrap();
+        let kept = scratch.keep();
+        sweep(dir.path(), WRITING);
+        assert_eq!(names(&kept), ["x"]);
+    }
+
+    #[test]
+    fn many_at_once_do_not_remove_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let scratch = ScratchFolder::new(dir.path(), WRITING).unwrap();
+                        std::fs::write(scratch.path().join("x"), "x").unwrap();
+                        assert!(scratch.path().join("x").exists());
+                    }
+                });
+            }
+        });
+        assert!(names(dir.path()).is_empty());
+    }
+}

@@ -1,0 +1,35 @@
+//! The variables that other hosts get: of this process and of the files, by DeepSpeed's rules ([`export_rules`]) and some more.
+
+use super::hosts::error::HostsError;
+use super::hosts::export_rules::{self, ExportedVariables};
+use super::nodes::secret::{SECRET, SECRET_FILE};
+use crate::error::{LaunchError, Result};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Variables that the launchers and ranks of other hosts get beside DeepSpeed's.
+const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
+
+/// The variables that other hosts get. The secret is none of them: they stand in command lines, which everybody of a host sees.
+///
+/// # Errors
+/// A value that is no text; a file of variables that cannot be read or is wrong.
+pub(crate) fn exports() -> Result<Vec<(String, String)>> {
+    let mut exports = ExportedVariables::of(std::env::vars_os())?;
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    let here = std::env::current_dir()
+        .map_err(|source| LaunchError::Setup { what: "finding the working directory", source })?;
+    for path in export_rules::files(home.as_deref(), &here, std::env::var_os("DS_ENV_FILE").as_deref()) {
+        match std::fs::read_to_string(&path) {
+            Ok(text) => exports.add_file(&text, &path)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(source) => return Err(HostsError::NoVariables { path, why: source.to_string() }.into()),
+        }
+    }
+    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    let ours = std::env::vars_os().filter_map(text).filter(|(name, _)| OURS.iter().any(|ours| name.starts_with(ours)));
+    let mut all: Vec<(String, String)> = ours.collect();
+    all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
+    all.retain(|(name, _)| name != SECRET && name != SECRET_FILE);
+    Ok(all)
+}

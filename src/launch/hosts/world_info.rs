@@ -1,0 +1,353 @@
+//! The ranks of a job on many hosts: host by host, and slot by slot in each.
+//!
+//! ```text
+//! host    a        b              node   0, 1: the place of the host
+//! slot    0 1 2    0 1            index  0 1 2, 0 1: the place among the ranks of its host
+//! rank    0 1 2    3 4
+//! ```
+//!
+//! The launcher tells each host of all of them by the world info, DeepSpeed's: the JSON object `{"a": [0, 1, 2], "b":
+//! [0, 1]}` in URL-safe base64.
+
+use super::HostSlots;
+use super::core_list::ranges;
+use super::error::{HostsError, shown};
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use std::fmt;
+
+/// The GPUs that programs see, by which their ranks count them.
+pub(crate) const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+
+/// The hosts that get ranks, each with at least one slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WorldInfo {
+    hosts: Vec<HostSlots>,
+}
+
+/// One rank and its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RankPlacement {
+    /// Among all ranks.
+    pub(crate) rank: usize,
+    /// The place of its host.
+    pub(crate) node: usize,
+    /// The place among the ranks of its host.
+    pub(crate) index: usize,
+    /// `LOCAL_RANK` as DeepSpeed has it: the rank modulo the number of ranks on this host. Each of them has another
+    /// one, yet it is the index on all hosts only where all have as many ranks.
+    pub(crate) local_rank: usize,
+    /// The slot, which `CUDA_VISIBLE_DEVICES` has in the place `local_rank`.
+    pub(crate) slot: usize,
+}
+
+impl WorldInfo {
+    /// Hosts without slots get no rank and do not count.
+    pub(crate) fn new(hosts: Vec<HostSlots>) -> Result<Self, HostsError> {
+        let hosts: Vec<HostSlots> = hosts.into_iter().filter(|host| !host.slots.is_empty()).collect();
+        if hosts.is_empty() { Err(HostsError::NoSlot) } else { Ok(Self { hosts }) }
+    }
+
+    /// The hosts in the order of their ranks.
+    pub(crate) fn hosts(&self) -> &[HostSlots] {
+        &self.hosts
+    }
+
+    /// The number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.hosts.iter().map(|host| host.slots.len()).sum()
+    }
+
+    /// The ranks on one host.
+    pub(crate) fn ranks_of(&self, node: usize) -> Vec<RankPlacement> {
+        let first: usize = self.hosts[..node].iter().map(|host| host.slots.len()).sum();
+        let slots = &self.hosts[node].slots;
+        let placed = |index| {
+            let rank = first + index;
+            let local_rank = rank % slots.len();
+            RankPlacement { rank, node, index, local_rank, slot: slots[local_rank] }
+        };
+        (0..slots.len()).map(placed).collect()
+    }
+
+    /// The variables that tell a rank its place.
+    pub(crate) fn variables(&self, placed: &RankPlacement) -> [(&'static str, String); 8] {
+        let slots = &self.hosts[placed.node].slots;
+        let local_size = slots.len().to_string();
+        [
+            ("RANK", placed.rank.to_string()),
+            ("WORLD_SIZE", self.size().to_string()),
+            ("LOCAL_RANK", placed.local_rank.to_string()),
+            ("LOCAL_WORLD_SIZE", local_size.clone()),
+            ("LOCAL_SIZE", local_size),
+            ("CROSS_RANK", placed.node.to_string()),
+            ("CROSS_SIZE", self.hosts.len().to_string()),
+            (DEVICES, self.devices(placed.node)),
+        ]
+    }
+
+    /// The slots of a host as `CUDA_VISIBLE_DEVICES` has them: the GPUs of its ranks, in the order of these.
+    pub(crate) fn devices(&self, node: usize) -> String {
+        commas(&self.hosts[node].slots)
+    }
+
+    /// The number of ranks on each host, for a starter (mpich, impi, mvapich) that is told one number for all.
+    pub(crate) fn ranks_per_host(&self, launcher: &'static str) -> Result<usize, HostsError> {
+        let first = &self.hosts[0];
+        let slots = first.slots.len();
+        match self.hosts.iter().find(|host| host.slots.len() != slots) {
+            None => Ok(slots),
+            Some(other) => Err(HostsError::UnevenHosts {
+                launcher,
+                host: shown(&first.name),
+                slots,
+                other: shown(&other.name),
+                other_slots: other.slots.len(),
+            }),
+        }
+    }
+
+    /// The number of ranks on each host, for Slurm, which cannot be told the slots: they have to be the first ones.
+    pub(crate) fn first_slots_per_host(&self) -> Result<usize, HostsError> {
+        let slots = self.ranks_per_host("slurm")?;
+        match self.hosts.iter().find(|host| host.slots.last() != Some(&(slots - 1))) {
+            None => Ok(slots),
+            Some(host) => {
+                Err(HostsError::SlurmSlots { host: shown(&host.name), slots: ranges(&host.slots), count: slots })
+            }
+        }
+    }
+
+    /// The world info.
+    pub(crate) fn encode(&self) -> String {
+        // Spaces as Python's: both launchers give the same text.
+        let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
+        let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
+        to_base64(json.as_bytes())
+    }
+
+    /// Reads a world info.
+    pub(crate) fn decode(text: &str) -> Result<Self, HostsError> {
+        let problem = |problem: String| HostsError::WorldInfo { problem };
+        let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is no URL-safe base64", shown(text))))?;
+        let mut json = serde_json::Deserializer::from_slice(&json);
+        let hosts = json.deserialize_map(WorldInfoVisitor).and_then(|hosts| json.end().map(|()| hosts));
+        Self::new(hosts.map_err(|error| problem(error.to_string()))?)
+    }
+}
+
+/// Reads a JSON object in its order, which is that of the ranks.
+struct WorldInfoVisitor;
+
+impl<'de> Visitor<'de> for WorldInfoVisitor {
+    type Value = Vec<HostSlots>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of hosts with their slots")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vec<HostSlots>, A::Error> {
+        let mut hosts: Vec<HostSlots> = Vec::new();
+        while let Some((name, slots)) = map.next_entry::<String, Vec<usize>>()? {
+            if hosts.iter().any(|host| host.name == name) {
+                return Err(A::Error::custom(format!("host `{}` is there twice", shown(&name))));
+            }
+            if !slots.is_sorted_by(|a, b| a < b) {
+                return Err(A::Error::custom(format!("the slots of host `{}` do not ascend", shown(&name))));
+            }
+            hosts.push(HostSlots { name, slots });
+        }
+        Ok(hosts)
+    }
+}
+
+fn commas(numbers: &[usize]) -> String {
+    join(numbers, ",")
+}
+
+fn join(numbers: &[usize], between: &str) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(between)
+}
+
+/// The digits of URL-safe base64 (RFC 4648).
+const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+fn to_base64(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for group in bytes.chunks(3) {
+        let bits = group.iter().fold(0_u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - group.len()));
+        for at in 0..4 {
+            // A group of n bytes has n + 1 digits.
+            let digit = if at <= group.len() { DIGITS[(bits >> (18 - 6 * at)) as usize & 63] } else { b'=' };
+            text.push(char::from(digit));
+        }
+    }
+    text
+}
+
+/// `None`: a digit is none, or one is missing. The filling at the end may be missing.
+fn from_base64(text: &str) -> Option<Vec<u8>> {
+    let text = text.trim().trim_end_matches('=');
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3 + 2);
+    for group in text.as_bytes().chunks(4) {
+        let mut bits = 0_u32;
+        for digit in group {
+            bits = bits << 6 | u32::try_from(DIGITS.iter().position(|known| known == digit)?).ok()?;
+        }
+        let bits = bits << (6 * (4 - group.len()));
+        let count = group.len().checked_sub(1).filter(|count| *count > 0)?;
+        bytes.extend_from_slice(&bits.to_be_bytes()[1..=count]);
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::recorded_cases;
+    use super::*;
+    use proptest::collection::{btree_set, vec};
+    use proptest::prelude::*;
+    use serde_json::{Map, Value, json};
+    use std::collections::BTreeSet;
+
+    fn world(hosts: &[(&str, &[usize])]) -> WorldInfo {
+        WorldInfo::new(
+            hosts.iter().map(|(name, slots)| HostSlots { name: (*name).into(), slots: slots.to_vec() }).collect(),
+        )
+        .unwrap()
+    }
+
+    /// A rank as it is recorded: numbers are numbers.
+    fn process(world: &WorldInfo, placed: &RankPlacement) -> Value {
+        let mut process = Map::from_iter([("node".to_string(), json!(world.hosts()[placed.node].name))]);
+        for (name, value) in world.variables(placed) {
+            match name {
+                "CUDA_VISIBLE_DEVICES" => process.insert("VISIBLE".into(), json!(value)),
+                // It is torchrun's name of LOCAL_SIZE.
+                "LOCAL_WORLD_SIZE" => None,
+                _ => process.insert(name.into(), json!(value.parse::<usize>().unwrap())),
+            };
+        }
+        Value::Object(process)
+    }
+
+    #[test]
+    fn the_recorded_cases_hold() {
+        let cases = recorded_cases::of_area("launcher-ranks");
+        for case in &cases {
+            let found = match &case["input"]["world"] {
+                Value::Null => {
+                    let world = WorldInfo::new(recorded_cases::hosts(&case["input"]["world_info"])).unwrap();
+                    let ranks = (0..world.hosts().len()).flat_map(|node| world.ranks_of(node));
+                    json!({"processes": ranks.map(|placed| process(&world, &placed)).collect::<Vec<_>>()})
+                }
+                hosts => {
+                    let world = WorldInfo::new(recorded_cases::hosts(hosts)).unwrap();
+                    assert_eq!(WorldInfo::decode(&world.encode()).unwrap(), world);
+                    json!({"base64": world.encode()})
+                }
+            };
+            recorded_cases::check(case, Ok(found));
+        }
+        assert_eq!(cases.len(), 3);
+    }
+
+    #[test]
+    fn the_recorded_cases_of_starters_hold() {
+        let cases = recorded_cases::of_area("launcher-backend");
+        for case in &cases {
+            let input = &case["input"];
+            let found = match input["launcher"].as_str() {
+                None => WorldInfo::new(recorded_cases::hosts(&input["active"])).unwrap().first_slots_per_host(),
+                Some(_) => WorldInfo::new(recorded_cases::counted_hosts(&input["hostfile_slots"]))
+                    .unwrap()
+                    .ranks_per_host("mpich"),
+            };
+            recorded_cases::check(case, found.map(|_| json!({"ok": true})));
+        }
+        assert_eq!(cases.len(), 7);
+    }
+
+    #[test]
+    fn local_ranks_are_devices_and_all_of_them_are_used() {
+        let world = world(&[("a", &[1, 4, 7]), ("b", &[0, 2])]);
+        assert_eq!((world.size(), world.hosts().len()), (5, 2));
+        let b = world.ranks_of(1);
+        assert_eq!(b[0], RankPlacement { rank: 3, node: 1, index: 0, local_rank: 1, slot: 2 });
+        assert_eq!(b[1], RankPlacement { rank: 4, node: 1, index: 1, local_rank: 0, slot: 0 });
+        let variables = world.variables(&b[0]);
+        assert_eq!(variables[4], ("LOCAL_SIZE", "2".to_string()));
+        assert_eq!(variables[7], ("CUDA_VISIBLE_DEVICES", "0,2".to_string()));
+    }
+
+    #[test]
+    fn hosts_without_slots_do_not_count() {
+        let world = WorldInfo::new(vec![HostSlots::with_slots("a", 0), HostSlots::with_slots("b", 2)]).unwrap();
+        assert_eq!(world.hosts(), [HostSlots::with_slots("b", 2)]);
+        insta::assert_snapshot!(WorldInfo::new(vec![HostSlots::with_slots("a", 0)]).unwrap_err(), @"no slot is left to start a rank on; give a host of the hostfile slots, and let --include and --exclude leave some");
+    }
+
+    #[test]
+    fn starters_with_one_number_for_all_hosts_need_equal_hosts() {
+        let uneven = world(&[("a", &[0, 1]), ("b", &[0])]);
+        insta::assert_snapshot!(uneven.ranks_per_host("mpich").unwrap_err(), @"host `a` has 2 slots and host `b` 1, but mpich starts as many ranks on every host; make them equal, with --num_gpus or in the hostfile");
+        assert_eq!(world(&[("a", &[0, 1]), ("b", &[2, 5])]).ranks_per_host("mpich").unwrap(), 2);
+        let picked = world(&[("a", &[0, 1]), ("b", &[1, 2])]);
+        insta::assert_snapshot!(picked.first_slots_per_host().unwrap_err(), @"host `b` is to use the slots 1-2, but slurm starts ranks on the first slots of every host; leave it slots 0 to 1");
+        assert_eq!(world(&[("a", &[0, 1]), ("b", &[0, 1])]).first_slots_per_host().unwrap(), 2);
+    }
+
+    #[test]
+    fn a_wrong_world_info_is_refused() {
+        let refusal = |text: &str| WorldInfo::decode(text).unwrap_err().to_string();
+        let json = |json: &str| refusal(&to_base64(json.as_bytes()));
+        insta::assert_snapshot!(refusal("e30+"), @r#"the world info cannot be read: `e30+` is no URL-safe base64; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
+        insta::assert_snapshot!(json(r#"{"a": [0], "a": [1]}"#), @r#"the world info cannot be read: host `a` is there twice at line 1 column 20; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
+        insta::assert_snapshot!(json(r#"{"a": [1, 0]}"#), @r#"the world info cannot be read: the slots of host `a` do not ascend at line 1 column 13; it is the base64 of {"HOST": [SLOT, ...], ...}, give it as the launcher made it"#);
+        for wrong in [r#"{"a": [-1]}"#, r#"{"a": 2}"#, "[]", "{}", "", r#"{"a": [0]} x"#, r#"{"a": [0]"#] {
+            json(wrong);
+        }
+        for wrong in ["e", "eyJhIjogWzBdfQ==x", "é"] {
+            refusal(wrong);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_world_info_is_read_back(slots in vec(btree_set(0..99_usize, 1..9), 1..9)) {
+            let host = |(at, slots): (usize, BTreeSet<usize>)| HostSlots {
+                name: format!("\"hôst-{}", 9 - at),
+                slots: slots.into_iter().collect(),
+            };
+            let world = WorldInfo::new(slots.into_iter().enumerate().map(host).collect()).unwrap();
+            prop_assert_eq!(WorldInfo::decode(&world.encode()).unwrap(), world);
+        }
+
+        #[test]
+        fn base64_is_read_back_with_and_without_its_filling(bytes in vec(any::<u8>(), 0..40)) {
+            let text = to_base64(&bytes);
+            prop_assert_eq!(text.len() % 4, 0);
+            prop_assert_eq!(from_base64(text.trim_end_matches('=')), Some(bytes.clone()));
+            prop_assert_eq!(from_base64(&text), Some(bytes));
+        }
+
+        #[test]
+        fn every_rank_and_every_local_rank_is_there_once(counts in vec(0..7_usize, 1..9)) {
+            prop_assume!(counts.iter().any(|count| *count > 0));
+            let hosts = counts.iter().enumerate().map(|(at, count)| HostSlots::with_slots(at.to_string(), *count));
+            let world = WorldInfo::new(hosts.collect()).unwrap();
+            let mut next = 0;
+            for node in 0..world.hosts().len() {
+                let ranks = world.ranks_of(node);
+                let mut local: Vec<usize> = ranks.iter().map(|placed| placed.local_rank).collect();
+                local.sort_unstable();
+                prop_assert_eq!(local, (0..ranks.len()).collect::<Vec<_>>());
+                for placed in ranks {
+                    prop_assert_eq!(placed.rank, next);
+                    next += 1;
+                }
+            }
+            prop_assert_eq!(next, world.size());
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! How two launchers that have just been connected find out whether they belong to one job, before either says anything of it.
+//!
+//! ```text
+//!   first -> host    Challenge: version, a number drawn for this connection, whether there is a secret
+//!   host  -> first   Answer: version, a number of its own, and that it knows the secret
+//!   first -> host    Welcome: that it knows the secret too; or Refused
+//! ```
+//!
+//! A proof is a seal under a key that is made of the secret and both numbers. The first host proves nothing to whoever has not.
+//! From here on all that is said is sealed.
+
+use super::secret::{JobSecret, KeyPurpose, NONCE, hex, nonce, of_hex};
+use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
+use serde::{Deserialize, Serialize};
+
+/// Bytes of the longest line.
+const LONGEST: usize = 4096;
+/// What a proof seals. Version and name of the host are no secrets, and of no use to whoever changes them.
+const PROOF: &[u8] = b"";
+
+/// This version of `zerorun`.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+#[derive(Debug, Serialize, Deserialize)]
+enum HandshakeMessage {
+    Challenge { version: String, nonce: String, has_secret: bool },
+    Answer { version: String, host: String, nonce: String, has_secret: bool, proof: Option<String> },
+    Welcome { proof: Option<String> },
+    Refused(String),
+}
+
+/// Why the two do not come together.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum HandshakeError {
+    /// The first host has refused the other, for this reason. `host` is what the other calls itself.
+    Refused { host: String, why: String },
+    /// The other one is no launcher.
+    NoLauncher,
+    /// The connection ended, or took too long.
+    Lost(String),
+}
+
+impl HandshakeError {
+    fn of(why: String) -> Self {
+        if is_another_program(&why) { Self::NoLauncher } else { Self::Lost(why) }
+    }
+
+    fn refused(host: &str, why: impl Into<String>) -> Self {
+        Self::Refused { host: printable(host, 64), why: why.into() }
+    }
+}
+
+/// The first host's side: whether the other one may say what it brings. The result is what it calls itself.
+pub(super) fn receive(
+    session: &mut LauncherConnection,
+    secret: Option<&JobSecret>,
+    wait: ReadDeadline,
+) -> Result<String, HandshakeError> {
+    let own = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
+    session.send(&HandshakeMessage::Challenge {
+        version: VERSION.into(),
+        nonce: hex(&own),
+        has_secret: secret.is_some(),
+    });
+    let answer = session.next(LONGEST, wait).map_err(HandshakeError::of)?;
+    let HandshakeMessage::Answer { version, host, nonce, has_secret, proof } = answer else {
+        return Err(HandshakeError::NoLauncher);
+    };
+    let problem = if version != VERSION {
+        Some(format!(
+            "zerorun is version {VERSION} on the first host and {} on the other; install the same",
+            printable(&version, 40)
+        ))
+    } else {
+        match (secret.is_some(), has_secret) {
+            (true, false) => Some(format!(
+                "the first host has a secret and the other none; set {} to the same value on every host",
+                super::secret::SECRET
+            )),
+            (false, true) => Some(format!(
+                "the other host has a secret and the first none; set {} to the same value on every host, or on none",
+                super::secret::SECRET
+            )),
+            _ => None,
+        }
+    };
+    let refuse = |session: &mut LauncherConnection, why: String| {
+        session.send(&HandshakeMessage::Refused(why.clone()));
+        HandshakeError::refused(&host, why)
+    };
+    if let Some(problem) = problem {
+        return Err(refuse(session, problem));
+    }
+    let Some(secret) = secret else {
+        session.send(&HandshakeMessage::Welcome { proof: None });
+        return Ok(printable(&host, 64));
+    };
+    let Some(theirs) = of_hex::<NONCE>(nonce.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
+    let key = |purpose| secret.key(purpose, &own, &theirs);
+    if !key(KeyPurpose::ProofOfHost).is_sealed(0, PROOF, proof.unwrap_or_default().as_bytes()) {
+        let why = format!("its secret is another than the first host's; give {} the same value", super::secret::SECRET);
+        return Err(refuse(session, why));
+    }
+    session.send(&HandshakeMessage::Welcome { proof: Some(key(KeyPurpose::ProofOfFirst).seal(0, PROOF)) });
+    session.seal(key(KeyPurpose::ToFirst), key(KeyPurpose::FromFirst));
+    Ok(printable(&host, 64))
+}
+
+/// The other side, of host `host`.
+pub(super) fn introduce(
+    session: &mut LauncherConnection,
+    secret: Option<&JobSecret>,
+    host: &str,
+    wait: ReadDeadline,
+) -> Result<(), HandshakeError> {
+    let challenge = session.next(LONGEST, wait).map_err(HandshakeError::of)?;
+    let HandshakeMessage::Challenge { nonce: theirs, has_secret, .. } = challenge else {
+        return Err(HandshakeError::NoLauncher);
+    };
+    let Some(theirs) = of_hex::<NONCE>(theirs.as_bytes()) else { return Err(HandshakeError::NoLauncher) };
+    let own = nonce().map_err(|error| HandshakeError::Lost(error.to_string()))?;
+    let key = |secret: &JobSecret, purpose| secret.key(purpose, &theirs, &own);
+    let prover = secret.filter(|_| has_secret);
+    session.send(&HandshakeMessage::Answer {
+        version: VERSION.into(),
+        host: host.into(),
+        nonce: hex(&own),
+        has_secret: secret.is_some(),
+        proof: prover.map(|secret| key(secret, KeyPurpose::ProofOfHost).seal(0, PROOF)),
+    });
+    let proof = match session.next(LONGEST, wait).map_err(HandshakeError::of)? {
+        HandshakeMessage::Welcome { proof } => proof.unwrap_or_default(),
+        HandshakeMessage::Refused(why) => return Err(HandshakeError::refused(host, printable(&why, 1000))),
+        _ => return Err(HandshakeError::NoLauncher),
+    };
+    match secret {
+        Some(secret) if key(secret, KeyPurpose::ProofOfFirst).is_sealed(0, PROOF, proof.as_bytes()) => {
+            session.seal(key(secret, KeyPurpose::FromFirst), key(secret, KeyPurpose::ToFirst));
+            Ok(())
+        }
+        Some(_) => Err(HandshakeError::refused(
+            host,
+            "what answers there does not know the secret, so nothing is said to it: it is not this job's first host",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// A text from a stranger for a line of a terminal or a log: its beginning, without control characters.
+pub(super) fn printable(text: &str, most: usize) -> String {
+    let mut characters = text.chars();
+    let mut shown = String::new();
+    for character in characters.by_ref().take(most) {
+        match character {
+            // Those that turn the direction of writing can make a line look like another one.
+            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
+                shown.extend(character.escape_unicode());
+            }
+            _ if character.is_control() => shown.extend(character.escape_default()),
+            _ => shown.push(character),
+        }
+    }
+    if characters.next().is_some() {
+        shown += "...";
+    }
+    shown
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::wire::ends::{pair, session, soon};
+    use super::super::wire::{LONGEST as LONGEST_MESSAGE, LauncherMessage};
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+
+    fn secret(text: &str) -> Option<JobSecret> {
+        (!text.is_empty()).then(|| JobSecret::of_text("X", text).unwrap())
+    }
+
+    type Ends = (Result<String, HandshakeError>, Result<(), HandshakeError>);
+
+    /// What the two sides with these secrets come to, and their sessions.
+    fn greet(first: &str, host: &str) -> (Ends, [LauncherConnection; 2]) {
+        let [here, there] = pair().map(session);
+        let (first, host) = (secret(first), secret(host));
+        let first = std::thread::spawn(move || {
+            let mut here = here;
+            (receive(&mut here, first.as_ref(), soon()), here)
+        });
+        let mut there = there;
+        let met = introduce(&mut there, host.as_ref(), "b", soon());
+        let (received, here) = first.join().unwrap();
+        ((received, met), [here, there])
+    }
+
+    const OURS: &str = "correct horse battery staple";
+
+    #[test]
+    fn both_sides_go_on_where_they_have_one_secret_or_none_and_what_follows_is_sealed() {
+        for both in [OURS, ""] {
+            let ((received, met), [mut here, mut there]) = greet(both, both);
+            assert_eq!((received, met), (Ok("b".into()), Ok(())), "{both}");
+            there.send(&LauncherMessage::Signal(2));
+            here.send(&LauncherMessage::Signal(15));
+            assert_eq!(here.next::<LauncherMessage>(LONGEST_MESSAGE, soon()), Ok(LauncherMessage::Signal(2)));
+            assert_eq!(there.next::<LauncherMessage>(LONGEST_MESSAGE, soon()), Ok(LauncherMessage::Signal(15)));
+        }
+    }
+
+    #[test]
+    fn a_host_with_another_secret_or_none_is_refused_and_both_sides_say_why() {
+        let told = |first: &str, host: &str| {
+            let ((received, met), _) = greet(first, host);
+            let (Err(HandshakeError::Refused { host, why }), Err(met)) = (received, met) else {
+                panic!("{first} {host}")
+            };
+            assert_eq!(met, HandshakeError::Refused { host, why: why.clone() });
+            why
+        };
+        insta::assert_snapshot!(told(OURS, ""), @"the first host has a secret and the other none; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(told("", OURS), @"the other host has a secret and the first none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+        insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
+    }
+
+    /// What a program in the first host's place reads of a host, after it has said these lines.
+    fn heard_by_a_stranger(lines: &[&str]) -> (String, Result<(), HandshakeError>) {
+        let [here, there] = pair();
+        for line in lines {
+            (&here).write_all(format!("{line}\n").as_bytes()).unwrap();
+        }
+        here.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut there = session(there);
+        let met = introduce(&mut there, secret(OURS).as_ref(), "b", soon());
+        drop(there);
+        let mut heard = String::new();
+        for line in BufReader::new(here).lines() {
+            heard += &(line.unwrap_or_default() + "\n");
+        }
+        (heard, met)
+    }
+
+    #[test]
+    fn a_program_in_the_first_hosts_place_gets_no_proof_without_a_challenge_and_no_host_without_its_own() {
+        let challenge = |has_secret: bool| {
+            let nonce = "00".repeat(NONCE);
+            format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":{has_secret}}}}}")
+        };
+        let welcome = |proof: &str| format!("{{\"Welcome\":{{\"proof\":{proof}}}}}");
+        for (has_secret, proof) in [(true, "null"), (true, "\"00\""), (false, "null")] {
+            let (heard, met) = heard_by_a_stranger(&[&challenge(has_secret), &welcome(proof)]);
+            assert!(
+                matches!(&met, Err(HandshakeError::Refused { why, .. }) if why.contains("does not know the secret")),
+                "{met:?}"
+            );
+            assert_eq!(heard.contains("\"proof\":null"), !has_secret, "{heard}");
+            assert!(!heard.contains(OURS), "{heard}");
+        }
+        // Its own proof, sent back.
+        let (heard, _) = heard_by_a_stranger(&[&challenge(true)]);
+        let proof = heard.split("\"proof\":").nth(1).unwrap().trim_end().trim_end_matches('}').to_string();
+        let (_, met) = heard_by_a_stranger(&[&challenge(true), &welcome(&proof)]);
+        assert!(matches!(met, Err(HandshakeError::Refused { .. })), "{met:?}");
+        for wrong in ["SSH-2.0-OpenSSH_9.2", "{}", "", &challenge(true).replace("00", "0")] {
+            assert_eq!(heard_by_a_stranger(&[wrong]).1, Err(HandshakeError::NoLauncher), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_answer_that_was_heard_on_another_connection_is_of_no_use() {
+        let answer_to = |answer: Option<String>| {
+            let [here, there] = pair();
+            let first = std::thread::spawn(move || receive(&mut session(here), secret(OURS).as_ref(), soon()));
+            let mut own = session(there.try_clone().unwrap());
+            let Some(answer) = answer else {
+                // A host that listens to itself.
+                let _ = introduce(&mut own, secret(OURS).as_ref(), "b", soon());
+                return first.join().unwrap();
+            };
+            (&there).write_all(answer.as_bytes()).unwrap();
+            first.join().unwrap()
+        };
+        assert_eq!(answer_to(None), Ok("b".into()));
+        let nonce = "00".repeat(NONCE);
+        let challenge =
+            format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":true}}}}");
+        let (heard, _) = heard_by_a_stranger(&[&challenge]);
+        assert!(
+            matches!(answer_to(Some(heard)), Err(HandshakeError::Refused { why, .. }) if why.contains("its secret"))
+        );
+    }
+
+    #[test]
+    fn a_strangers_words_are_printed_without_what_a_terminal_obeys() {
+        assert_eq!(printable("a\u{1b}[2J\nb\u{202e}", 99), "a\\u{1b}[2J\\nb\\u{202e}");
+        assert_eq!(printable("abcdef", 3), "abc...");
+    }
+}

@@ -1,0 +1,189 @@
+//! Where the first host waits for the others: at the addresses that `--master_addr` stands for, and no other.
+
+use crate::error::{HostsError, Result};
+use crate::launch::console::eprint;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+/// How often a name that nobody knows yet is looked up again, and after how long that is said.
+const AGAIN: Duration = Duration::from_millis(500);
+const SAY: Duration = Duration::from_secs(3);
+
+/// The option for an address of this host that the others do not know it by.
+pub(crate) const BIND_ADDR: &str = "bind_addr";
+
+/// Where the first host listens.
+#[derive(Debug)]
+pub(super) struct ListenAddresses {
+    pub(super) listeners: Vec<TcpListener>,
+    /// How this host itself comes there.
+    pub(super) own: Vec<SocketAddr>,
+}
+
+impl ListenAddresses {
+    /// Where others than this host come in, if anywhere.
+    pub(super) fn open_to_others(&self) -> Option<IpAddr> {
+        let addresses = self.listeners.iter().filter_map(|listener| listener.local_addr().ok());
+        addresses.map(|address| address.ip()).find(|ip| !ip.is_loopback())
+    }
+}
+
+/// Listens at `master_addr`, or at `bind_addr` in its place. A name that is not known yet is looked up for as long as
+/// `patience` (the DNS of a cluster may come after its pods).
+///
+/// # Errors
+/// The port is taken, the name stays unknown, or it is that of another host.
+pub(super) fn listen(
+    master_addr: &str,
+    bind_addr: Option<&str>,
+    port: u16,
+    patience: Duration,
+) -> Result<ListenAddresses> {
+    let name = bind_addr.unwrap_or(master_addr);
+    let addresses = resolve(name, port, patience)?;
+    let taken = |source: std::io::Error| HostsError::PortTaken { port, why: source.to_string() };
+    let mut listeners = Vec::new();
+    for address in &addresses {
+        match TcpListener::bind(address) {
+            Ok(listener) => listeners.push(listener),
+            Err(error) if is_elsewhere(&error) => {}
+            Err(error) => return Err(taken(error).into()),
+        }
+    }
+    if listeners.is_empty() {
+        let shown: Vec<String> = addresses.iter().map(|address| address.ip().to_string()).collect();
+        let option = if bind_addr.is_some() { BIND_ADDR } else { "master_addr" };
+        let (address, found) = (name.to_string(), shown.join(" and "));
+        return Err(HostsError::FirstIsElsewhere { option, address, found }.into());
+    }
+    let loops = |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
+    if bind_addr.is_none() && !means_loopback(name) && listeners.iter().all(loops) {
+        // As Debian's /etc/hosts has it of a host's own name: to the others it stands for something else.
+        eprint(&format!(
+            "zerorun: {name} is {} on this host, where no other can reach it, so hosts are awaited at all addresses of this \
+             host; give --{BIND_ADDR} the one to use",
+            addresses[0].ip()
+        ));
+        drop(listeners);
+        listeners = vec![everywhere(port).map_err(taken)?];
+    }
+    let own = listeners.iter().filter_map(|listener| listener.local_addr().ok()).flat_map(way_to).collect();
+    Ok(ListenAddresses { listeners, own })
+}
+
+/// The addresses of a name, each once.
+fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
+    let (since, mut said) = (Instant::now(), false);
+    loop {
+        let why = match (name, port).to_socket_addrs() {
+            Ok(found) => {
+                let mut addresses = Vec::new();
+                found.for_each(|address| {
+                    if !addresses.contains(&address) {
+                        addresses.push(address);
+                    }
+                });
+                if !addresses.is_empty() {
+                    return Ok(addresses);
+                }
+                "it has no address".to_string()
+            }
+            Err(error) => error.to_string(),
+        };
+        if since.elapsed() >= patience {
+            return Err(HostsError::UnknownAddress { address: name.into(), seconds: patience.as_secs(), why }.into());
+        }
+        if since.elapsed() >= SAY && !said {
+            said = true;
+            eprint(&format!("zerorun: the address of {name} is not known yet ({why}); it is looked up again"));
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// Whether an address cannot be listened at because it is no address of this host.
+fn is_elsewhere(error: &std::io::Error) -> bool {
+    error.kind() == ErrorKind::AddrNotAvailable
+        || error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error())
+}
+
+/// Whether the user asks for an address of this host alone.
+fn means_loopback(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    let first = name.split('.').next().unwrap_or_default();
+    name.parse::<IpAddr>().is_ok()
+        || ["localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"].contains(&first)
+        || name.ends_with(".localhost")
+}
+
+/// At all addresses of this host.
+fn everywhere(port: u16) -> std::io::Result<TcpListener> {
+    TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|error| match error.kind() {
+        ErrorKind::AddrInUse => Err(error),
+        // No IPv6 here.
+        _ => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
+    })
+}
+
+/// How this host comes to an address at which it listens.
+fn way_to(address: SocketAddr) -> Vec<SocketAddr> {
+    match address.ip() {
+        ip if !ip.is_unspecified() => vec![address],
+        IpAddr::V4(_) => vec![(Ipv4Addr::LOCALHOST, address.port()).into()],
+        IpAddr::V6(_) => {
+            vec![(Ipv4Addr::LOCALHOST, address.port()).into(), (Ipv6Addr::LOCALHOST, address.port()).into()]
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn at(name: &str, bind_addr: Option<&str>) -> Result<ListenAddresses> {
+        listen(name, bind_addr, 0, Duration::ZERO)
+    }
+
+    #[test]
+    fn the_port_is_open_at_the_address_alone() {
+        let listening = at("127.0.0.1", None).unwrap();
+        assert_eq!(listening.open_to_others(), None);
+        assert_eq!(listening.own[0], listening.listeners[0].local_addr().unwrap());
+        // Linux has all of 127/8, of which this one is not listened at.
+        let port = listening.own[0].port();
+        assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_ok());
+        assert!(std::net::TcpStream::connect(("127.0.0.2", port)).is_err());
+        assert_eq!(at("localhost", None).unwrap().open_to_others(), None);
+    }
+
+    #[test]
+    fn an_address_of_another_host_is_named_with_what_to_do() {
+        let told = |name: &str, bind_addr| at(name, bind_addr).unwrap_err().to_string();
+        insta::assert_snapshot!(told("192.0.2.1", None), @"--master_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
+        insta::assert_snapshot!(told("127.0.0.1", Some("192.0.2.1")), @"--bind_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
+        assert!(
+            told("far.invalid", None)
+                .starts_with("the address of far.invalid, the first host, is not known after 0 s: ")
+        );
+    }
+
+    #[test]
+    fn behind_nat_another_address_of_this_host_can_be_given() {
+        let listening = at("192.0.2.1", Some("0.0.0.0")).unwrap();
+        assert_eq!(listening.open_to_others(), Some(IpAddr::from([0, 0, 0, 0])));
+        assert_eq!(listening.own[0].ip(), IpAddr::from([127, 0, 0, 1]));
+        assert!(std::net::TcpStream::connect(listening.own[0]).is_ok());
+    }
+
+    #[test]
+    fn a_name_that_loops_back_here_may_mean_something_else_to_others() {
+        for name in ["127.0.1.1", "::1", "localhost", "LocalHost.localdomain", "a.localhost", "ip6-localhost"] {
+            assert!(means_loopback(name), "{name}");
+        }
+        for name in ["node-0", "localhost-7.example.org", "train-host-0-0.train"] {
+            assert!(!means_loopback(name), "{name}");
+        }
+    }
+}

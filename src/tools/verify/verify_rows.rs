@@ -1,0 +1,166 @@
+//! The compared jobs: the rows of the table, and the configuration of each.
+
+use super::compare::{FirstDifference, RankLog};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Where states are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum VerifyRow {
+    /// All states are in memory, at this stage.
+    Stage(u8),
+    /// Stage 3, parameters and optimizer states in the host's memory.
+    Cpu,
+    /// Stage 3, parameters and optimizer states in files.
+    Nvme,
+}
+
+/// The first is what the others are compared with.
+pub(super) const ROWS: [VerifyRow; 6] = [
+    VerifyRow::Stage(0),
+    VerifyRow::Stage(1),
+    VerifyRow::Stage(2),
+    VerifyRow::Stage(3),
+    VerifyRow::Cpu,
+    VerifyRow::Nvme,
+];
+
+/// The dtype of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum VerifyDtype {
+    F32,
+    Bf16,
+    Fp16,
+}
+
+impl VerifyDtype {
+    pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Fp16];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
+}
+
+impl VerifyRow {
+    pub fn name(self) -> String {
+        match self {
+            Self::Stage(stage) => format!("stage {stage}"),
+            Self::Cpu => "stage 3 + cpu".to_string(),
+            Self::Nvme => "stage 3 + nvme".to_string(),
+        }
+    }
+
+    fn stage(self) -> u8 {
+        match self {
+            Self::Stage(stage) => stage,
+            Self::Cpu | Self::Nvme => 3,
+        }
+    }
+
+    /// `None`: nothing is offloaded.
+    fn device(self) -> Option<&'static str> {
+        match self {
+            Self::Stage(_) => None,
+            Self::Cpu => Some("cpu"),
+            Self::Nvme => Some("nvme"),
+        }
+    }
+}
+
+/// The configuration of a row, whose files go to `folder`.
+pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> Value {
+    // Buckets and sub-groups far smaller than the model: several of each are under way.
+    let mut zero = json!({
+        "stage": row.stage(), "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
+        "sub_group_size": 100_000, "stage3_prefetch_bucket_size": 300_000,
+        "stage3_param_persistence_threshold": 500, "stage3_max_reuse_distance": 0,
+    });
+    if let Some(device) = row.device() {
+        let mut place = json!({"device": device});
+        if row == VerifyRow::Nvme {
+            place["nvme_path"] = json!(folder);
+        }
+        (zero["offload_optimizer"], zero["offload_param"]) = (place.clone(), place);
+    }
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": zero,
+    });
+    match precision {
+        VerifyDtype::F32 => {}
+        VerifyDtype::Bf16 => config["bf16"] = json!({"enabled": true}),
+        // A scale at which nothing overflows: stage 0 has a rule of its own for that, which is DeepSpeed's.
+        VerifyDtype::Fp16 => config["fp16"] = json!({"enabled": true, "initial_scale_power": 8}),
+    }
+    config
+}
+
+/// The first line of the table.
+pub(super) const HEAD: &str = "precision  states in        losses            parameters        ms/step  MiB memory  MiB files  \
+                               the bits of stage 0";
+
+/// A row's line.
+pub(super) fn line(
+    row: VerifyRow,
+    precision: VerifyDtype,
+    logs: &[RankLog],
+    difference: Option<&FirstDifference>,
+) -> String {
+    let [losses, parameters] = fingerprints(logs);
+    let mib = |bytes: fn(&RankLog) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
+    let verdict = match (row, difference) {
+        (VerifyRow::Stage(0), _) => String::new(),
+        (_, None) => "same".to_string(),
+        (_, Some(difference)) => format!("DIFFERENT at {difference}"),
+    };
+    let line = format!(
+        "{:9}  {:14}  {losses}  {parameters}  {:7.1}  {:10.2}  {:9.2}  {verdict}",
+        precision.name(),
+        row.name(),
+        slowest(logs),
+        mib(|log| log.peak_bytes),
+        mib(|log| log.file_bytes),
+    );
+    line.trim_end().to_string()
+}
+
+/// A row as part of an object.
+pub(super) fn json(
+    row: VerifyRow,
+    precision: VerifyDtype,
+    logs: &[RankLog],
+    difference: Option<&FirstDifference>,
+) -> Value {
+    let [losses, parameters] = fingerprints(logs);
+    json!({
+        "precision": precision.name(), "stage": row.stage(), "offload": row.device(),
+        "losses": losses, "parameters": parameters, "ms_per_step": slowest(logs),
+        "peak_bytes": most(logs, |log| log.peak_bytes), "file_bytes": most(logs, |log| log.file_bytes),
+        "difference": difference.map(FirstDifference::json),
+    })
+}
+
+/// Fingerprints of all losses of all ranks, and of the final parameters.
+fn fingerprints(logs: &[RankLog]) -> [String; 2] {
+    let hash = |numbers: Vec<u64>| {
+        let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
+        format!("{:016x}", twox_hash::XxHash3_64::oneshot(&bytes))
+    };
+    let losses = logs.iter().flat_map(|log| log.losses.iter().flatten().map(|bits| u64::from(*bits)));
+    let parameters = logs.iter().take(1).flat_map(|log| log.parameters.last().cloned().unwrap_or_default());
+    [hash(losses.collect()), hash(parameters.collect())]
+}
+
+/// The bytes of the rank that has most.
+fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
+    logs.iter().map(bytes).max().unwrap_or(0)
+}
+
+fn slowest(logs: &[RankLog]) -> f64 {
+    logs.iter().map(|log| log.ms_per_step).fold(0.0, f64::max)
+}
