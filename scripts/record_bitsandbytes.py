@@ -28,7 +28,7 @@ def pointer(array):
 
 
 def made_by_rule(count):
-    """Numbers of all sizes between 2^-7 and 1, the same here and in src/precision/packing/tests.rs."""
+    """Numbers of all sizes between 2^-7 and 1, the same here and in src/precision/weight_packing/tests.rs."""
     bits = []
     for i in range(count):
         h = (i * 2654435761 + 97) & 0xFFFFFFFF

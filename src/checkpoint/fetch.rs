@@ -15,7 +15,7 @@ use super::layout::BLOCK;
 use super::locate::{Located, files};
 use super::rank_file::RankFile;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, gather, texts};
+use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
 use crate::notice::say;
@@ -103,7 +103,7 @@ pub(super) fn fetch(
     dir: &Path,
     located: &Located,
     needed: &BTreeMap<usize, BTreeSet<usize>>,
-) -> Result<Option<Fetched>, Failure> {
+) -> Result<Option<Fetched>, CollectiveFailure> {
     let (hosts, parts) = (&located.hosts, Parts::new(located));
     let home = hosts.first(comm.rank());
     let mut bits = vec![0u8; parts.starts[parts.files.len()].div_ceil(8)];

@@ -11,7 +11,7 @@ use super::locate::{Located, locate};
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
 use crate::optim::Trainer;
@@ -228,7 +228,7 @@ pub(crate) fn load(
     tag: Option<&str>,
     options: &LoadOptions,
     on_each_host: bool,
-) -> Result<Option<Checkpoint>, Failure> {
+) -> Result<Option<Checkpoint>, CollectiveFailure> {
     let comm = core.comm();
     let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
     let opened = match on_each_host {
@@ -260,7 +260,7 @@ fn open(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
     let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
     let found = opened.as_ref().map_or_else(String::new, |c| {
         let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
@@ -278,7 +278,7 @@ fn open_on_hosts(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
     let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;

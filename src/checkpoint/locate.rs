@@ -15,7 +15,7 @@ use super::folder;
 use super::hosts::Hosts;
 use super::manifest::{MANIFEST, Manifest};
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, texts};
+use crate::comm::agree::{CollectiveFailure, agree, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::warn;
 use crate::util::{host_name, list};
@@ -61,7 +61,11 @@ pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] on all ranks where there is no whole one, with the hosts and files; a failed collective.
-pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> Result<Option<Located>, Failure> {
+pub(super) fn locate(
+    comm: &dyn Communicator,
+    dir: &Path,
+    tag: Option<&str>,
+) -> Result<Option<Located>, CollectiveFailure> {
     let hosts = Hosts::by_neighbours(comm, dir)?;
     let looks = hosts.makes_folder();
     let named = match (looks, tag) {
@@ -90,7 +94,7 @@ pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> 
     }
     let are_all_told = hosts.all().all(|first| !named[first].is_empty());
     let chosen = choose(&found, are_all_told, &|first| host_with_ranks(&hosts, &names, first));
-    let wrong = |path: PathBuf, problem| Failure::InStep(CheckpointError::Unusable { path, problem }.into());
+    let wrong = |path: PathBuf, problem| CollectiveFailure::InStep(CheckpointError::Unusable { path, problem }.into());
     let Choice { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
     if comm.rank() == 0 {
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));

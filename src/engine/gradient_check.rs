@@ -13,7 +13,9 @@
 //! each along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look, Looks};
+use super::gradient_report::{
+    DirectionSample, DirectionSamples, GradientReport, GradientRow, GradientTolerance, GradientVerdict,
+};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
@@ -40,13 +42,13 @@ const TRIES: u32 = 64;
 
 thread_local! {
     /// The forward of an engine that this thread runs, and which of its repetitions.
-    static AROUND: Cell<Around> = const { Cell::new(Around { forward: 0, repetition: 0 }) };
+    static AROUND: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Where in the forward of an engine this thread is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Around {
+struct CurrentForward {
     /// Its number; 0: in none.
     forward: u64,
     /// 0: the one that counts; else for a check.
@@ -54,7 +56,7 @@ struct Around {
 }
 
 /// A forward that a check repeats.
-struct Repeat<'a, M> {
+struct RepeatedForward<'a, M> {
     /// Its number in this thread.
     forward: u64,
     /// The place of its draws.
@@ -66,11 +68,11 @@ struct Repeat<'a, M> {
     run: &'a mut dyn FnMut(&M) -> candle_core::Result<Tensor>,
 }
 
-impl<M> Repeat<'_, M> {
+impl<M> RepeatedForward<'_, M> {
     /// The output with parameters moved.
     fn again(&mut self, engine: &Engine<M>, moves: &Moves<'_>) -> Result<Tensor> {
         self.repetition += 1;
-        let around = Around { forward: self.forward, repetition: self.repetition };
+        let around = CurrentForward { forward: self.forward, repetition: self.repetition };
         let before = done_together();
         let run_once = || engine.core.forward_again(moves, || (self.run)(&engine.model));
         let output = around.enter(|| draw_from((self.stream, 0), || engine.cast(run_once)));
@@ -81,29 +83,29 @@ impl<M> Repeat<'_, M> {
 
 /// The outputs of a forward with each group of parameters moved up, and down.
 #[derive(Default)]
-struct Tried {
+struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
     /// That without a move, where each parameter is looked at by itself.
     unmoved: Option<Tensor>,
 }
 
-impl Around {
+impl CurrentForward {
     fn enter<T>(self, run: impl FnOnce() -> T) -> T {
-        struct Reset(Around);
-        impl Drop for Reset {
+        struct ResetForward(CurrentForward);
+        impl Drop for ResetForward {
             fn drop(&mut self) {
                 AROUND.set(self.0);
             }
         }
-        let _reset = Reset(AROUND.replace(self));
+        let _reset = ResetForward(AROUND.replace(self));
         run()
     }
 }
 
 /// The check of an engine.
 #[derive(Debug, Default)]
-pub(super) struct Check {
-    phase: Phase,
+pub(super) struct GradientChecker {
+    phase: CheckPhase,
     /// Every parameter is looked at by itself.
     of_each: bool,
     /// Writes the report into this file when it is there, and ends the run.
@@ -113,54 +115,54 @@ pub(super) struct Check {
     looks: u64,
     /// Why there is no verdict.
     why_not: Option<String>,
-    groups: Vec<Group>,
+    groups: Vec<PerturbedGroup>,
     /// Forwards of this engine inside of another one's: that forward, and the place of the draws where it began.
-    inside: Option<(Around, u64, u64)>,
+    inside: Option<(CurrentForward, u64, u64)>,
     report: Option<GradientReport>,
 }
 
 #[derive(Debug, Default)]
-enum Phase {
+enum CheckPhase {
     /// Nothing to be done.
     #[default]
     Idle,
     /// Forwards are repeated until a backward comes.
     Armed,
     /// The backward has come; all ranks compare at the coming step. With the factor that gradients have.
-    Measured(Vec<Change>, Vec<Compared>, f64),
+    Measured(Vec<Change>, Vec<DirectionalDerivative>, f64),
 }
 
 /// What is moved together.
 #[derive(Debug)]
-struct Group {
+struct PerturbedGroup {
     name: String,
     params: Vec<ParamId>,
     /// How far, as a part of the size of each parameter; chosen in the first forward.
     step: Option<f64>,
-    looks: Looks,
+    looks: DirectionSamples,
 }
 
 /// This rank's part of the gradient along a direction.
 #[derive(Debug, Clone, Copy, Default)]
-struct Compared {
+struct DirectionalDerivative {
     product: f64,
     squares: f64,
 }
 
-impl Group {
+impl PerturbedGroup {
     fn new(name: String, params: Vec<ParamId>) -> Self {
-        Self { name, params, step: None, looks: Looks::default() }
+        Self { name, params, step: None, looks: DirectionSamples::default() }
     }
 }
 
-impl Check {
+impl GradientChecker {
     /// The groups that need another look, by number.
-    fn open(&self, limits: &Limits) -> Vec<usize> {
-        let is_open = |group: &Group| group.looks.verdict(limits).is_none();
+    fn open(&self, limits: &GradientTolerance) -> Vec<usize> {
+        let is_open = |group: &PerturbedGroup| group.looks.verdict(limits).is_none();
         (0..self.groups.len()).filter(|number| is_open(&self.groups[*number])).collect()
     }
 
-    fn report_of(&self, step: u64, not_judged: Option<String>, limits: &Limits) -> GradientReport {
+    fn report_of(&self, step: u64, not_judged: Option<String>, limits: &GradientTolerance) -> GradientReport {
         let rows = self.groups.iter().map(|group| group.looks.row(group.name.clone(), limits));
         GradientReport { step, rows: rows.collect(), not_judged }
     }
@@ -169,7 +171,7 @@ impl Check {
     pub(super) fn of_first_step(is_wanted: bool) -> Self {
         let ends_run = std::env::var_os(CHECK_GRADIENTS).map(PathBuf::from);
         let of_each = ends_run.is_some();
-        let phase = if is_wanted || of_each { Phase::Armed } else { Phase::Idle };
+        let phase = if is_wanted || of_each { CheckPhase::Armed } else { CheckPhase::Idle };
         Self { phase, of_each, ends_run, ..Self::default() }
     }
 }
@@ -188,7 +190,7 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between forward and step.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
-        self.check = Check { phase: Phase::Armed, of_each: true, ..Check::default() };
+        self.check = GradientChecker { phase: CheckPhase::Armed, of_each: true, ..GradientChecker::default() };
         self.arm();
         Ok(())
     }
@@ -199,8 +201,8 @@ impl<M> Engine<M> {
         self.check.report.as_ref()
     }
 
-    fn limits(&self) -> Limits {
-        Limits::of(match self.config.precision {
+    fn limits(&self) -> GradientTolerance {
+        GradientTolerance::of(match self.config.precision {
             Precision::F32 => self.config.autocast.unwrap_or(DType::F32),
             _ => self.config.precision.dtype(),
         })
@@ -208,7 +210,7 @@ impl<M> Engine<M> {
 
     /// Begins to look at forwards, if there is something to be checked.
     pub(super) fn arm(&mut self) {
-        if !matches!(self.check.phase, Phase::Armed) || !self.trainer.can_train() {
+        if !matches!(self.check.phase, CheckPhase::Armed) || !self.trainer.can_train() {
             return;
         }
         self.core.arm_check(self.check.looks);
@@ -247,8 +249,8 @@ impl<M> Engine<M> {
         let outer = AROUND.get();
         let forward = FORWARDS.get() + 1;
         FORWARDS.set(forward);
-        let is_probed = matches!(self.check.phase, Phase::Armed) && outer.forward == 0 && self.trainer.can_train();
-        let mut repeat = Repeat { forward, stream, repetition: 0, is_together: false, run: &mut run };
+        let is_probed = matches!(self.check.phase, CheckPhase::Armed) && outer.forward == 0 && self.trainer.can_train();
+        let mut repeat = RepeatedForward { forward, stream, repetition: 0, is_together: false, run: &mut run };
         let tried = match is_probed {
             true => {
                 let tried = self.try_moves(&mut repeat);
@@ -256,7 +258,7 @@ impl<M> Engine<M> {
             }
             false => None,
         };
-        let around = if outer.forward == 0 { Around { forward, repetition: 0 } } else { outer };
+        let around = if outer.forward == 0 { CurrentForward { forward, repetition: 0 } } else { outer };
         let run_once = || draw_from((stream, 0), || self.cast(|| self.core.forward(|| (repeat.run)(&self.model))));
         let output = around.enter(run_once)?;
         if let Some(tried) = tried {
@@ -276,8 +278,8 @@ impl<M> Engine<M> {
     }
 
     /// The outputs of the coming forward with parameters moved, group by group.
-    fn try_moves(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Option<Tried>> {
-        let mut tried = Tried::default();
+    fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
+        let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
             tried.unmoved = Some(repeat.again(self, &Moves::NONE)?);
         }
@@ -304,7 +306,7 @@ impl<M> Engine<M> {
         params: &[ParamId],
         step: Option<f64>,
         unmoved: Option<&Tensor>,
-        repeat: &mut Repeat<'_, M>,
+        repeat: &mut RepeatedForward<'_, M>,
     ) -> Result<(f64, Tensor, Tensor)> {
         let limits = self.limits();
         let mut size = step.unwrap_or(limits.step);
@@ -344,7 +346,7 @@ impl<M> Engine<M> {
     }
 
     /// Keeps with the output of a forward how moves have changed it.
-    fn keep_probe(&mut self, Tried { moved, unmoved }: Tried, output: &Tensor) -> Result<()> {
+    fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
             self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
@@ -382,28 +384,28 @@ impl<M> Engine<M> {
 
     /// What is moved together: every parameter by itself if that is asked for and there is room for the changes of the output,
     /// else those of a unit; all of them otherwise.
-    fn groups(&self, elements: usize) -> Vec<Group> {
+    fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);
         let fits = |groups: usize| groups.saturating_mul(elements).saturating_mul(8) <= ROOM;
         if self.check.of_each && fits(trained().count()) {
-            return trained().map(|(id, param)| Group::new(param.name.clone(), vec![id])).collect();
+            return trained().map(|(id, param)| PerturbedGroup::new(param.name.clone(), vec![id])).collect();
         }
         let units = self.core.units();
         if self.check.of_each && fits(units.len()) {
             let of_unit = |(unit, (name, _)): (usize, &(String, usize))| {
                 let params =
                     trained().filter(|(_, param): &(usize, &Param)| param.unit == unit).map(|(id, _)| id).collect();
-                Group::new(if name.is_empty() { "outside of units".into() } else { name.clone() }, params)
+                PerturbedGroup::new(if name.is_empty() { "outside of units".into() } else { name.clone() }, params)
             };
             return units.iter().enumerate().map(of_unit).filter(|group| !group.params.is_empty()).collect();
         }
-        vec![Group::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
+        vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
     /// The backward of a micro step is about to begin: whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
-        let measures = matches!(self.check.phase, Phase::Armed);
+        let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {
             self.core.begin_measuring();
         }
@@ -419,9 +421,11 @@ impl<M> Engine<M> {
         let open = self.check.open(&self.limits());
         outputs.resize(open.len(), Change::default());
         let compared = open.iter().map(|number| {
-            self.check.groups[*number].params.iter().fold(Compared::default(), |sum, param| Compared {
-                product: sum.product + along[*param].product,
-                squares: sum.squares + along[*param].squares,
+            self.check.groups[*number].params.iter().fold(DirectionalDerivative::default(), |sum, param| {
+                DirectionalDerivative {
+                    product: sum.product + along[*param].product,
+                    squares: sum.squares + along[*param].squares,
+                }
             })
         });
         let compared = compared.collect();
@@ -431,19 +435,19 @@ impl<M> Engine<M> {
             });
         }
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
-        self.check.phase = Phase::Measured(outputs, compared, factor);
+        self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
     /// Collective: compares what all ranks have measured. `overflow`: a gradient is not finite, and the step is skipped.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
-        if overflow && matches!(self.check.phase, Phase::Measured(..)) && self.check.tries < TRIES {
-            self.check.phase = Phase::Armed;
+        if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < TRIES {
+            self.check.phase = CheckPhase::Armed;
             self.check.tries += 1;
             self.arm();
             return Ok(());
         }
         let (outputs, compared, factor) = match std::mem::take(&mut self.check.phase) {
-            Phase::Measured(outputs, compared, factor) => (outputs, compared, factor),
+            CheckPhase::Measured(outputs, compared, factor) => (outputs, compared, factor),
             other => {
                 self.check.phase = other;
                 return Ok(());
@@ -465,7 +469,7 @@ impl<M> Engine<M> {
             let bend = bend.abs().max(bend_squares.sqrt());
             let [by_difference, by_gradient, bend, noise, expected] =
                 [by_difference, by_gradient, bend, noise, expected].map(|value| value / factor);
-            let look = Look { by_difference, by_gradient, bend, noise, expected };
+            let look = DirectionSample { by_difference, by_gradient, bend, noise, expected };
             is_finite &= look.is_finite();
             self.check.groups[number].looks.add(look);
         }
@@ -486,7 +490,7 @@ impl<M> Engine<M> {
             std::fs::write(file, text).map_err(|source| Error::Io { action: "write", path: file.clone(), source })?;
         }
         if !is_over {
-            self.check.phase = Phase::Armed;
+            self.check.phase = CheckPhase::Armed;
             self.arm();
             return Ok(());
         }

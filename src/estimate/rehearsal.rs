@@ -10,14 +10,14 @@ use super::blank::Blank;
 use super::files::{Requests, Space, Spaces};
 use super::script::{self, Launched, Phase, Script};
 use super::traffic::Traffic;
-use crate::comm::{Kind as CommKind, Wire};
+use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
 use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT};
-use crate::precision::{Elements, Packing};
+use crate::precision::{ElementBuffer, WeightPacking};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
@@ -116,7 +116,7 @@ impl<'a> Rehearsal<'a> {
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
+            let block = param.packing().map_or_else(|| share_plan.block(role), WeightPacking::unit);
             param.block.store(block, Ordering::Relaxed);
             let class = Class::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
@@ -218,7 +218,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Counts a collective, and enters it.
-    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: Wire) -> Launched {
+    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> Launched {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
         self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements })
     }
@@ -226,7 +226,7 @@ impl<'a> Rehearsal<'a> {
     /// Forward and backward.
     fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
-            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
+            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
             self.script.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
@@ -367,7 +367,7 @@ impl Rank for Rehearsal<'_> {
         Windows::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn launch(&self, collective: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
+    fn launch(&self, collective: Collective, wire: WireFormat, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // What leaves a GPU travels as a copy on the host.
         let copied = Blank::is_device(&buffer.place()) && world > 1;
@@ -420,7 +420,7 @@ impl Rank for Rehearsal<'_> {
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        let launched = self.count(CommKind::Control, values.len(), DType::F64, Wire::Exact);
+        let launched = self.count(CommKind::Control, values.len(), DType::F64, WireFormat::Exact);
         self.script.borrow_mut().wait(launched);
         Ok(vec![values])
     }

@@ -13,13 +13,13 @@ use super::pmi;
 use super::report::{self, Culprit, Ended, Fate, Request};
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
-use crate::comm::Fault;
+use crate::comm::RankFault;
 use crate::comm::agree::rank_pointed_at;
-use crate::comm::env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
-use crate::comm::shm::Region;
+use crate::comm::rank_env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
+use crate::comm::shm::region::SharedMemoryRegion;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
-use crate::stop::RESTART;
+use crate::stop_signal::RESTART;
 use crate::timeline;
 use crate::util::lock;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
@@ -162,7 +162,7 @@ pub(crate) struct Failure {
 
 /// Runs the ranks to their end. Call it on the main thread.
 pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
-    let region = Region::create(job.world)?;
+    let region = SharedMemoryRegion::create(job.world)?;
     let mut output = Output::new(job.part.as_ref().map_or((None, 0), |part| (part.host.clone(), part.first)));
     let common = common_environment(job)?;
     let mut ranks = Ranks {
@@ -313,7 +313,7 @@ impl Rank {
 }
 
 struct Ranks {
-    region: Region,
+    region: SharedMemoryRegion,
     all: Vec<Rank>,
     started: Instant,
     why: Why,
@@ -544,13 +544,13 @@ impl Ranks {
             let fate = fates.iter().find(|fate| fate.rank == rank)?;
             Some(Culprit { fate: *fate, fault })
         });
-        let mut culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
+        let mut culprit = culprit.unwrap_or(Culprit { fate: first, fault: RankFault::Died });
         let mut words = self.words(&culprit, tails);
         // Ranks that fail together end in any order: the one that the others point at knows why.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |fate: &&Fate| fate.ended.is_failure() && fate.request == Request::Nothing;
         if let Some(fate) = fates.iter().filter(by_itself).find(|fate| Some(fate.rank + self.first()) == pointed_at) {
-            culprit = Culprit { fate: *fate, fault: Fault::Died };
+            culprit = Culprit { fate: *fate, fault: RankFault::Died };
             words = self.words(&culprit, tails);
         }
         // From here on, numbers are those of all hosts' ranks.

@@ -1,7 +1,7 @@
 //! The last words: which rank failed first, how, and what became of the others.
 
 use super::signals;
-use crate::comm::Fault;
+use crate::comm::RankFault;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -69,7 +69,7 @@ pub(super) struct Fate {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Culprit {
     pub(super) fate: Fate,
-    pub(super) fault: Fault,
+    pub(super) fault: RankFault,
 }
 
 impl Culprit {
@@ -84,12 +84,12 @@ impl Culprit {
         let by_itself = request == Request::Nothing && ended.is_failure();
         match self.fault {
             // The code that it ended with says more than how it left.
-            Fault::Left if by_itself => format!("it {end}"),
-            Fault::Left => format!("it left the job while other ranks needed it, and {end}"),
-            Fault::Silent => format!("it showed no sign of life for too long, and {end}"),
-            Fault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
-            Fault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
-            Fault::Died | Fault::GaveUp => format!("it {end}"),
+            RankFault::Left if by_itself => format!("it {end}"),
+            RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
+            RankFault::Silent => format!("it showed no sign of life for too long, and {end}"),
+            RankFault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
+            RankFault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
+            RankFault::Died | RankFault::GaveUp => format!("it {end}"),
         }
     }
 }
@@ -165,7 +165,7 @@ mod tests {
             Fate { before_failure: true, ..fate(6, Ended::Code(0), Request::Nothing) },
         ];
         let words = ["Error: no more".to_string(), "    disk".to_string()];
-        let culprit = Culprit { fate: first, fault: Fault::GaveUp };
+        let culprit = Culprit { fate: first, fault: RankFault::GaveUp };
         insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &words, &fates), @r#"
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
         zerorun:   | Error: no more
@@ -177,7 +177,7 @@ mod tests {
         "#);
         fates.truncate(1);
         fates[0] = fate(0, Ended::Signal(9), Request::Nothing);
-        let culprit = Culprit { fate: fates[0], fault: Fault::Died };
+        let culprit = Culprit { fate: fates[0], fault: RankFault::Died };
         insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(40), &[], &fates), @r#"
         zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
         zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
@@ -191,10 +191,10 @@ mod tests {
             let fate = fate(2, ended, request);
             of_failure(&Culprit { fate, fault }, after, &[], &[fate])
         };
-        insta::assert_snapshot!(told(Fault::Left, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
-        insta::assert_snapshot!(told(Fault::Silent, Ended::Signal(9), Request::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
-        insta::assert_snapshot!(told(Fault::Late, Ended::Signal(15), Request::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
-        insta::assert_snapshot!(told(Fault::GaveUp, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Left, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Silent, Ended::Signal(9), Request::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Late, Ended::Signal(15), Request::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::GaveUp, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::buffer::Buffer;
 use super::report::{Meter, OffloadReport};
 use crate::config::Aio;
 use crate::error::{Error, OffloadError, Result};
-use crate::timeline::{self, CarriedContext, Lane};
+use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -268,7 +268,11 @@ impl Shared {
                 queue = unpoisoned(self.wanted.wait(queue));
             };
             drop(queue);
-            let span = request.carried.span(Lane::File(thread), timeline::Kind::File, request.direction.name());
+            let span = request.carried.span(
+                TimelineLane::File(thread),
+                timeline::EventCategory::File,
+                request.direction.name(),
+            );
             let _span = span.with("bytes", request.len as u64);
             self.carry_out(request, &mut bounce);
         }
@@ -331,7 +335,7 @@ impl<B> Transfer<B> {
     fn finish(self) -> Result<Option<B>> {
         let start = Instant::now();
         let mut state = lock(&self.batch.state);
-        let _span = timeline::span(timeline::Kind::Wait, "wait for file");
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait for file");
         while state.left > 0 {
             state = unpoisoned(self.batch.over.wait(state));
         }

@@ -9,7 +9,7 @@
 
 use super::{KeptModules, Momentum, Needs, Optimizer, Role, Weights};
 use crate::error::{OptimError, Result};
-use crate::precision::Packing;
+use crate::precision::WeightPacking;
 use crate::util::matches;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -170,7 +170,7 @@ pub(crate) struct Grouping {
     optimizer: Option<Arc<dyn Optimizer>>,
     given: Vec<ParameterGroup>,
     trainable: Option<TrainableRule>,
-    quantized: Option<(Packing, TrainableRule)>,
+    quantized: Option<(WeightPacking, TrainableRule)>,
     kept_modules: Vec<String>,
 }
 
@@ -208,7 +208,7 @@ impl Grouping {
 
     /// Frozen parameters are packed so where `rule` says so.
     #[must_use]
-    pub fn quantized(self, rule: Option<(Packing, TrainableRule)>) -> Self {
+    pub fn quantized(self, rule: Option<(WeightPacking, TrainableRule)>) -> Self {
         Self { quantized: rule, ..self }
     }
 

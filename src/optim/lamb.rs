@@ -3,8 +3,8 @@
 use super::chunks::{Kernel, Slices};
 use super::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext};
 use crate::config::LambConfig;
-use crate::kernels::par;
-use crate::kernels::simd::{Loop, level};
+use crate::kernels::parallel;
+use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 
 /// Elements whose squares one thread sums in one go.
@@ -106,7 +106,7 @@ impl Layerwise for Lamb {
         assert_eq!(grad.len(), len, "the gradient is not as long as the parameter");
         assert!(state.iter().all(|s| s.len() == len), "an optimizer state is not as long as the parameter");
         let scalars = self.scalars(ctx);
-        let chunks = par::map(len.div_ceil(CHUNK), |i| {
+        let chunks = parallel::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
             level().run(ChunkSquares {
                 scalars: &scalars,
@@ -179,7 +179,7 @@ struct ChunkSquares<'a> {
     exp_avg_sq: &'a [f32],
 }
 
-impl Loop for ChunkSquares<'_> {
+impl SimdLoop for ChunkSquares<'_> {
     type Output = Vec<Squares>;
 
     #[inline(always)]

@@ -23,7 +23,7 @@ pub(crate) use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 use crate::layout::{Cut, Division};
 use crate::memory::Held;
 use crate::optim::{Class, Role, Weights};
-use crate::precision::Packing;
+use crate::precision::WeightPacking;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
@@ -112,7 +112,7 @@ impl Param {
     }
 
     /// How it is packed, where parameters are sharded.
-    pub fn packing(&self) -> Option<Packing> {
+    pub fn packing(&self) -> Option<WeightPacking> {
         self.weights.packing()
     }
 

@@ -3,7 +3,7 @@
 use super::core::Core;
 use super::share::{State, pieces};
 #[cfg(feature = "cuda")]
-use crate::cuda::pool;
+use crate::cuda::memory_pool;
 use crate::error::Result;
 use crate::param::ParamId;
 use crate::precision::{Flat, FlatRef};
@@ -119,7 +119,7 @@ impl Core {
             lock(&self.gather).release_everything(self)?;
         }
         #[cfg(feature = "cuda")]
-        self.model_place.gpu().map_or(Ok(()), pool::trim)?;
+        self.model_place.gpu().map_or(Ok(()), memory_pool::trim)?;
         Ok(())
     }
 }

@@ -5,13 +5,13 @@ use super::parcel::Parcel;
 use super::rank::{PlaceOf, Rank};
 use super::sub_group::Home;
 use super::travel::Collective;
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::layout::Division;
 use crate::memory::{Held, Kind};
 use crate::offload::Files;
 use crate::param::{Param, ParamId, Residency};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
@@ -21,7 +21,7 @@ pub(super) struct Bundle {
     pub params: Vec<ParamId>,
     pub parcels: Vec<Parcel>,
     pub numel: usize,
-    pub wire: Wire,
+    pub wire: WireFormat,
 }
 
 /// The parcels of a bundle that are under way.
@@ -51,7 +51,7 @@ pub(super) enum After {
 }
 
 impl Bundle {
-    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: WireFormat) -> Self {
         let numel = params.iter().map(|p| all[*p].numel).sum();
         let parcels = Parcel::split(&params, all, division, wire);
         Self { params, parcels, numel, wire }
@@ -69,13 +69,13 @@ impl Bundle {
     pub fn launch_within<R: Rank>(&self, core: &R, second: &[(R::Buffer, Held)]) -> Result<Gathering<R>> {
         let launch = |(parcel, (part, _)): (&Parcel, &(R::Buffer, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
-            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&parcel.params));
             let room = parcel.chunk * core.division().shards();
             let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(Kind::Gathered, &buffer);
             let within = Collective::GatherWithin(core.second_group());
-            Ok((Transit::Travelling(core.launch(within, Wire::Exact, buffer, &parcel.params)?), held))
+            Ok((Transit::Travelling(core.launch(within, WireFormat::Exact, buffer, &parcel.params)?), held))
         };
         self.parcels.iter().zip(second).map(launch).collect()
     }
@@ -88,7 +88,7 @@ impl Bundle {
         let groups = core.groups();
         let launch = |parcel: &Parcel| {
             let _about = timeline::about(|| core.names(&parcel.params));
-            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&parcel.params));
             // They lie in one place, as they are of one kind.
             let place = parcel.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(Home::Memory(weights)) => Some(weights.buffer().place()),
@@ -179,7 +179,7 @@ impl Bundle {
             if after == After::Kept {
                 second.push(part_of_group(core, &chunks)?);
             }
-            let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&parcel.params));
             // Small parameters are copied out of the buffer, which a GPU has no room to spare for.
             let is_copied = parcel.params.len() > 1 && R::Buffer::is_device(&chunks.place());
             let _copied = is_copied.then(|| core.hold(Kind::Buckets, &chunks));

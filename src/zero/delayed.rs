@@ -19,10 +19,10 @@ use super::walk::{Part, pass};
 use crate::error::{Result, without_backtrace};
 use crate::memory::{Kind, Tracked};
 use crate::optim::{GroupStep, Grouping, StepContext};
-use crate::precision::{Elements, FlatRef};
+use crate::precision::{ElementBuffer, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::part::with_part;
-use crate::timeline::{self, Lane};
+use crate::tensor::host_slice::with_part;
+use crate::timeline::{self, TimelineLane};
 use crate::util::{lock, pieces};
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
@@ -61,7 +61,7 @@ impl Core {
         }
         let (core, carried) = (self.clone(), timeline::carry());
         let update = move || {
-            let _here = carried.enter(Lane::DelayedUpdate);
+            let _here = carried.enter(TimelineLane::DelayedUpdate);
             let update = |slot: &Slot, _: Range<usize>, Part { param, grad, state, half }: Part<'_, '_>| {
                 let role = Grouping::role(core.params[slot.param].group);
                 if let Some(optimizer) = core.share_plan.grouping.optimizer(role) {
@@ -96,7 +96,7 @@ impl Core {
                 return delayed;
             }
         };
-        let _span = timeline::span(timeline::Kind::Wait, "delayed update");
+        let _span = timeline::span(timeline::EventCategory::Wait, "delayed update");
         *delayed = match thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
             Ok(shadows) => Delayed::Ready(self.take_back(shadows)),
             Err(error) => Delayed::Failed(without_backtrace(&error.to_string())),

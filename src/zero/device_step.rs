@@ -4,21 +4,21 @@ use super::core::Core;
 use super::rank::Rank;
 use super::recipe::Recipe;
 use super::sub_group::{GradShare, Home, SubGroup};
-use crate::cuda::DeviceMut;
-use crate::cuda::optimizer::Steps;
+use crate::cuda::DeviceFlatMut;
+use crate::cuda::optimizer::MultiTensorStep;
 use crate::error::Result;
 use crate::optim::GroupStep;
-use crate::tensor::flat_buffer::BufferPlace;
-use crate::tensor::on_device::change;
+use crate::tensor::device_elements::change;
+use crate::tensor::flat_buffer::BufferDevice;
 use crate::timeline;
 use std::ops::Range;
 
 /// Updates a sub-group, if it lies on a GPU.
 pub(super) fn update(core: &Core, group: &mut SubGroup, recipe: &Recipe<'_>) -> Result<bool> {
-    let BufferPlace::Device(device) = core.home() else { return Ok(false) };
-    let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", group.len as u64);
+    let BufferDevice::Device(device) = core.home() else { return Ok(false) };
+    let _span = timeline::span(timeline::EventCategory::Optimizer, "sub-group").with("elements", group.len as u64);
     let SubGroup { slots, weights, master, grads, moments, .. } = group;
-    let mut steps = Steps::new(device);
+    let mut steps = MultiTensorStep::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let rule = optimizer.elementwise(&ctx).expect("a share lies on a GPU where kernels can update it");
@@ -28,7 +28,7 @@ pub(super) fn update(core: &Core, group: &mut SubGroup, recipe: &Recipe<'_>) -> 
         let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;
         let weights = weights.as_mut().map(|home| home.on_device(slot.range())).transpose()?;
         let master = master.as_mut().map(|home| home.on_device(slot.range())).transpose()?;
-        let add = |weights: DeviceMut<'_>| {
+        let add = |weights: DeviceFlatMut<'_>| {
             let (param, half) = match master {
                 Some(master) => (master, Some(weights)),
                 None => (weights, None),
@@ -59,7 +59,7 @@ pub(super) fn update(core: &Core, group: &mut SubGroup, recipe: &Recipe<'_>) -> 
 
 impl Home {
     /// Elements `range` of the sub-group, which lies on a GPU.
-    fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceMut<'_>> {
+    fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),
             Self::File(_) => unreachable!("what lies on a GPU is not offloaded"),

@@ -5,8 +5,8 @@ use super::rank::Rank;
 use super::share::State;
 #[cfg(feature = "cuda")]
 use super::sub_group::Delayed;
-use crate::comm::Wire;
-use crate::comm::agree::{Failure, agree, rank_failed};
+use crate::comm::WireFormat;
+use crate::comm::agree::{CollectiveFailure, agree, rank_failed};
 use crate::error::Result;
 use crate::files::{self, NewFile, Output, Outputs};
 use crate::param::{Buffer, Param};
@@ -26,7 +26,7 @@ impl Core {
     /// # Errors
     /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
     /// not cost the model.
-    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let mut file = (self.comm.rank() == 0).then(|| Export::begin(path, &self.params, self.buffers.list(), dtype));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
@@ -89,7 +89,7 @@ impl Core {
         }
         let len = about.shard_len(division);
         own.extend_zeros(len - own.len());
-        let chunks = self.wait(self.gather(Wire::Exact, own.into(), &[param])?)?;
+        let chunks = self.wait(self.gather(WireFormat::Exact, own.into(), &[param])?)?;
         let mut whole = Flat::with_capacity(DType::F32, about.numel);
         for shard in 0..division.shards() {
             whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(division, shard).len()));

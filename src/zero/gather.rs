@@ -27,12 +27,12 @@ use super::leaf::{InLeaf, Leaves};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::trace::{Event, Trace};
-use crate::comm::{Code, Wire};
+use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::Kind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
-use crate::precision::Ints;
+use crate::precision::IntFormat;
 
 /// Gathers and releases the sharded parameters of every unit.
 pub(crate) struct Gatherer<R: Rank = Core> {
@@ -120,9 +120,9 @@ impl<R: Rank> Gatherer<R> {
             }
         }
         let wire = match (zero.quantized_weights, zero.compress_between_hosts_only) {
-            (false, _) => Wire::Exact,
-            (true, false) => Wire::Blocks(Ints::Int8),
-            (true, true) => Wire::BetweenHosts(Code::Blocks(Ints::Int8)),
+            (false, _) => WireFormat::Exact,
+            (true, false) => WireFormat::Blocks(IntFormat::Int8),
+            (true, true) => WireFormat::BetweenHosts(InterHostFormat::Blocks(IntFormat::Int8)),
         };
         let bundle = |p| Bundle::new(p, params, plan.division, wire);
         let unit = |p| UnitState {

@@ -30,14 +30,14 @@ use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
 use super::travel::Collective;
-use crate::comm::{Code, Wire};
+use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::graph::{Grad, Slot as Sum};
 use crate::layout::{PACKED_BELOW, Placement};
 use crate::memory::{Held, Kind, Tier, Tracked};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Flat, Ints};
+use crate::precision::{ElementBuffer, Flat, IntFormat};
 use crate::tensor::flat_buffer::FlatBuffer;
 use crate::timeline;
 use candle_core::DType;
@@ -60,7 +60,7 @@ pub(crate) struct ReducePlan {
     /// The dtype to which gradients and their sums are rounded before they travel.
     pub dtype: DType,
     /// How the gradients then travel.
-    pub wire: Wire,
+    pub wire: WireFormat,
     /// The dtype in which they are accumulated.
     pub accumulate: DType,
 }
@@ -91,21 +91,21 @@ impl ReducePlan {
 }
 
 /// The dtype to which gradients of a model of `dtype` are rounded before they travel, and how they then travel.
-fn travels(config: &Config, dtype: DType) -> (DType, Wire) {
+fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
     let chosen = config.communication_data_type;
     let int4 = config.zero.quantized_gradients;
     if !config.zero.compress_between_hosts_only {
-        return (chosen.unwrap_or(dtype), if int4 { Wire::Blocks(Ints::Int4) } else { Wire::Exact });
+        return (chosen.unwrap_or(dtype), if int4 { WireFormat::Blocks(IntFormat::Int4) } else { WireFormat::Exact });
     }
     let code = match chosen {
-        _ if int4 => Some(Code::Blocks(Ints::Int4)),
-        Some(DType::BF16) => Some(Code::Bf16),
-        Some(DType::F16) => Some(Code::F16),
+        _ if int4 => Some(InterHostFormat::Blocks(IntFormat::Int4)),
+        Some(DType::BF16) => Some(InterHostFormat::Bf16),
+        Some(DType::F16) => Some(InterHostFormat::F16),
         _ => None,
     };
     // Only more digits than the model's are something for the inside of a host.
     let inside = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
-    (inside, code.map_or(Wire::Exact, Wire::BetweenHosts))
+    (inside, code.map_or(WireFormat::Exact, WireFormat::BetweenHosts))
 }
 
 /// The executor of the decisions of [`Gradients`]: the engine's core, or a rehearsal that only counts.
@@ -238,7 +238,7 @@ impl<C: Carrier> Gradients<C> {
         let ReducePlan { scatter, wire, overlap, .. } = self.plan;
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
-        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&parcel.params));
         // On a GPU a bucket lies beside the gradients that it is packed from; on the host a large gradient becomes it.
         let packed = parcel.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());
@@ -278,7 +278,7 @@ impl<C: Carrier> Gradients<C> {
 
     fn accumulate(&self, core: &C, Parcel { params, offsets, chunk, .. }: &Parcel, mut sum: C::Buffer) -> Result<()> {
         let _about = timeline::about(|| core.names(params));
-        let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
         let division = core.division();
         // The pieces that this rank keeps, and where they start in what it received.

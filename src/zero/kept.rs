@@ -10,7 +10,7 @@ use super::moment::{Kept, round};
 use super::rank::Rank;
 use super::sub_group::{Pass, SubGroup};
 use crate::param::ParamId;
-use crate::precision::stochastic::Dice;
+use crate::precision::stochastic_rounding::RoundingDice;
 use crate::precision::{FlatMut, FlatRef};
 use candle_core::DType;
 use std::ops::Range;
@@ -119,10 +119,10 @@ fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a
 
 impl Rounding<'_> {
     /// The chances of a state (0: the weights) from an element of the part on; `None`: it is rounded to nearest.
-    fn chance(&self, state: usize, start: usize) -> Option<(Dice, usize)> {
+    fn chance(&self, state: usize, start: usize) -> Option<(RoundingDice, usize)> {
         let Core { update, params, .. } = self.core;
         let step = update.load(Ordering::Relaxed);
         let seed = self.core.rounding_seed()?;
-        Some((Dice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
+        Some((RoundingDice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
     }
 }

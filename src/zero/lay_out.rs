@@ -16,8 +16,8 @@ use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Content, Extent, Offload, Transfer};
 use crate::optim::Class;
 use crate::param::ParamId;
-use crate::precision::{Elements, Flat, FlatRef, Packing};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::precision::{ElementBuffer, Flat, FlatRef, WeightPacking};
+use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -133,7 +133,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     }
 
     /// How shares of a class are packed, if they are.
-    fn packing(&self, class: Class) -> Option<Packing> {
+    fn packing(&self, class: Class) -> Option<WeightPacking> {
         class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
     }
 
@@ -293,7 +293,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
 impl SubGroupBuilder {
     /// A builder with the files of this rank, if it has any.
-    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger, homes: Homes<BufferPlace>) -> Self {
+    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger, homes: Homes<BufferDevice>) -> Self {
         Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger, homes)
     }
 }

@@ -17,9 +17,9 @@ use crate::error::Result;
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Io, Staged};
 use crate::optim::{Reading, StateFormat, decode, encode, scales_of};
-use crate::precision::dynamic::{BLOCK, DynamicMap};
-use crate::precision::stochastic::Dice;
-use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use crate::precision::dynamic_map::{BLOCK, DynamicMap};
+use crate::precision::stochastic_rounding::RoundingDice;
+use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
 use candle_core::DType;
 use std::ops::Range;
 use std::slice::IterMut;
@@ -212,7 +212,7 @@ impl<'a> Kept<'a> {
 
     /// Elements `range` of these, which begin with a block, become `values`, rounded: to nearest, or by chance, with the
     /// number of the first in its parameter.
-    pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(Dice, usize)>) {
+    pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
             Self::Codes { map, codes, scales } => {
@@ -224,7 +224,7 @@ impl<'a> Kept<'a> {
 }
 
 /// `values` in the format of `own`: rounded to nearest, or by chance where that is bfloat16.
-pub(super) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(Dice, usize)>) {
+pub(super) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
     match (own, chance) {
         (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),
         (own, _) => own.copy_cast(FlatRef::F32(values)),

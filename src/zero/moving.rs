@@ -15,11 +15,11 @@ use crate::memory::{Kind, Tier};
 use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
-    cuda::{CopyQueue, Copying, DeviceFlat},
+    cuda::{CopyQueue, DeviceFlat, PendingCopy},
     memory::{Held, Ledger},
-    precision::{Elements, Flat},
-    tensor::flat_buffer::BufferPlace,
-    timeline::Lane,
+    precision::{ElementBuffer, Flat},
+    tensor::flat_buffer::BufferDevice,
+    timeline::TimelineLane,
     util::lock,
 };
 #[cfg(feature = "cuda")]
@@ -67,9 +67,9 @@ pub(crate) fn windows_tier(zero: &ZeroConfig, cargo: Cargo) -> Tier {
 pub(crate) enum Moving {
     There(FlatBuffer),
     #[cfg(feature = "cuda")]
-    ToHost(Copying<Flat>, [Held; 2]),
+    ToHost(PendingCopy<Flat>, [Held; 2]),
     #[cfg(feature = "cuda")]
-    ToDevice(Copying<DeviceFlat>, [Held; 2]),
+    ToDevice(PendingCopy<DeviceFlat>, [Held; 2]),
 }
 
 impl Moving {
@@ -119,15 +119,15 @@ impl Copies {
     ///
     /// # Errors
     /// The driver's: no memory on the GPU, or none to lock.
-    pub fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<Moving> {
+    pub fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<Moving> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, cargo.kind(), bytes);
         let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
         match (buffer, to) {
-            (FlatBuffer::Device(buffer), BufferPlace::Host) => {
+            (FlatBuffer::Device(buffer), BufferDevice::Host) => {
                 let held = [hold(Tier::Device, here), hold(Tier::Host, len * size)];
                 Ok(Moving::ToHost(self.queue(cargo)?.down(buffer)?, held))
             }
-            (FlatBuffer::Host(buffer), BufferPlace::Device(device)) => {
+            (FlatBuffer::Host(buffer), BufferDevice::Device(device)) => {
                 let held = [hold(Tier::Host, here), hold(Tier::Device, capacity.max(len) * size)];
                 Ok(Moving::ToDevice(self.queue(cargo)?.up(device, buffer, capacity)?, held))
             }
@@ -141,9 +141,9 @@ impl Copies {
             return Ok(queue.clone());
         }
         let lane = match cargo {
-            Cargo::Gradients => Lane::Gradients,
-            Cargo::Updates => Lane::Updates,
-            Cargo::Shards => Lane::Shards,
+            Cargo::Gradients => TimelineLane::Gradients,
+            Cargo::Updates => TimelineLane::Updates,
+            Cargo::Shards => TimelineLane::Shards,
         };
         let tier = windows_tier(&self.zero, cargo);
         let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == Tier::Pinned, lane)?);

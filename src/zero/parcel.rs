@@ -5,12 +5,12 @@
 
 use super::packed;
 use super::rank::Rank;
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::layout::{Cut, Division, PACKED_BELOW, chunk_offsets};
 use crate::optim::Weights;
 use crate::param::{Param, ParamId};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub(crate) struct Parcel {
 
 impl Parcel {
     /// One parcel for each large parameter and one for all others that are packed alike.
-    pub fn split(params: &[ParamId], all: &[Param], division: Division, wire: Wire) -> Vec<Self> {
+    pub fn split(params: &[ParamId], all: &[Param], division: Division, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
         alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, division, wire)).collect()
@@ -41,7 +41,7 @@ impl Parcel {
     }
 
     /// Weights on the wire, some of which are packed already.
-    pub fn of_weights(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
+    pub fn of_weights(params: Vec<ParamId>, all: &[Param], division: Division, wire: WireFormat) -> Self {
         let weights = params.first().map_or(Weights::Model, |p| all[*p].weights);
         let Some(packing) = weights.packing() else {
             return Self { weights, ..Self::new(params, all, division, wire) };
@@ -67,12 +67,12 @@ impl Parcel {
     }
 
     /// How it travels, if weights go by `wire`: what is packed is coded already.
-    pub fn wire(&self, wire: Wire) -> Wire {
-        self.weights.packing().map_or(wire, |_| Wire::Exact)
+    pub fn wire(&self, wire: WireFormat) -> WireFormat {
+        self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
-    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: WireFormat) -> Self {
         let cuts: Vec<Cut> = params.iter().map(|p| all[*p].cut()).collect();
         let (offsets, chunk) = chunk_offsets(&cuts, division, wire.alignment());
         Self { params, offsets, chunk, weights: Weights::Model }

@@ -3,11 +3,11 @@
 use super::batch::{Batcher, IN_FLIGHT};
 use super::parcel::Parcel;
 use super::rank::Rank;
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::param::ParamId;
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::timeline;
 
 /// Brings every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
@@ -53,7 +53,7 @@ impl<R: Rank> Publisher<R> {
     }
 
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
-        let parcel = Parcel::of_weights(params, core.params(), core.division(), Wire::Exact);
+        let parcel = Parcel::of_weights(params, core.params(), core.division(), WireFormat::Exact);
         let _about = timeline::about(|| core.names(&parcel.params));
         let division = core.division();
         // The chunks of the other ranks arrive in the same buffer.
@@ -66,7 +66,7 @@ impl<R: Rank> Publisher<R> {
             shards.extend_zeros(padding)?;
         }
         let held = core.hold(Kind::Buckets, &shards);
-        let pending = core.gather(Wire::Exact, shards, &parcel.params)?;
+        let pending = core.gather(WireFormat::Exact, shards, &parcel.params)?;
         self.batcher.launched(Publication { parcel, pending, held });
         self.install(core, IN_FLIGHT - 1)
     }

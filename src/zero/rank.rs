@@ -8,23 +8,23 @@ use super::core::Core;
 use super::moving::{Cargo, Moving};
 use super::sub_group::SubGroup;
 use super::travel::{Collective, Means, Travel};
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Division, Placement};
 use crate::memory::{Held, Kind, Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Packing};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
-use crate::tensor::part::with_part;
+use crate::precision::{ElementBuffer, WeightPacking};
+use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
+use crate::tensor::host_slice::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
 #[cfg(feature = "cuda")]
-use {crate::tensor::on_device::with_each, candle_core::Storage};
+use {crate::tensor::device_elements::with_each, candle_core::Storage};
 
 /// The constants of a rank while it trains.
 pub(crate) struct Facts<'a> {
@@ -42,12 +42,12 @@ pub(crate) struct Facts<'a> {
 }
 
 /// A kind of memory in which a rank has buffers.
-pub(crate) type PlaceOf<R> = <<R as Rank>::Buffer as Elements>::Place;
+pub(crate) type PlaceOf<R> = <<R as Rank>::Buffer as ElementBuffer>::Place;
 
 /// A rank that trains, or rehearses it.
 pub(crate) trait Rank: Sized {
     /// Elements in memory.
-    type Buffer: Elements;
+    type Buffer: ElementBuffer;
     /// A collective under way.
     type Pending;
     /// A buffer on its way between the host and the GPU on which the model computes.
@@ -73,7 +73,7 @@ pub(crate) trait Rank: Sized {
     fn launch(
         &self,
         collective: Collective,
-        wire: Wire,
+        wire: WireFormat,
         buffer: Self::Buffer,
         params: &[ParamId],
     ) -> Result<Self::Pending>;
@@ -104,7 +104,7 @@ pub(crate) trait Rank: Sized {
     }
 
     /// Begins to join the shards of all places.
-    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+    fn gather(&self, wire: WireFormat, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.division() {
             division if division.copies() == 1 => Collective::AllGather,
             division => Collective::GatherWithin(division.shards()),
@@ -113,7 +113,7 @@ pub(crate) trait Rank: Sized {
     }
 
     /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
-    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+    fn reduce(&self, wire: WireFormat, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.division() {
             division if division.copies() == 1 => Collective::ReduceScatter,
             division => Collective::ReduceToGroups(division.shards()),
@@ -173,7 +173,7 @@ pub(crate) trait Rank: Sized {
             let add = |sum: &mut StateBytes, more: StateBytes| {
                 *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
             };
-            let packed = |packing: Packing| {
+            let packed = |packing: WeightPacking| {
                 let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
                 StateBytes { whole, own: group.len * size_of::<f32>() }
             };
@@ -224,11 +224,11 @@ impl Rank for Core {
         }
     }
 
-    fn home(&self) -> &BufferPlace {
+    fn home(&self) -> &BufferDevice {
         &self.home
     }
 
-    fn model_place(&self) -> &BufferPlace {
+    fn model_place(&self) -> &BufferDevice {
         &self.model_place
     }
 
@@ -252,7 +252,13 @@ impl Rank for Core {
         self.offload.as_ref().map_or_else(Windows::default, |offload| offload.windows())
     }
 
-    fn launch(&self, collective: Collective, wire: Wire, buffer: FlatBuffer, params: &[ParamId]) -> Result<Travel> {
+    fn launch(
+        &self,
+        collective: Collective,
+        wire: WireFormat,
+        buffer: FlatBuffer,
+        params: &[ParamId],
+    ) -> Result<Travel> {
         let means = Means {
             comm: self.comm(),
             #[cfg(feature = "cuda")]
@@ -267,7 +273,7 @@ impl Rank for Core {
         travel.wait()
     }
 
-    fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<Moving> {
+    fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<Moving> {
         #[cfg(feature = "cuda")]
         if let Some(copies) = &self.copies {
             return copies.send(cargo, buffer, to, capacity);

@@ -17,7 +17,7 @@ use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role, Weights};
 use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
-use crate::precision::{Flat, FlatRef, Packing};
+use crate::precision::{Flat, FlatRef, WeightPacking};
 use crate::tensor::{bytes, residency};
 use crate::util::{lock, pieces};
 use candle_core::{DType, Device, Shape, Storage, Tensor};
@@ -217,7 +217,7 @@ impl Inner {
             return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
+        let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit) };
         let shard = plan.division.shard(cut, plan.division.shard_of(plan.rank));
         let (id, class) = (self.params.len(), Class::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));

@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::offload::{Io, Offload, STEP};
 use crate::optim::Trainer;
 use crate::param::Param;
-use crate::precision::{Flat, FlatRef, Packing};
-use crate::tensor::part::with_part;
+use crate::precision::{Flat, FlatRef, WeightPacking};
+use crate::tensor::host_slice::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
@@ -153,7 +153,7 @@ impl Core {
     /// packing what came out of a packing need not give the same codes.
     fn write_packed(
         &self,
-        packing: Packing,
+        packing: WeightPacking,
         (group, slot): (usize, usize),
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,

@@ -6,7 +6,7 @@ use crate::config::{Config, StatePrecision};
 use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
 use crate::optim::{Grouping, Role, StateFormat, Weights};
-use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::flat_buffer::BufferDevice;
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
@@ -84,8 +84,8 @@ impl SharePlan {
     }
 
     /// Where the share lies of a model on `device`.
-    pub fn homes(&self, device: &Device) -> Homes<BufferPlace> {
-        self.homes_of(BufferPlace::of(device), BufferPlace::Host)
+    pub fn homes(&self, device: &Device) -> Homes<BufferDevice> {
+        self.homes_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
     /// Where the share lies of a model in the memory `model`: there too, its states if kernels of a GPU can update them there, and

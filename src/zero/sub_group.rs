@@ -23,7 +23,7 @@ use crate::memory::{Kind, Tracked};
 use crate::offload::{Files, Staged, Stream};
 use crate::optim::Class;
 use crate::param::ParamId;
-use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
+use crate::precision::{ElementBuffer, FlatMut, WeightPacking, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 #[cfg(feature = "cuda")]
@@ -172,7 +172,7 @@ impl Pass {
 
 impl<R: Rank> SubGroup<R> {
     /// The packing of its weights and where they lie, if they are packed.
-    pub fn packed(&self) -> Option<(Packing, &Home<R>)> {
+    pub fn packed(&self) -> Option<(WeightPacking, &Home<R>)> {
         self.class.weights.packing().zip(self.weights.as_ref())
     }
 

@@ -6,14 +6,14 @@
 //!                  buffer's memory; with one rank nothing moves
 //! ```
 
-use crate::comm::{Communicator, Pending, Wire};
+use crate::comm::{Communicator, Pending, WireFormat};
 use crate::error::Result;
 use crate::precision::Flat;
 use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
-    comm::Kind as CommKind,
-    comm::gpus::{Gpus, OnWire},
+    comm::CollectiveKind as CommKind,
+    comm::gpu_collectives::{GpuCollectives, PendingGpuCollective},
     cuda::DeviceFlat,
     memory::{Held, Kind, Ledger},
 };
@@ -22,7 +22,7 @@ use crate::{
 pub(crate) struct Means<'a> {
     pub comm: &'a dyn Communicator,
     #[cfg(feature = "cuda")]
-    pub gpus: Option<&'a Gpus>,
+    pub gpus: Option<&'a GpuCollectives>,
     #[cfg(feature = "cuda")]
     pub ledger: &'a Ledger,
 }
@@ -41,7 +41,7 @@ pub(crate) enum Collective {
 
 impl Collective {
     /// Begins it. The result lies in the memory of `buffer`.
-    fn begin(self, comm: &dyn Communicator, wire: Wire, buffer: Flat, tag: u64) -> Pending<Flat> {
+    fn begin(self, comm: &dyn Communicator, wire: WireFormat, buffer: Flat, tag: u64) -> Pending<Flat> {
         match self {
             Self::AllReduce => comm.all_reduce_as(wire, buffer, tag),
             Self::ReduceScatter => comm.reduce_scatter_as(wire, buffer, tag),
@@ -53,10 +53,10 @@ impl Collective {
 
     /// What NCCL does as the communicator would.
     #[cfg(feature = "cuda")]
-    fn between_gpus(self, wire: Wire) -> Option<CommKind> {
+    fn between_gpus(self, wire: WireFormat) -> Option<CommKind> {
         match self {
             // NCCL does not say which ranks share a host.
-            _ if matches!(wire, Wire::BetweenHosts(_)) => None,
+            _ if matches!(wire, WireFormat::BetweenHosts(_)) => None,
             Self::AllReduce => Some(CommKind::AllReduce),
             Self::ReduceScatter => Some(CommKind::ReduceScatter),
             Self::AllGather => Some(CommKind::AllGather),
@@ -83,7 +83,7 @@ pub(crate) enum Travel {
     #[cfg(feature = "cuda")]
     Alone(DeviceFlat),
     #[cfg(feature = "cuda")]
-    BetweenGpus(OnWire),
+    BetweenGpus(PendingGpuCollective),
     /// What is in the buffer has been copied.
     #[cfg(feature = "cuda")]
     Copied {
@@ -98,7 +98,13 @@ impl Travel {
     ///
     /// # Errors
     /// The driver's.
-    pub fn launch(means: &Means<'_>, collective: Collective, wire: Wire, buffer: FlatBuffer, tag: u64) -> Result<Self> {
+    pub fn launch(
+        means: &Means<'_>,
+        collective: Collective,
+        wire: WireFormat,
+        buffer: FlatBuffer,
+        tag: u64,
+    ) -> Result<Self> {
         let comm = means.comm;
         match buffer {
             FlatBuffer::Host(buffer) => Ok(Self::Host(collective.begin(comm, wire, buffer, tag))),

@@ -17,11 +17,11 @@ use super::recipe::{Recipe, needs};
 use super::sub_group::{Pass, Slot, SubGroup};
 use super::travel::Collective;
 use super::walk::{Carrier, Part, Span, Walk, as_f32, pass};
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::optim::{GroupStep, Needs, Squares, Wholewise};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use candle_core::DType;
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -166,7 +166,7 @@ fn rough_direction<C: Carrier>(
     walk.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
         values.extend_zeros(shard_len - owned.len())?;
-        values = core.wait(core.gather(Wire::Exact, values, &[param])?)?;
+        values = core.wait(core.gather(WireFormat::Exact, values, &[param])?)?;
         values.truncate(numel);
     }
     Ok(Direction { values, _held })
@@ -187,11 +187,11 @@ fn own_direction<C: Carrier>(core: &C, id: usize, whole: Option<Direction<C::Buf
         true => {
             own.values.extend_zeros(padded - own.values.len())?;
             let owned = param.shard(division, division.shard_of(core.rank())).len();
-            (core.reduce(Wire::Exact, own.values, &[id])?, owned)
+            (core.reduce(WireFormat::Exact, own.values, &[id])?, owned)
         }
         false => {
             own.values.truncate(numel);
-            (core.launch(Collective::AllReduce, Wire::Exact, own.values, &[id])?, numel)
+            (core.launch(Collective::AllReduce, WireFormat::Exact, own.values, &[id])?, numel)
         }
     };
     own.values = core.wait(pending)?;

@@ -13,7 +13,7 @@ use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
 use crate::checkpoint::rank_file::RankFile;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, text_of_rank_0};
+use crate::comm::agree::{CollectiveFailure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{Asked, FolderLock, new_beside, private_folder, write_whole};
 use crate::notice::{say, warn};
@@ -35,7 +35,11 @@ const TELL: Duration = Duration::from_secs(10);
 /// # Errors
 /// [`CheckpointError::Store`] on all ranks: an address that is none, no whole checkpoint, or an object that cannot be read
 /// or is damaged; a failed collective.
-pub(crate) fn fetch(comm: &dyn Communicator, url: &str, tag: Option<&str>) -> Result<Option<Fetched>, Failure> {
+pub(crate) fn fetch(
+    comm: &dyn Communicator,
+    url: &str,
+    tag: Option<&str>,
+) -> Result<Option<Fetched>, CollectiveFailure> {
     let elsewhere = || failed_elsewhere(Path::new(url));
     let choose = || {
         let bucket = Bucket::open(url)?;

@@ -12,7 +12,7 @@ use crate::checkpoint::agreement::failed_elsewhere;
 use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::Result;
 use crate::notice::say;
 use std::path::Path;
@@ -64,7 +64,7 @@ impl Upload {
     ///
     /// # Errors
     /// What could not be sent, on all ranks; a failed collective.
-    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), Failure> {
+    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), CollectiveFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
         // A thread that ends without a word has failed, and says how at its end.
         let sent = self.sent.recv().unwrap_or(Ok(()));

@@ -7,7 +7,7 @@ use super::checksums;
 use super::greeting::printable;
 use super::secret::digest;
 use super::wire::Hello;
-use crate::comm::clocks;
+use crate::comm::clock_skew;
 
 /// The most ranks of a host.
 pub(super) const MOST_RANKS: usize = 1024;
@@ -101,7 +101,7 @@ pub(super) fn name(hello: &Hello) -> String {
 /// How far a host's clock is ahead of this one's, in seconds.
 pub(super) fn ahead(hello: &Hello) -> i64 {
     let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
-    seconds(hello.clock).saturating_sub(seconds(clocks::seconds()))
+    seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
 
 /// What there is to say of folders that are there on the first host and on another and are not the same. A job may write into

@@ -193,7 +193,7 @@ fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::R
     loop {
         let why = match reach(joining) {
             Ok(stream) => {
-                let hello = Hello { clock: crate::comm::clocks::seconds(), ..joining.hello.clone() };
+                let hello = Hello { clock: crate::comm::clock_skew::seconds(), ..joining.hello.clone() };
                 match join(stream, joining.secret.as_ref(), &hello, TRY) {
                     Ok(session) => return Ok(Ok(session)),
                     Err(Parting::Refused { why, .. }) => return Err(HostsError::Refused { why }.into()),
