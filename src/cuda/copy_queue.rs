@@ -33,7 +33,7 @@ const STAGING_BUFFERS: usize = 2;
 /// A thread that waits for an event sleeps.
 const SLEEPING: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
 
-/// A thread and a stream that copy one copy after the other.
+/// A thread and a stream that make one copy after the other.
 pub(crate) struct CopyQueue {
     jobs: Option<Sender<CopyJob>>,
     thread: Option<JoinHandle<()>>,

@@ -10,7 +10,7 @@
 use super::cross_entropy::{self, DeviceTargets, LogitRows, LossGradientScale};
 use super::embedding::{self, EmbeddingRowUses};
 use super::optimizer::MultiTensorStep;
-use super::rotary::{RotaryAngles, RotaryPositions, turn};
+use super::rotary::{RotaryAngles, RotaryPositions, rotate};
 use super::*;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
 use crate::kernels::gemm::Activation;
@@ -195,7 +195,7 @@ fn activations(bench: &mut KernelBench) {
     let angles = RotaryAngles::new(&device, half, [&angles, &angles]).unwrap();
     let positions = RotaryPositions::From { first: 0, time: time.min(2048) };
     bench.row("rotary positions", 4 * n, STREAMING, || {
-        drop(turn(&device, &angles, x, WIDTH, &positions, 1.0).unwrap());
+        drop(rotate(&device, &angles, x, WIDTH, &positions, 1.0).unwrap());
     });
 }
 
