@@ -13,8 +13,8 @@
 
 use candle_core::DType;
 use candle_zero::comm::RankEnv;
-use candle_zero::comm::{self, Communicator, Wire};
-use candle_zero::precision::{Flat, Ints};
+use candle_zero::comm::{self, Communicator, WireFormat};
+use candle_zero::precision::{Flat, IntFormat};
 use memmap2::{MmapMut, MmapOptions};
 use std::fs::File;
 use std::hint::black_box;
@@ -102,13 +102,13 @@ fn long(comm: &dyn Communicator, bytes: usize) {
                 time(comm, || sum = comm.all_reduce(input, 0).wait().unwrap())
             },
             {
-                let (input, wire) = (take(&mut part), Wire::Blocks(Ints::Int4));
+                let (input, wire) = (take(&mut part), WireFormat::Blocks(IntFormat::Int4));
                 let seconds = time(comm, || part = comm.reduce_scatter_as(wire, input, 0).wait().unwrap());
                 part.extend_zeros(len - part.len());
                 seconds
             },
             {
-                let (mut shard, wire) = (take(&mut whole), Wire::Blocks(Ints::Int8));
+                let (mut shard, wire) = (take(&mut whole), WireFormat::Blocks(IntFormat::Int8));
                 shard.truncate(len / RANKS);
                 time(comm, || whole = comm.all_gather_as(wire, shard, 0).wait().unwrap())
             },

@@ -16,7 +16,7 @@ use candle_zero::nn::{
     Activation, Attend, Sequences, Then, WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh,
     layer_norm, linear, linear_cross_entropy, linear_then, rms_norm,
 };
-use candle_zero::precision::{Flat, Ints, Nf4Scales, Packing};
+use candle_zero::precision::{Flat, IntFormat, Nf4Scales, WeightPacking};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
@@ -181,22 +181,22 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
 const PIECE: usize = 32 << 10;
 
 /// Bytes are those of the elements in memory.
-#[divan::bench(types = [f32, bf16], args = [Ints::Int8, Ints::Int4])]
-fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: Ints) {
+#[divan::bench(types = [f32, bf16], args = [IntFormat::Int8, IntFormat::Int4])]
+fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: IntFormat) {
     let (values, mut codes) = piece::<T>(ints);
     let bencher = bencher.counter(BytesCount::new(values.size_in_bytes()));
     bencher.bench_local(|| ints.encode(black_box(values.as_ref()), black_box(&mut codes)));
 }
 
-#[divan::bench(types = [f32, bf16], args = [Ints::Int8, Ints::Int4])]
-fn dequantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: Ints) {
+#[divan::bench(types = [f32, bf16], args = [IntFormat::Int8, IntFormat::Int4])]
+fn dequantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: IntFormat) {
     let (mut values, mut codes) = piece::<T>(ints);
     ints.encode(values.as_ref(), &mut codes);
     let bencher = bencher.counter(BytesCount::new(values.size_in_bytes()));
     bencher.bench_local(|| ints.decode(black_box(&codes), black_box(values.as_mut())));
 }
 
-fn piece<T: WithDType>(ints: Ints) -> (Flat, Vec<u8>) {
+fn piece<T: WithDType>(ints: IntFormat) -> (Flat, Vec<u8>) {
     let values = numbers::<f32>(&[PIECE]).to_vec1().unwrap();
     (Flat::from_f32(values, T::DTYPE), vec![0; ints.encoded_len(PIECE)])
 }
@@ -205,8 +205,8 @@ fn piece<T: WithDType>(ints: Ints) -> (Flat, Vec<u8>) {
 const FROZEN: [usize; 2] = [4096, 1024];
 
 /// What a gather adds to the products of a packed frozen matrix.
-#[divan::bench(types = [f32, bf16], args = [Packing::Int8, Packing::Nf4(Nf4Scales::Bf16), Packing::Nf4(Nf4Scales::DoubleQuantized)])]
-fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: Packing) {
+#[divan::bench(types = [f32, bf16], args = [WeightPacking::Int8, WeightPacking::Nf4(Nf4Scales::Bf16), WeightPacking::Nf4(Nf4Scales::DoubleQuantized)])]
+fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking) {
     let values = numbers::<f32>(&FROZEN).flatten_all().unwrap().to_vec1().unwrap();
     let mut values = Flat::from_f32(values, T::DTYPE);
     let mut packed = vec![0; packing.packed_len(values.len())];

@@ -38,7 +38,7 @@ verdict PASS "cargo build --features cuda"
 # 2. Layers agree with their references, and the stages with each other and with the CPU. Tests that find no GPU pass without
 # checking anything. Tests that plant faults in the mock of CUDA (tools/mock_cuda) have nothing to check on a GPU.
 layers="layers match their references; stages 0 to 3: identical bits, losses within 1e-4 of the CPU's, missing parameters refused"
-cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: gpus:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
+cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: gpu_collectives:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
     verdict FAIL "$layers"
 elif grep -q 'skipped: .*no CUDA device answers' "$work/test.log"; then
@@ -101,7 +101,7 @@ else
 fi
 
 # 5. The bandwidth of each kernel compared with that of the driver's own copy: one line with a verdict for each.
-cargo test --release --features cuda --lib cuda::bandwidth -- --ignored --nocapture 2>&1 | tee "$work/bandwidth.log" |
+cargo test --release --features cuda --lib cuda::kernel_bandwidth -- --ignored --nocapture 2>&1 | tee "$work/bandwidth.log" |
     grep -E '^(PASS|FAIL|-   )  |^      '
 if [ "${PIPESTATUS[0]}" = 0 ] && grep -q '^PASS  ' "$work/bandwidth.log"; then
     verdict PASS "kernels reach the required share of the memory bandwidth"

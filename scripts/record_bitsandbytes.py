@@ -28,7 +28,7 @@ def pointer(array):
 
 
 def made_by_rule(count):
-    """Returns numbers of all magnitudes between 2^-7 and 1, the same as in src/precision/packing/tests.rs."""
+    """Returns numbers of all magnitudes between 2^-7 and 1, the same as in src/precision/weight_packing/tests.rs."""
     bits = []
     for i in range(count):
         h = (i * 2654435761 + 97) & 0xFFFFFFFF

@@ -43,7 +43,7 @@ pub struct DsArgs {
 /// The argument is absent, has no file, or is given twice.
 pub fn ds_config_from_args() -> Result<PathBuf> {
     // The launcher's own variable: the program is in its cache, and is not what the user has typed.
-    let script = std::env::var_os(crate::comm::env::SCRIPT).filter(|script| !script.is_empty());
+    let script = std::env::var_os(crate::comm::rank_env::SCRIPT).filter(|script| !script.is_empty());
     find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }
 

@@ -9,24 +9,24 @@
 //!
 //! The engine owns no arithmetic: each word is a module of its own.
 
-mod access;
 mod accumulation;
 mod builder;
+mod call_guard;
 mod checkpoints;
-mod clock;
-mod common;
+mod config_comparison;
+mod consistency;
 mod construct;
 pub(crate) mod error;
-mod for_eval;
-mod given;
+mod eval_model;
 mod gradient_check;
 mod gradient_check_state;
 mod gradient_report;
-mod output;
+mod metrics;
+mod param_access;
 mod reporter;
-mod reports;
+mod step_clock;
 mod trainable;
-mod watch;
+mod training_output;
 
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
@@ -35,23 +35,23 @@ pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::CheckpointUpload;
 use crate::checkpoint::{LastCheckpoint, LockedFolders, SaveJob};
-use crate::comm::agree::Failure;
-use crate::comm::calls::during;
+use crate::comm::agree::CollectiveFailure;
+use crate::comm::engine_call::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{RngStreamKey, autocast, stream_of};
 use crate::notice::warn;
 use crate::optim::GroupedOptimizer;
 use crate::precision::{LossScaler, gradient_multiplier};
-use crate::stop::asked_to_stop;
-use crate::timeline::{self, Recorder};
+use crate::stop_signal::asked_to_stop;
+use crate::timeline::{self, TimelineRecorder};
 use crate::zero::rank_core::RankCore;
 use crate::zero::step::sharded_step::Vote;
 use candle_core::{DType, Device, Tensor};
-use clock::{Call, Clock};
-use gradient_check_state::Check;
-use reporter::Reporter;
+use gradient_check_state::GradientChecker;
+use reporter::EngineReporter;
 use std::sync::Arc;
+use step_clock::{MicroStepCall, StepClock};
 
 /// Wraps a model and trains it under ZeRO.
 ///
@@ -86,14 +86,14 @@ pub struct Engine<M> {
     trainer: GroupedOptimizer,
     scaler: LossScaler,
     device: Device,
-    phase: Phase,
-    losses: Losses,
-    check: Check,
+    phase: MicroStepPhase,
+    losses: AccumulatedLoss,
+    check: GradientChecker,
     global_steps: u64,
     micro_steps: u64,
     /// Of what is drawn in forwards.
     seed: u64,
-    accumulation: Accumulation,
+    accumulation: AccumulationProgress,
     /// Forwards of this micro step.
     forwards: u64,
     skipped_steps: u64,
@@ -103,8 +103,8 @@ pub struct Engine<M> {
     global_samples: u64,
     was_applied: bool,
     grad_norm: Option<f64>,
-    clock: Clock,
-    reporter: Reporter,
+    clock: StepClock,
+    reporter: EngineReporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
     /// A checkpoint that an object store is getting.
@@ -118,12 +118,12 @@ pub struct Engine<M> {
     /// The error that ended the job for this rank.
     stopped: Option<String>,
     /// The last field: what the others do while they are dropped is recorded too.
-    recorder: Option<Recorder>,
+    recorder: Option<TimelineRecorder>,
 }
 
 /// Where in a micro step the engine is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum MicroStepPhase {
     /// Before forward.
     Ready,
     /// A loss exists.
@@ -136,7 +136,7 @@ enum Phase {
 
 /// The accumulation under way.
 #[derive(Debug, Clone, Copy, Default)]
-struct Accumulation {
+struct AccumulationProgress {
     /// Micro steps that it has behind it.
     micro_steps: u64,
     /// A [`no_sync`](Engine::no_sync) is running.
@@ -147,7 +147,7 @@ struct Accumulation {
 
 /// This rank's losses in the accumulation under way.
 #[derive(Debug, Default)]
-struct Losses {
+struct AccumulatedLoss {
     sum: f64,
     any_non_finite: bool,
 }
@@ -175,11 +175,11 @@ impl<M> Engine<M> {
         if Self::is_repeating() {
             return self.attempt(|engine| engine.repeat_inside(stream, run));
         }
-        self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
-        let watch = self.watch(Call::Forward);
+        self.check_order("forward", &[MicroStepPhase::Ready, MicroStepPhase::Forwarded, MicroStepPhase::Held])?;
+        let watch = self.watch(MicroStepCall::Forward);
         let output = self.attempt(|engine| engine.run_forward(stream, run))?;
         self.forwards += 1;
-        self.phase = Phase::Forwarded;
+        self.phase = MicroStepPhase::Forwarded;
         self.end_watch(watch);
         Ok(output)
     }
@@ -216,9 +216,9 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_order("backward", &[Phase::Forwarded])?;
+        self.check_order("backward", &[MicroStepPhase::Forwarded])?;
         self.check_loss(loss)?;
-        let watch = self.watch(Call::Backward);
+        let watch = self.watch(MicroStepCall::Backward);
         self.attempt(|engine| {
             let scaled = engine.scaled(loss)?;
             let measures = engine.begin_measuring();
@@ -229,7 +229,7 @@ impl<M> Engine<M> {
             Ok::<(), Error>(())
         })?;
         self.accumulation.holds |= self.accumulation.in_no_sync;
-        self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
+        self.phase = if self.accumulation.in_no_sync { MicroStepPhase::Held } else { MicroStepPhase::Backwarded };
         self.end_watch(watch);
         Ok(())
     }
@@ -244,11 +244,11 @@ impl<M> Engine<M> {
     /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. What a save in the background could not do: then the
     /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
-        self.check_order("step", &[Phase::Backwarded, Phase::Held])?;
+        self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
             return Err(EngineError::OutOfOrder { call: "step", when: "inside of no_sync" }.into());
         }
-        let watch = self.watch(Call::Step);
+        let watch = self.watch(MicroStepCall::Step);
         let updates = self.is_gradient_accumulation_boundary();
         if updates {
             self.attempt(Self::optimizer_step)?;
@@ -262,7 +262,7 @@ impl<M> Engine<M> {
         self.accumulation.micro_steps = if updates { 0 } else { self.accumulation.micro_steps + 1 };
         self.accumulation.holds = false;
         self.forwards = 0;
-        self.phase = Phase::Ready;
+        self.phase = MicroStepPhase::Ready;
         self.failed_save.take().map_or(Ok(()), Err)
     }
 
@@ -281,7 +281,7 @@ impl<M> Engine<M> {
             self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?
         } else {
             self.skipped_steps += 1;
-            self.tell_overflow(scale);
+            self.report_overflow(scale);
             false
         };
         self.was_applied = applies;
@@ -291,15 +291,15 @@ impl<M> Engine<M> {
     }
 
     /// An error for a call that does not belong at this place of a micro step.
-    fn check_order(&self, call: &'static str, belongs: &[Phase]) -> Result<()> {
+    fn check_order(&self, call: &'static str, belongs: &[MicroStepPhase]) -> Result<()> {
         self.not_stopped()?;
         if belongs.contains(&self.phase) {
             return Ok(());
         }
         let when = match (self.phase, belongs) {
-            (Phase::Ready, [Phase::Forwarded]) => "before forward",
-            (Phase::Backwarded | Phase::Held, [Phase::Forwarded]) => "twice on one loss",
-            (Phase::Backwarded, _) => "after backward without a step",
+            (MicroStepPhase::Ready, [MicroStepPhase::Forwarded]) => "before forward",
+            (MicroStepPhase::Backwarded | MicroStepPhase::Held, [MicroStepPhase::Forwarded]) => "twice on one loss",
+            (MicroStepPhase::Backwarded, _) => "after backward without a step",
             _ => "before backward",
         };
         Err(EngineError::OutOfOrder { call, when }.into())
@@ -332,7 +332,7 @@ impl<M> Engine<M> {
 
     /// Collective: norm of the gradients, overflow and mean loss over all ranks.
     fn vote(&mut self) -> Result<Vote> {
-        let Losses { sum, any_non_finite } = std::mem::take(&mut self.losses);
+        let AccumulatedLoss { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
         self.reporter.loss = vote.loss;
         Ok(vote)
@@ -374,7 +374,7 @@ impl<M> Engine<M> {
 
     /// Rank 0 says that a step was skipped whose gradients had the loss scale `scale`: at each of the first ones, then
     /// ever more rarely.
-    fn tell_overflow(&self, scale: f64) {
+    fn report_overflow(&self, scale: f64) {
         const FIRST: u64 = 10;
         let skipped = self.skipped_steps;
         if self.rank() != 0 || (skipped > FIRST && !skipped.is_power_of_two()) {
@@ -445,18 +445,18 @@ impl<M> Engine<M> {
     }
 
     /// Runs `call`; after an error that leaves this rank out of step, it tells the others and refuses to go on.
-    fn attempt<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
+    fn attempt<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         self.not_stopped()?;
         let _here = timeline::enter(self.recorder.as_ref());
         self.core.follow_thread()?;
         call(self).map_err(|failure| match failure.into() {
-            Failure::InStep(error) => error,
-            Failure::OutOfStep(error) => {
+            CollectiveFailure::InStep(error) => error,
+            CollectiveFailure::OutOfStep(error) => {
                 let error = self.core.name_parts(error);
                 let why = without_backtrace(&error.to_string());
                 self.core.abort(&why);
                 self.stopped = Some(why);
-                Recorder::flush(self.recorder.as_ref());
+                TimelineRecorder::flush(self.recorder.as_ref());
                 error
             }
         })
@@ -464,14 +464,14 @@ impl<M> Engine<M> {
 
     /// [`attempt`](Self::attempt) of what all ranks do with the state of the model: an update that is delayed ends before, unless a
     /// backward will need the weights without it.
-    fn settled<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
-        if self.phase != Phase::Forwarded {
+    fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
+        if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
         }
         self.attempt(|engine| {
             let result = call(engine).map_err(Into::into)?;
             engine.core.remember_weights()?;
-            Ok::<_, Failure>(result)
+            Ok::<_, CollectiveFailure>(result)
         })
     }
 
@@ -500,7 +500,7 @@ impl<M> Drop for Engine<M> {
             }
         }
         if !std::thread::panicking() {
-            self.tell_at_end();
+            self.report_at_end();
         }
     }
 }

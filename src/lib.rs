@@ -69,7 +69,7 @@ mod param;
 pub mod precision;
 pub mod profiler;
 mod sandbox;
-mod stop;
+mod stop_signal;
 mod tensor;
 mod timeline;
 #[cfg(feature = "cli")]

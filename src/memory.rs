@@ -4,7 +4,7 @@
 //! both side by side.
 
 use crate::layout::{ShardMesh, ZeroStage};
-use crate::precision::{Elements, Flat, FlatMut};
+use crate::precision::{ElementBuffer, Flat, FlatMut};
 use crate::util::counted;
 use candle_core::Device;
 use serde::Serialize;
@@ -167,7 +167,7 @@ impl MemoryTier {
     }
 
     /// Where buffers of a place are.
-    pub(crate) fn at<B: Elements>(place: &B::Place) -> Self {
+    pub(crate) fn at<B: ElementBuffer>(place: &B::Place) -> Self {
         if B::is_device(place) { Self::Device } else { Self::Host }
     }
 }
@@ -334,7 +334,7 @@ pub(crate) struct TrackedBuffer<B = Flat> {
     held: LedgerEntry,
 }
 
-impl<B: Elements> TrackedBuffer<B> {
+impl<B: ElementBuffer> TrackedBuffer<B> {
     pub fn new(ledger: &Ledger, kind: MemoryKind, flat: B) -> Self {
         let held = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
         Self { flat, held }

@@ -3,14 +3,14 @@
 //! machine.
 //!
 //! What bounds itself, as the steps of a template, is bounded where it runs and is an error like others; this is for all that
-//! does not. Time is measured by a thread of its own, as what the working one computed. Memory is counted by [`Bounded`], where a program has it as its
+//! does not. Time is measured by a thread of its own, as what the working one computed. Memory is counted by [`BoundedAllocator`], where a program has it as its
 //! allocator, as `zerorun` has. A thread cannot be stopped from outside, and neither an allocation nor an overflow of the
 //! stack can be refused so that code which expects none goes on: the process ends.
 
-mod memory;
+mod bounded_allocator;
 mod signals;
 
-pub use memory::Bounded;
+pub use bounded_allocator::BoundedAllocator;
 
 use crate::util::lock;
 use rustix::process::Pid;
@@ -32,24 +32,24 @@ const MOST_TIME: Duration = Duration::from_secs(3);
 
 /// What work is on, for the error that ends the process: the name of a file, for instance.
 #[derive(Debug, Clone)]
-pub(crate) struct Subject(Arc<Named>);
+pub(crate) struct SandboxSubject(Arc<SubjectRecord>);
 
 #[derive(Debug)]
-struct Named {
+struct SubjectRecord {
     name: String,
     /// Nanoseconds that works took beyond what is usual.
     slow: AtomicU64,
 }
 
-impl Subject {
+impl SandboxSubject {
     pub(crate) fn new(name: impl Into<String>) -> Self {
-        Self(Arc::new(Named { name: name.into(), slow: AtomicU64::new(0) }))
+        Self(Arc::new(SubjectRecord { name: name.into(), slow: AtomicU64::new(0) }))
     }
 }
 
 /// Work that runs.
-struct Running {
-    subject: Subject,
+struct RunningWork {
+    subject: SandboxSubject,
     /// What is usual.
     usual: Duration,
     /// What the thread had computed when this work was first seen, and last.
@@ -57,25 +57,25 @@ struct Running {
 }
 
 /// A thread.
-struct Thread {
+struct WatchedThread {
     id: Pid,
-    work: Mutex<Option<Running>>,
+    work: Mutex<Option<RunningWork>>,
 }
 
-type Slot = Arc<Thread>;
+type WatchedThreadRef = Arc<WatchedThread>;
 
 /// The slots of all threads that had work.
-static SLOTS: Mutex<Vec<Slot>> = Mutex::new(vec![]);
+static SLOTS: Mutex<Vec<WatchedThreadRef>> = Mutex::new(vec![]);
 
 thread_local! {
-    static SLOT: Slot = register();
+    static SLOT: WatchedThreadRef = register();
     /// Works within work of this thread.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
 /// A slot for this thread.
-fn register() -> Slot {
-    let slot = Slot::new(Thread { id: rustix::thread::gettid(), work: Mutex::default() });
+fn register() -> WatchedThreadRef {
+    let slot = WatchedThreadRef::new(WatchedThread { id: rustix::thread::gettid(), work: Mutex::default() });
     let mut slots = lock(&SLOTS);
     slots.retain(|slot| Arc::strong_count(slot) > 1);
     slots.push(slot.clone());
@@ -90,7 +90,7 @@ fn computed(id: Pid) -> Option<Duration> {
 
 /// Ends the process when work has run for too long.
 fn watch() {
-    let is_at_work = |slot: &Slot| {
+    let is_at_work = |slot: &WatchedThreadRef| {
         let mut work = lock(&slot.work);
         let Some(running) = &mut *work else { return false };
         if let Some(now) = computed(slot.id) {
@@ -112,7 +112,7 @@ fn watch() {
 }
 
 /// Runs `work` on `subject`, of which `bytes` bytes are worked on. Its panic is an error, whose text this gives.
-pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
+pub(crate) fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
     /// Bytes that take a second, on a slow machine.
     const A_SECOND: u64 = 256 << 10;
     begin();
@@ -123,23 +123,23 @@ pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> 
     let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / A_SECOND);
     let here = 0_u8;
     let _entered = SLOT.with(|slot| {
-        *lock(&slot.work) = Some(Running { subject: subject.clone(), usual, seen: None });
-        Entered { slot: slot.clone() }
+        *lock(&slot.work) = Some(RunningWork { subject: subject.clone(), usual, seen: None });
+        SandboxGuard { slot: slot.clone() }
     });
     DEPTH.set(1);
     signals::enter(&subject.0.name, &raw const here);
-    memory::enter(MOST_MEMORY);
+    bounded_allocator::enter(MOST_MEMORY);
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 
 /// Work of this thread, until it is dropped.
-struct Entered {
-    slot: Slot,
+struct SandboxGuard {
+    slot: WatchedThreadRef,
 }
 
-impl Drop for Entered {
+impl Drop for SandboxGuard {
     fn drop(&mut self) {
-        memory::leave();
+        bounded_allocator::leave();
         signals::leave();
         DEPTH.set(0);
         *lock(&self.slot.work) = None;
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_panic_is_an_error_with_its_text() {
-        let subject = Subject::new("x");
+        let subject = SandboxSubject::new("x");
         assert_eq!(within(&subject, 0, || 7), Ok(7));
         assert_eq!(within(&subject, 0, || -> u8 { panic!("no {}", 1) }), Err("no 1".into()));
         assert_eq!(within(&subject, 0, || within(&subject, 0, || -> u8 { panic!("in") })), Ok(Err("in".into())));

@@ -15,7 +15,7 @@ use super::rank_agreement::failed_elsewhere;
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::BLOCK;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, gather, texts};
+use crate::comm::agree::{CollectiveFailure, agree, gather, texts};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::open;
 use crate::notice::say;
@@ -103,7 +103,7 @@ pub(super) fn fetch(
     dir: &Path,
     located: &LocatedCheckpoint,
     needed: &BTreeMap<usize, BTreeSet<usize>>,
-) -> Result<Option<FetchedFiles>, Failure> {
+) -> Result<Option<FetchedFiles>, CollectiveFailure> {
     let (hosts, parts) = (&located.hosts, FileParts::new(located));
     let home = hosts.first(comm.rank());
     let mut bits = vec![0u8; parts.starts[parts.files.len()].div_ceil(8)];

@@ -11,7 +11,7 @@ use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::RankFileOffsets;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
 use crate::optim::GroupedOptimizer;
@@ -235,7 +235,7 @@ pub(crate) fn load(
     tag: Option<&str>,
     options: &LoadOptions,
     on_each_host: bool,
-) -> Result<Option<Checkpoint>, Failure> {
+) -> Result<Option<Checkpoint>, CollectiveFailure> {
     let comm = core.comm();
     let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
     let opened = match on_each_host {
@@ -267,7 +267,7 @@ fn open(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
     let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
     let found = opened.as_ref().map_or_else(String::new, |c| {
         let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
@@ -285,7 +285,7 @@ fn open_on_hosts(
     dir: &Path,
     tag: Option<&str>,
     wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
-) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, CollectiveFailure> {
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
     let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;

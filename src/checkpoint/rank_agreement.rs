@@ -1,7 +1,7 @@
 //! The agreement of ranks before a checkpoint is saved or loaded, and the errors without it.
 
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, first_to_differ, rank_failed};
+use crate::comm::agree::{CollectiveFailure, first_to_differ, rank_failed};
 use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
@@ -15,10 +15,15 @@ pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
 ///
 /// # Errors
 /// It is not, on all ranks; a failed collective.
-pub(super) fn same_on_all_ranks(comm: &dyn Communicator, what: &str, word: &str, path: &Path) -> Result<(), Failure> {
+pub(super) fn same_on_all_ranks(
+    comm: &dyn Communicator,
+    what: &str,
+    word: &str,
+    path: &Path,
+) -> Result<(), CollectiveFailure> {
     let Some(rank) = first_to_differ(comm, word)? else { return Ok(()) };
     let word = without_backtrace(word);
     let problem =
         format!("rank {rank} and rank 0 name different {what}; this rank names {word}; give all ranks the same");
-    Err(Failure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
+    Err(CollectiveFailure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
 }

@@ -5,7 +5,7 @@
 use super::folder::{SEEN, create_all, not_written};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, gather_u64, texts};
+use crate::comm::agree::{CollectiveFailure, agree, gather_u64, texts};
 use crate::error::{CheckpointError, Result};
 use crate::files::new_beside;
 use crate::util::fnv1a;
@@ -27,7 +27,7 @@ impl RanksByFolder {
     ///
     /// # Errors
     /// Ranks that see one folder name several; a folder that cannot be written, on all ranks; a failed collective.
-    pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, Failure> {
+    pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, CollectiveFailure> {
         if !on_each_host {
             same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
             return Ok(Self { rank: comm.rank(), firsts: vec![0; comm.size()] });
@@ -52,7 +52,7 @@ impl RanksByFolder {
     ///
     /// # Errors
     /// They name several, on all ranks; a failed collective.
-    pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, Failure> {
+    pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, CollectiveFailure> {
         let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
         let all = gather_u64(comm, &own)?;
         let firsts: Vec<usize> = all.iter().map(|rank| rank[0] as usize).collect();
@@ -63,7 +63,7 @@ impl RanksByFolder {
                 firsts[rank],
                 dir.display()
             );
-            return Err(Failure::InStep(CheckpointError::Unusable { path: dir.to_owned(), problem }.into()));
+            return Err(CollectiveFailure::InStep(CheckpointError::Unusable { path: dir.to_owned(), problem }.into()));
         }
         Ok(Self { rank: comm.rank(), firsts })
     }

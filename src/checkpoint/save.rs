@@ -21,7 +21,7 @@ use super::ranks_by_folder::RanksByFolder;
 use super::store::UploadRequest;
 use super::training_progress::TrainingProgress;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0, texts};
+use crate::comm::agree::{CollectiveFailure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
 use crate::notice::{say, warn};
@@ -154,7 +154,7 @@ impl SaveJob {
         trainer: &GroupedOptimizer,
         mut request: SaveRequest,
         locked: &mut LockedFolders,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CollectiveFailure> {
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
@@ -167,7 +167,7 @@ impl SaveJob {
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
                 let (share, carried) = (share.clone(), timeline::carry());
                 move || {
-                    let _here = carried.enter(timeline::Lane::Checkpoint);
+                    let _here = carried.enter(timeline::TimelineLane::Checkpoint);
                     share.write()
                 }
             }) {
@@ -189,13 +189,13 @@ impl SaveJob {
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), Failure> {
+    pub fn end(self) -> Result<(Option<LastCheckpoint>, Option<UploadRequest>), CollectiveFailure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
-        let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
+        let _span = timeline::span(timeline::EventCategory::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.comm(), core.comm().rank() == 0);
-        let give_up = |failure: &Failure| {
-            if let (true, Failure::InStep(_)) = (hosts.makes_folder(), failure) {
+        let give_up = |failure: &CollectiveFailure| {
+            if let (true, CollectiveFailure::InStep(_)) = (hosts.makes_folder(), failure) {
                 folder::give_up(&dir, &manifest.tag);
             }
         };
@@ -241,7 +241,7 @@ pub(crate) fn check_dir(
     dir: &Path,
     on_each_host: bool,
     locked: &mut LockedFolders,
-) -> Result<(), Failure> {
+) -> Result<(), CollectiveFailure> {
     let hosts = RanksByFolder::of(comm, dir, on_each_host)?;
     let ready = match hosts.makes_folder() {
         true => locked.lock(dir).and_then(|()| folder::remove_leftovers(dir)),
@@ -278,7 +278,7 @@ impl ShareToSave {
     }
 
     fn write(&self) -> Result<WrittenFile> {
-        let _span = timeline::span(timeline::Kind::Checkpoint, "write share");
+        let _span = timeline::span(timeline::EventCategory::Checkpoint, "write share");
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
         let piece = self.core.piece();
@@ -309,7 +309,7 @@ impl ShareToSave {
 }
 
 /// Collective, of a model with buffers: their file, on rank 0.
-fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, Failure> {
+fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
     let list = core.buffers().list();
     if list.is_empty() {
         return Ok(None);
@@ -324,14 +324,14 @@ fn begin(
     comm: &dyn Communicator,
     request: &SaveRequest,
     locked: &mut LockedFolders,
-) -> Result<(String, RanksByFolder, Option<File>), Failure> {
+) -> Result<(String, RanksByFolder, Option<File>), CollectiveFailure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
     let hosts = RanksByFolder::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
         // A checkpoint of several tags would be none.
-        Err(Failure::InStep(_)) if *validation != TagValidation::Fail => {
+        Err(CollectiveFailure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
                 warn(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));

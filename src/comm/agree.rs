@@ -1,20 +1,20 @@
 //! Agreement between ranks: whether all succeeded, whether all say the same, and what each of them says.
 
 use super::Communicator;
-use super::defaults::of_equal_length;
+use super::default_collectives::of_equal_length;
 use crate::error::{Error, Result};
 use crate::util::fnv1a;
 
 /// Why ranks could not do something together.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum CollectiveFailure {
     /// Communication failed, or this rank alone gave up: the ranks are out of step.
     OutOfStep(Error),
     /// All ranks know that one failed: they are in step, and can go on.
     InStep(Error),
 }
 
-impl From<Error> for Failure {
+impl From<Error> for CollectiveFailure {
     fn from(error: Error) -> Self {
         Self::OutOfStep(error)
     }
@@ -38,16 +38,16 @@ pub(crate) fn rank_pointed_at(message: &str) -> Option<usize> {
 /// makes the error from the number of the first such rank.
 ///
 /// # Errors
-/// [`Failure::InStep`] on all ranks where one failed; a failed collective.
+/// [`CollectiveFailure::InStep`] on all ranks where one failed; a failed collective.
 pub(crate) fn agree<T>(
     comm: &dyn Communicator,
     own: Result<T>,
     elsewhere: impl FnOnce(usize) -> Error,
-) -> Result<T, Failure> {
+) -> Result<T, CollectiveFailure> {
     let failed = comm.gather_bytes(vec![u8::from(own.is_err())]).wait()?;
     match (own, failed.iter().position(|flag| *flag != [0])) {
-        (Ok(_), Some(rank)) => Err(Failure::InStep(elsewhere(rank))),
-        (own, _) => own.map_err(Failure::InStep),
+        (Ok(_), Some(rank)) => Err(CollectiveFailure::InStep(elsewhere(rank))),
+        (own, _) => own.map_err(CollectiveFailure::InStep),
     }
 }
 
@@ -119,8 +119,8 @@ mod tests {
             let agreed = agree(comm, own, |rank| Error::from(EngineError::Stopped(format!("rank {rank}"))));
             comm.barrier().wait()?;
             Ok(match agreed {
-                Err(Failure::InStep(Error::Param(ParamError::NoParameters))) => "own".to_string(),
-                Err(Failure::InStep(Error::Engine(EngineError::Stopped(why)))) => why,
+                Err(CollectiveFailure::InStep(Error::Param(ParamError::NoParameters))) => "own".to_string(),
+                Err(CollectiveFailure::InStep(Error::Engine(EngineError::Stopped(why)))) => why,
                 other => panic!("{other:?}"),
             })
         });

@@ -1,10 +1,10 @@
 //! A rank's description of a collective, compared before its data is touched.
 
-use super::calls;
-use super::code::Code;
-use super::encoding::Wire;
-use super::kind::Kind;
-use crate::precision::Ints;
+use super::collective_kind::CollectiveKind;
+use super::engine_call;
+use super::wire::format::WireFormat;
+use super::wire::inter_host::InterHostFormat;
+use crate::precision::IntFormat;
 use candle_core::DType;
 use std::fmt;
 
@@ -23,10 +23,10 @@ const WIRES: [&str; 7] = [
 
 /// One rank's description of one collective. Plain numbers, so that it can lie in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Fingerprint {
+pub(super) struct CollectiveFingerprint {
     /// Collectives that this rank has begun, from 1.
     pub sequence: u64,
-    /// [`Kind`] as a number.
+    /// [`CollectiveKind`] as a number.
     pub kind: u64,
     /// A number for the dtype, and for what it travels as.
     pub dtype: u64,
@@ -36,10 +36,17 @@ pub(super) struct Fingerprint {
     pub tag: u64,
 }
 
-impl Fingerprint {
+impl CollectiveFingerprint {
     pub(super) const WORDS: usize = 5;
 
-    pub(super) fn new(sequence: u64, kind: Kind, wire: Wire, dtype: DType, elements: usize, tag: u64) -> Self {
+    pub(super) fn new(
+        sequence: u64,
+        kind: CollectiveKind,
+        wire: WireFormat,
+        dtype: DType,
+        elements: usize,
+        tag: u64,
+    ) -> Self {
         let dtype = match dtype {
             DType::F32 => 1,
             DType::BF16 => 2,
@@ -48,13 +55,13 @@ impl Fingerprint {
             _ => 0,
         };
         let wire = match wire {
-            Wire::Exact => 0,
-            Wire::Blocks(Ints::Int8) => 1,
-            Wire::Blocks(Ints::Int4) => 2,
-            Wire::BetweenHosts(Code::Blocks(Ints::Int8)) => 3,
-            Wire::BetweenHosts(Code::Blocks(Ints::Int4)) => 4,
-            Wire::BetweenHosts(Code::Bf16) => 5,
-            Wire::BetweenHosts(Code::F16) => 6,
+            WireFormat::Exact => 0,
+            WireFormat::Blocks(IntFormat::Int8) => 1,
+            WireFormat::Blocks(IntFormat::Int4) => 2,
+            WireFormat::BetweenHosts(InterHostFormat::Blocks(IntFormat::Int8)) => 3,
+            WireFormat::BetweenHosts(InterHostFormat::Blocks(IntFormat::Int4)) => 4,
+            WireFormat::BetweenHosts(InterHostFormat::Bf16) => 5,
+            WireFormat::BetweenHosts(InterHostFormat::F16) => 6,
         };
         let dtype = dtype | wire << WIRE_SHIFT;
         Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
@@ -70,7 +77,7 @@ impl Fingerprint {
 
     /// The collective and the number of the engine's call that it belongs to, in words.
     pub(super) fn within(&self, call: u64) -> String {
-        match calls::name(call) {
+        match engine_call::name(call) {
             Some(call) => format!("{call} ({self})"),
             None => self.to_string(),
         }
@@ -83,9 +90,9 @@ pub(crate) fn content_of(text: &str) -> Option<u32> {
     u32::from_str_radix(content.strip_suffix(')')?.trim_end_matches(')'), 16).ok()
 }
 
-impl fmt::Display for Fingerprint {
+impl fmt::Display for CollectiveFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = Kind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
+        let kind = CollectiveKind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
         let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
         let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
         let wire = of(&WIRES, self.dtype >> WIRE_SHIFT);
@@ -100,18 +107,23 @@ mod tests {
     #[test]
     fn a_text_tells_the_content_of_its_collective() {
         let tag = 0x1234_5678_0abc_def0;
-        let call = Fingerprint::new(7, Kind::AllGather, Wire::Exact, DType::F32, 12, tag);
+        let call = CollectiveFingerprint::new(7, CollectiveKind::AllGather, WireFormat::Exact, DType::F32, 12, tag);
         assert_eq!(content_of(&call.to_string()), Some(tag as u32));
         assert_eq!(content_of("a barrier"), None);
     }
 
     #[test]
     fn every_way_to_travel_has_a_text_of_its_own() {
-        let ints = [Ints::Int8, Ints::Int4];
-        let codes = ints.map(Code::Blocks).into_iter().chain([Code::Bf16, Code::F16]).map(Wire::BetweenHosts);
-        let wires = [Wire::Exact].into_iter().chain(ints.map(Wire::Blocks)).chain(codes);
-        let texts: Vec<String> =
-            wires.map(|wire| Fingerprint::new(1, Kind::AllReduce, wire, DType::F32, 9, 0).to_string()).collect();
+        let ints = [IntFormat::Int8, IntFormat::Int4];
+        let codes = ints
+            .map(InterHostFormat::Blocks)
+            .into_iter()
+            .chain([InterHostFormat::Bf16, InterHostFormat::F16])
+            .map(WireFormat::BetweenHosts);
+        let wires = [WireFormat::Exact].into_iter().chain(ints.map(WireFormat::Blocks)).chain(codes);
+        let texts: Vec<String> = wires
+            .map(|wire| CollectiveFingerprint::new(1, CollectiveKind::AllReduce, wire, DType::F32, 9, 0).to_string())
+            .collect();
         for (i, text) in texts.iter().enumerate() {
             assert!(!texts[..i].contains(text) && text.contains(&format!("f32{} (", WIRES[i])), "{text}");
         }

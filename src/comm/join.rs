@@ -3,10 +3,10 @@
 //! A process enters the memory that the ranks share once, and stays until it ends: all its engines, at the same time or
 //! one after the other, issue their collectives through one queue, in the order in which the program runs them.
 
-use super::env::RankEnv;
-use super::mpi::Place;
-use super::shm::Region;
-use super::{CommLog, CommReport, Communicator, Pending, Shared, Solo, Wire, apart};
+use super::mpi::MpiRank;
+use super::rank_env::RankEnv;
+use super::shm::region::SharedMemoryRegion;
+use super::{CommLog, CommReport, Communicator, CpuCommunicator, Pending, SoloCommunicator, WireFormat, rendezvous};
 use crate::error::{CommError, Result};
 use crate::precision::Flat;
 use crate::util::lock;
@@ -24,61 +24,61 @@ use std::time::Duration;
 /// errors; with torchrun's variables, ranks that do not come within [`RankEnv::timeout`], or that differ about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
-        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(Member(joined_by_mpi(env)?))),
-        Some(fd) if env.world_size > 1 => Ok(Arc::new(Member(shared_of_this_process(fd, env)?))),
-        None if env.world_size > 1 => Ok(Arc::new(Member(joined_apart(env)?))),
-        _ => Ok(Arc::new(Solo::default())),
+        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator(joined_by_mpi(env)?))),
+        Some(fd) if env.world_size > 1 => Ok(Arc::new(JobCommunicator(communicator_of_process(fd, env)?))),
+        None if env.world_size > 1 => Ok(Arc::new(JobCommunicator(joined_by_rendezvous(env)?))),
+        _ => Ok(Arc::new(SoloCommunicator::default())),
     }
 }
 
 /// The inherited region and who has entered it. It stays mapped for good: the descriptor can be taken over only once.
 #[derive(Default)]
-struct Joined {
-    region: Option<Arc<Region>>,
-    ranks: BTreeMap<usize, Arc<Shared>>,
+struct JoinedJob {
+    region: Option<Arc<SharedMemoryRegion>>,
+    ranks: BTreeMap<usize, Arc<CpuCommunicator>>,
 }
 
 /// The communicator of this process, which enters the region if nobody here has done so. It is never dropped: a rank
 /// that left between two engines would be gone for the others. The launcher tells them when the process ends.
-fn shared_of_this_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<Shared>> {
-    static JOINED: Mutex<Joined> = Mutex::new(Joined { region: None, ranks: BTreeMap::new() });
-    let Joined { region, ranks } = &mut *lock(&JOINED);
-    if let Some(shared) = ranks.get(&env.rank) {
-        return Ok(shared.clone());
+fn communicator_of_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
+    static JOINED: Mutex<JoinedJob> = Mutex::new(JoinedJob { region: None, ranks: BTreeMap::new() });
+    let JoinedJob { region, ranks } = &mut *lock(&JOINED);
+    if let Some(communicator) = ranks.get(&env.rank) {
+        return Ok(communicator.clone());
     }
     let region = match region {
         Some(region) => region.clone(),
-        None => region.insert(Arc::new(Region::inherit(fd, env.world_size)?)).clone(),
+        None => region.insert(Arc::new(SharedMemoryRegion::inherit(fd, env.world_size)?)).clone(),
     };
-    let shared = Arc::new(Shared::new(region, env.rank, env.timeout)?);
-    ranks.insert(env.rank, shared.clone());
-    Ok(shared)
+    let communicator = Arc::new(CpuCommunicator::new(region, env.rank, env.timeout)?);
+    ranks.insert(env.rank, communicator.clone());
+    Ok(communicator)
 }
 
 /// The same where MPI joins the ranks.
-fn joined_by_mpi(env: &RankEnv) -> Result<Arc<Shared>> {
-    static JOINED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
+fn joined_by_mpi(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
+    static JOINED: Mutex<Option<Arc<CpuCommunicator>>> = Mutex::new(None);
     let mut joined = lock(&JOINED);
-    if let Some(shared) = &*joined {
-        return Ok(shared.clone());
+    if let Some(communicator) = &*joined {
+        return Ok(communicator.clone());
     }
-    let (place, region) = Place::enter(env)?;
+    let (mpi, region) = MpiRank::enter(env)?;
     share_cores(region.world_size());
-    let shared = Arc::new(Shared::across_hosts(region, env.rank, env.timeout, place)?);
-    Ok(joined.insert(shared).clone())
+    let communicator = Arc::new(CpuCommunicator::across_hosts(region, env.rank, env.timeout, mpi)?);
+    Ok(joined.insert(communicator).clone())
 }
 
 /// The same where ranks of one host were started one by one, and meet by themselves.
-fn joined_apart(env: &RankEnv) -> Result<Arc<Shared>> {
-    static JOINED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
+fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
+    static JOINED: Mutex<Option<Arc<CpuCommunicator>>> = Mutex::new(None);
     let mut joined = lock(&JOINED);
-    if let Some(shared) = &*joined {
-        return Ok(shared.clone());
+    if let Some(communicator) = &*joined {
+        return Ok(communicator.clone());
     }
-    let region = apart::meet(env)?;
+    let region = rendezvous::meet(env)?;
     share_cores(region.world_size());
-    let shared = Arc::new(Shared::new(region, env.rank, env.timeout)?);
-    Ok(joined.insert(shared).clone())
+    let communicator = Arc::new(CpuCommunicator::new(region, env.rank, env.timeout)?);
+    Ok(joined.insert(communicator).clone())
 }
 
 /// Lets rayon's threads of the ranks of a host share its cores, unless the environment says how many there shall be, or the
@@ -103,9 +103,9 @@ fn cpus_of(list: &str) -> usize {
 }
 
 /// A use of the process' communicator.
-struct Member(Arc<Shared>);
+struct JobCommunicator(Arc<CpuCommunicator>);
 
-impl Drop for Member {
+impl Drop for JobCommunicator {
     /// What was launched is finished first, because peers count on it, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -116,7 +116,7 @@ impl Drop for Member {
     }
 }
 
-impl Communicator for Member {
+impl Communicator for JobCommunicator {
     fn rank(&self) -> usize {
         self.0.rank()
     }
@@ -133,15 +133,15 @@ impl Communicator for Member {
         self.0.abort(why);
     }
 
-    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+    fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         self.0.all_reduce_as(wire, input, tag)
     }
 
-    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+    fn reduce_scatter_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         self.0.reduce_scatter_as(wire, input, tag)
     }
 
-    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
         self.0.all_gather_as(wire, shard, tag)
     }
 
@@ -149,11 +149,11 @@ impl Communicator for Member {
         self.0.ranks_here()
     }
 
-    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_within_as(&self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         self.0.all_gather_within_as(wire, ranks, shard, tag)
     }
 
-    fn reduce_to_groups_as(&self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+    fn reduce_to_groups_as(&self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         self.0.reduce_to_groups_as(wire, ranks, input, tag)
     }
 

@@ -6,71 +6,59 @@
 //! ```
 //!
 //! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
-//! wait. [`Solo`] is a world of one. [`Shared`] carries every other world: ranks as threads of one process
+//! wait. [`SoloCommunicator`] is a world of one. [`CpuCommunicator`] carries every other world: ranks as threads of one process
 //! ([`threads`]) over anonymous memory, ranks as processes over the memfd that `zerorun` made (`shm`) or that rank 0 of those
-//! started one by one did (`apart`), or ranks of several hosts (`mpi`). A program can bring its own.
+//! started one by one did (`rendezvous`), or ranks of several hosts (`mpi`). A program can bring its own.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
 //!
-//! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`Wire`].
+//! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`WireFormat`].
 
 pub(crate) mod agree;
-mod apart;
-mod bandwidth;
-pub(crate) mod calls;
-pub(crate) mod clocks;
-mod code;
-mod coded;
-mod collectives;
-mod counters;
-mod defaults;
-mod encoding;
-pub(crate) mod env;
+mod backend;
+pub(crate) mod clock_skew;
+mod collective_kind;
+mod collective_queue;
+mod default_collectives;
+pub(crate) mod engine_call;
 pub(crate) mod error;
-mod exchange;
 mod fingerprint;
 #[cfg(feature = "cuda")]
-pub(crate) mod gpus;
+pub(crate) mod gpu_collectives;
 mod join;
-mod kind;
-mod log;
 mod mpi;
-#[cfg(feature = "cli")]
-pub(crate) mod network;
 mod pending;
-mod pieces;
-mod queue;
-mod reach;
+pub(crate) mod rank_env;
+mod rendezvous;
 pub(crate) mod shm;
 mod solo;
-mod split;
-mod state;
-mod stream;
+pub(crate) mod stats;
 pub mod threads;
+mod wire;
 
-pub use bandwidth::Bandwidth;
-pub(crate) use bandwidth::{size_text, trimmed_mean};
-pub use code::Code;
-pub use counters::{CommReport, KindReport};
-pub use encoding::Wire;
-pub use env::RankEnv;
+pub use collective_kind::CollectiveKind;
+pub use collective_queue::CpuCommunicator;
+pub(crate) use collective_queue::{GRACE, SHORT_BYTES};
 pub(crate) use fingerprint::content_of;
 pub use join::from_env;
-pub use kind::Kind;
-pub use log::{CommLog, CommLogRow, CommSummary};
 #[cfg(feature = "cli")]
 pub(crate) use mpi::found_library as mpi_library;
-pub(crate) use mpi::{EvenHosts, Passage};
+pub(crate) use mpi::{InterHostTransfer, UniformHosts};
 pub use pending::Pending;
-pub use queue::Shared;
-pub(crate) use queue::{GRACE, SHORT_BYTES};
-pub use solo::Solo;
-pub(crate) use state::Fault;
+pub use rank_env::RankEnv;
+pub(crate) use shm::rank_state::RankFault;
+pub use solo::SoloCommunicator;
+pub use stats::bandwidth::Bandwidth;
+pub(crate) use stats::bandwidth::{size_text, trimmed_mean};
+pub use stats::comm_log::{CommLog, CommLogRow, CommSummary};
+pub use stats::counters::{CollectiveKindReport, CommReport};
+pub use wire::format::WireFormat;
+pub use wire::inter_host::InterHostFormat;
 
 use crate::error::CommError;
 use crate::precision::Flat;
-use defaults::ByGather;
+use default_collectives::DefaultCollectives;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -162,38 +150,38 @@ pub trait Communicator: Send + Sync {
     /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
     /// `input`.
     fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.all_reduce_as(Wire::Exact, input, tag)
+        self.all_reduce_as(WireFormat::Exact, input, tag)
     }
 
     /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in
     /// the memory of `input` (whose capacity it keeps).
     fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.reduce_scatter_as(Wire::Exact, input, tag)
+        self.reduce_scatter_as(WireFormat::Exact, input, tag)
     }
 
     /// Concatenates the `shard`s (n elements each) of all ranks in rank order. A `shard` with capacity for the whole is
     /// where the whole will lie; for others memory is allocated.
     fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.all_gather_as(Wire::Exact, shard, tag)
+        self.all_gather_as(WireFormat::Exact, shard, tag)
     }
 
     /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
     /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel
     /// exact: both give the same bits.
-    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).all_reduce(wire, input, tag)
+    fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
+        by_default(self).all_reduce(wire, input, tag)
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to
     /// its own does not travel, and is not rounded.
-    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).reduce_scatter(wire, input, tag)
+    fn reduce_scatter_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
+        by_default(self).reduce_scatter(wire, input, tag)
     }
 
     /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values:
     /// those that they would take from the wire, also of their own shard.
-    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).all_gather(wire, shard, tag)
+    fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
+        by_default(self).all_gather(wire, shard, tag)
     }
 
     /// The ranks on this rank's host, itself included: neighbours. By default all.
@@ -204,13 +192,13 @@ pub trait Communicator: Send + Sync {
     /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups have `ranks` neighbours each, the
     /// first from rank 0 on, and all groups gather at a time. A group that lies on one host needs nothing of others.
     fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.all_gather_within_as(Wire::Exact, ranks, shard, tag)
+        self.all_gather_within_as(WireFormat::Exact, ranks, shard, tag)
     }
 
     /// [`all_gather_within`](Self::all_gather_within) in which elements travel as `wire` says, as in
     /// [`all_gather_as`](Self::all_gather_as).
-    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).all_gather_within(wire, ranks, shard, tag)
+    fn all_gather_within_as(&self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        by_default(self).all_gather_within(wire, ranks, shard, tag)
     }
 
     /// Sums `input` (`ranks` x n elements) over all ranks, as [`reduce_scatter`](Self::reduce_scatter) does, and divides the
@@ -218,24 +206,24 @@ pub trait Communicator: Send + Sync {
     /// `p * n .. (p + 1) * n`, in the memory of `input`. So every group has all of the sum. n is a multiple of the number of
     /// groups; the bits are those of a reduce-scatter.
     fn reduce_to_groups(&self, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
-        self.reduce_to_groups_as(Wire::Exact, ranks, input, tag)
+        self.reduce_to_groups_as(WireFormat::Exact, ranks, input, tag)
     }
 
     /// [`reduce_to_groups`](Self::reduce_to_groups) in which the summands travel as `wire` says: each group's part of n
     /// elements is summed by one of the ranks that receive it, as in [`reduce_scatter_as`](Self::reduce_scatter_as), and the
     /// sums travel exact.
-    fn reduce_to_groups_as(&self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).reduce_to_groups(wire, ranks, input, tag)
+    fn reduce_to_groups_as(&self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        by_default(self).reduce_to_groups(wire, ranks, input, tag)
     }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        by_gather(self).gather_f64(&values)
+        by_default(self).gather_f64(&values)
     }
 
     /// Waits until every rank has come here.
     fn barrier(&self) -> Pending<()> {
-        by_gather(self).barrier()
+        by_default(self).barrier()
     }
 
     /// The failure of another rank, as far as this one knows of it by now, without waiting: what ends the wait for something that
@@ -261,7 +249,7 @@ pub trait Communicator: Send + Sync {
     }
 }
 
-/// The collectives that `comm` has because it has one.
-fn by_gather<C: Communicator + ?Sized>(comm: &C) -> ByGather<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
-    ByGather { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
+/// The collectives that `comm` has by default, all made of its `gather_bytes`.
+fn by_default<C: Communicator + ?Sized>(comm: &C) -> DefaultCollectives<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
+    DefaultCollectives { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
 }

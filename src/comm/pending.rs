@@ -4,9 +4,9 @@ use crate::error::Result;
 
 /// A collective under way. Dropping it does not stop the collective: the other ranks count on it.
 #[must_use = "a collective's result is waited for"]
-pub struct Pending<T>(State<T>);
+pub struct Pending<T>(PendingState<T>);
 
-enum State<T> {
+enum PendingState<T> {
     Ready(T),
     Launched(Box<dyn FnOnce() -> Result<T> + Send>),
 }
@@ -14,7 +14,7 @@ enum State<T> {
 impl<T> Pending<T> {
     /// A result that is there already.
     pub fn ready(value: T) -> Self {
-        Self(State::Ready(value))
+        Self(PendingState::Ready(value))
     }
 
     /// A result that `wait` waits for: the second half of a collective that has been launched. It runs in
@@ -30,7 +30,7 @@ impl<T> Pending<T> {
     /// # Ok::<(), candle_zero::Error>(())
     /// ```
     pub fn from_fn(wait: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
-        Self(State::Launched(Box::new(wait)))
+        Self(PendingState::Launched(Box::new(wait)))
     }
 
     /// The result as `change` makes it when it is there.
@@ -39,8 +39,8 @@ impl<T> Pending<T> {
         T: 'static,
     {
         match self.0 {
-            State::Ready(value) => Pending::ready(change(value)),
-            State::Launched(wait) => Pending::from_fn(move || wait().map(change)),
+            PendingState::Ready(value) => Pending::ready(change(value)),
+            PendingState::Launched(wait) => Pending::from_fn(move || wait().map(change)),
         }
     }
 
@@ -51,8 +51,8 @@ impl<T> Pending<T> {
     /// is over.
     pub fn wait(self) -> Result<T> {
         match self.0 {
-            State::Ready(value) => Ok(value),
-            State::Launched(wait) => wait(),
+            PendingState::Ready(value) => Ok(value),
+            PendingState::Launched(wait) => wait(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Ranks as threads of one process: for tests, doc examples and small experiments.
 
-use super::shm::Region;
-use super::{Communicator, Shared};
+use super::shm::region::SharedMemoryRegion;
+use super::{Communicator, CpuCommunicator};
 use crate::error::Result;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Communicators of `world_size` ranks of this process, in rank order.
 pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn Communicator>>> {
-    let region = Arc::new(Region::anonymous(world_size)?);
+    let region = Arc::new(SharedMemoryRegion::anonymous(world_size)?);
     (0..world_size)
-        .map(|rank| Ok(Arc::new(Shared::new(region.clone(), rank, timeout)?) as Arc<dyn Communicator>))
+        .map(|rank| Ok(Arc::new(CpuCommunicator::new(region.clone(), rank, timeout)?) as Arc<dyn Communicator>))
         .collect()
 }
 
@@ -38,8 +38,11 @@ pub fn run<T: Send>(
     world_size: usize,
     rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync,
 ) -> Result<Vec<Result<T>>> {
-    let communicators: Vec<Arc<dyn Communicator>> =
-        if world_size == 1 { vec![Arc::new(super::Solo::default())] } else { communicators(world_size, TIMEOUT)? };
+    let communicators: Vec<Arc<dyn Communicator>> = if world_size == 1 {
+        vec![Arc::new(super::SoloCommunicator::default())]
+    } else {
+        communicators(world_size, TIMEOUT)?
+    };
     let rank = &rank;
     std::thread::scope(|scope| {
         let threads: Vec<_> = communicators

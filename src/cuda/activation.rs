@@ -1,15 +1,15 @@
 //! Activations and what they gate: `kernels/activation.cu`.
 
 use super::array::written;
-use super::flat::{DeviceMut, DeviceRef};
-use super::launch::arguments;
-use super::load::{Function, Module, module, over, suffix};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
 use crate::kernels::gemm::Activation;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
-const KERNELS: Module = module!("activation");
+const KERNELS: KernelModule = module!("activation");
 
-fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -> Result<Function> {
+fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -> Result<KernelFunction> {
     let name = match function {
         Activation::GeluTanh => "gelu_tanh",
         Activation::Gelu => "gelu",
@@ -19,7 +19,7 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
 }
 
 /// Fails unless all arrays have the elements of the first one.
-fn check(first: &DeviceRef<'_>, others: &[&DeviceRef<'_>]) -> Result<()> {
+fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()> {
     match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
         Some(other) => bail!(
             "activation: {} elements of {:?} beside {} of {:?}",
@@ -33,7 +33,7 @@ fn check(first: &DeviceRef<'_>, others: &[&DeviceRef<'_>]) -> Result<()> {
 }
 
 /// f(x).
-pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceRef<'_>) -> Result<CudaStorage> {
+pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceFlatRef<'_>) -> Result<CudaStorage> {
     let count = x.len();
     written(device, x.dtype(), count, |y| {
         if count == 0 {
@@ -49,8 +49,8 @@ pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceRef<'
 pub(crate) fn backward(
     device: &CudaDevice,
     function: Activation,
-    [x, dy]: [&DeviceRef<'_>; 2],
-    dx: DeviceMut<'_>,
+    [x, dy]: [&DeviceFlatRef<'_>; 2],
+    dx: DeviceFlatMut<'_>,
 ) -> Result<()> {
     let count = x.len();
     check(x, &[dy])?;
@@ -66,7 +66,11 @@ pub(crate) fn backward(
 }
 
 /// f(gate) up.
-pub(crate) fn gated(device: &CudaDevice, function: Activation, [gate, up]: [&DeviceRef<'_>; 2]) -> Result<CudaStorage> {
+pub(crate) fn gated(
+    device: &CudaDevice,
+    function: Activation,
+    [gate, up]: [&DeviceFlatRef<'_>; 2],
+) -> Result<CudaStorage> {
     let count = gate.len();
     check(gate, &[up])?;
     written(device, gate.dtype(), count, |y| {
@@ -83,8 +87,8 @@ pub(crate) fn gated(device: &CudaDevice, function: Activation, [gate, up]: [&Dev
 pub(crate) fn gated_backward(
     device: &CudaDevice,
     function: Activation,
-    [gate, up]: [&DeviceRef<'_>; 2],
-    dy: &DeviceRef<'_>,
+    [gate, up]: [&DeviceFlatRef<'_>; 2],
+    dy: &DeviceFlatRef<'_>,
 ) -> Result<[CudaStorage; 2]> {
     let (count, dtype) = (gate.len(), gate.dtype());
     check(gate, &[up, dy])?;

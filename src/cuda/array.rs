@@ -1,6 +1,6 @@
 //! Memory of a tensor on a GPU: room for a result, and the elements that a kernel reads or writes.
 
-use super::flat::{DeviceMut, DeviceRef};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -47,21 +47,21 @@ pub(crate) fn storage_of(device: &CudaDevice, numbers: CudaSlice<f32>) -> CudaSt
 }
 
 /// Elements of a storage, for kernels to read; nothing where they have another dtype or are fewer.
-pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceRef<'_>> {
+pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceFlatRef<'_>> {
     match &storage.slice {
-        CudaStorageSlice::F32(v) => Some(DeviceRef::F32(v.try_slice(range)?)),
-        CudaStorageSlice::BF16(v) => Some(DeviceRef::BF16(v.try_slice(range)?)),
-        CudaStorageSlice::F16(v) => Some(DeviceRef::F16(v.try_slice(range)?)),
+        CudaStorageSlice::F32(v) => Some(DeviceFlatRef::F32(v.try_slice(range)?)),
+        CudaStorageSlice::BF16(v) => Some(DeviceFlatRef::BF16(v.try_slice(range)?)),
+        CudaStorageSlice::F16(v) => Some(DeviceFlatRef::F16(v.try_slice(range)?)),
         _ => None,
     }
 }
 
 /// Elements of a storage, for kernels to write; nothing where they have another dtype or are fewer.
-pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceMut<'_>> {
+pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceFlatMut<'_>> {
     match &mut storage.slice {
-        CudaStorageSlice::F32(v) => Some(DeviceMut::F32(v.try_slice_mut(range)?)),
-        CudaStorageSlice::BF16(v) => Some(DeviceMut::BF16(v.try_slice_mut(range)?)),
-        CudaStorageSlice::F16(v) => Some(DeviceMut::F16(v.try_slice_mut(range)?)),
+        CudaStorageSlice::F32(v) => Some(DeviceFlatMut::F32(v.try_slice_mut(range)?)),
+        CudaStorageSlice::BF16(v) => Some(DeviceFlatMut::BF16(v.try_slice_mut(range)?)),
+        CudaStorageSlice::F16(v) => Some(DeviceFlatMut::F16(v.try_slice_mut(range)?)),
         _ => None,
     }
 }
@@ -74,7 +74,7 @@ pub(crate) fn written(
     device: &CudaDevice,
     dtype: DType,
     len: usize,
-    write: impl FnOnce(DeviceMut<'_>) -> Result<()>,
+    write: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>,
 ) -> Result<CudaStorage> {
     let mut storage = room(device, dtype, len)?;
     match elements_mut(&mut storage, 0..len) {
@@ -84,10 +84,10 @@ pub(crate) fn written(
     Ok(storage)
 }
 
-impl DeviceRef<'_> {
+impl DeviceFlatRef<'_> {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        super::flat::each!(Self, self, v => v.len())
+        super::flat_view::each!(Self, self, v => v.len())
     }
 
     /// Element type.
@@ -103,22 +103,22 @@ impl DeviceRef<'_> {
     ///
     /// # Errors
     /// There are fewer.
-    pub fn part(&self, range: Range<usize>) -> Result<DeviceRef<'_>> {
+    pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
             bail!("elements {range:?} of {}", self.len())
         }
         Ok(match self {
-            Self::F32(v) => DeviceRef::F32(v.slice(range)),
-            Self::BF16(v) => DeviceRef::BF16(v.slice(range)),
-            Self::F16(v) => DeviceRef::F16(v.slice(range)),
+            Self::F32(v) => DeviceFlatRef::F32(v.slice(range)),
+            Self::BF16(v) => DeviceFlatRef::BF16(v.slice(range)),
+            Self::F16(v) => DeviceFlatRef::F16(v.slice(range)),
         })
     }
 }
 
-impl DeviceMut<'_> {
+impl DeviceFlatMut<'_> {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        super::flat::each!(Self, self, v => v.len())
+        super::flat_view::each!(Self, self, v => v.len())
     }
 
     /// Element type.

@@ -11,27 +11,27 @@
 //! Every row of a result is written by one warp, which sums in order: the bits are the same in every run. A tile begins where a
 //! sequence begins, so that a packed one has the bits that it has alone.
 
-use super::flat::DeviceRef;
-use crate::kernels::attention::{Heads, Rule};
-use call::{Call, Rows};
+use super::flat_view::DeviceFlatRef;
+use crate::kernels::attention::{AttentionRule, AttentionShape};
+use call::{AttentionCall, DeviceHeadRows};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut, PushKernelArg};
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
-use format::{Format, of_format};
+use element::{AttentionElement, of_format};
 use std::array::from_fn;
 
 mod call;
-mod format;
-mod launches;
+mod element;
+mod tile_launch;
 
 /// Whether the kernels take an attention of these sizes on this device.
-pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
+pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
     // Tensor cores know bfloat16, and a block may have the shared memory, from 8.0 on.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
     let launched = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
-    capable && launched && launches::width(h.head).is_some()
+    capable && launched && tile_launch::width(h.head).is_some()
 }
 
 /// The result, `[batch, time, heads * head]`, and what [`backward`] needs beside it: the log-sum-exp of each query's scores.
@@ -42,8 +42,8 @@ pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
 /// The driver's; parts of two formats.
 pub(crate) fn forward<const N: usize>(
     device: &CudaDevice,
-    of: (&Heads, &Rule<'_>),
-    parts: [&DeviceRef<'_>; N],
+    of: (&AttentionShape, &AttentionRule<'_>),
+    parts: [&DeviceFlatRef<'_>; N],
 ) -> Result<(CudaStorage, CudaSlice<f32>)> {
     of_format!(parts[0], E => {
         let (out, lse) = forward_of::<E>(device, of, rows(of.0, parts)?)?;
@@ -59,9 +59,9 @@ pub(crate) fn forward<const N: usize>(
 /// The driver's; parts of two formats.
 pub(crate) fn backward<const N: usize>(
     device: &CudaDevice,
-    of: (&Heads, &Rule<'_>),
-    parts: [&DeviceRef<'_>; N],
-    (out, lse, dout): (&DeviceRef<'_>, &CudaSlice<f32>, &DeviceRef<'_>),
+    of: (&AttentionShape, &AttentionRule<'_>),
+    parts: [&DeviceFlatRef<'_>; N],
+    (out, lse, dout): (&DeviceFlatRef<'_>, &CudaSlice<f32>, &DeviceFlatRef<'_>),
 ) -> Result<[CudaStorage; N]> {
     of_format!(parts[0], E => {
         let qkv = rows::<E, N>(of.0, parts)?;
@@ -72,8 +72,8 @@ pub(crate) fn backward<const N: usize>(
             made.push(unsafe { device.alloc::<E>(part.len()) }?);
         }
         let gradients = match &mut made[..] {
-            [all] => Gradients::Fused(all),
-            [dq, dk, dv] => Gradients::Apart([dq, dk, dv]),
+            [all] => QkvGradients::Fused(all),
+            [dq, dk, dv] => QkvGradients::Apart([dq, dk, dv]),
             _ => bail!("attention: {N} parts"),
         };
         backward_of(device, of, qkv, (out, lse, dout), gradients)?;
@@ -85,10 +85,13 @@ pub(crate) fn backward<const N: usize>(
 const TWO_FORMATS: &str = "operands of two formats";
 
 /// Where queries, keys and values lie.
-fn rows<'a, E: Format, const N: usize>(h: &Heads, parts: [&DeviceRef<'a>; N]) -> Result<[Rows<'a, E>; 3]> {
+fn rows<'a, E: AttentionElement, const N: usize>(
+    h: &AttentionShape,
+    parts: [&DeviceFlatRef<'a>; N],
+) -> Result<[DeviceHeadRows<'a, E>; 3]> {
     let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
     let view = |i: usize, start: usize, stride: usize| match E::of(parts[i]).and_then(|part| part.try_slice(start..)) {
-        Some(values) => Ok(Rows { values, stride }),
+        Some(values) => Ok(DeviceHeadRows { values, stride }),
         None => bail!("attention: {TWO_FORMATS}, or fewer elements than {h:?} has"),
     };
     match N {
@@ -103,7 +106,7 @@ fn rows<'a, E: Format, const N: usize>(h: &Heads, parts: [&DeviceRef<'a>; N]) ->
 
 /// Where the gradients of queries, keys and values go.
 #[derive(Debug)]
-enum Gradients<'a, E> {
+enum QkvGradients<'a, E> {
     /// A buffer each, with dense rows.
     Apart([&'a mut CudaSlice<E>; 3]),
     /// Side by side in each row of one buffer.
@@ -111,13 +114,13 @@ enum Gradients<'a, E> {
 }
 
 /// [`forward`] of one format; the log-sum-exp is in powers of 2, `[batch, time, heads]`.
-fn forward_of<E: Format>(
+fn forward_of<E: AttentionElement>(
     device: &CudaDevice,
-    of: (&Heads, &Rule<'_>),
-    [q, k, v]: [Rows<'_, E>; 3],
+    of: (&AttentionShape, &AttentionRule<'_>),
+    [q, k, v]: [DeviceHeadRows<'_, E>; 3],
 ) -> Result<(CudaSlice<E>, CudaSlice<f32>)> {
     let h = of.0;
-    let call = Call::new::<E>(device, of, [&q, &k, &v])?;
+    let call = AttentionCall::new::<E>(device, of, [&q, &k, &v])?;
     // SAFETY: the kernel writes every element.
     let (mut out, mut lse) = unsafe {
         (device.alloc::<E>(h.batch * h.time * h.heads * h.head)?, device.alloc::<f32>(h.batch * h.time * h.heads)?)
@@ -129,24 +132,24 @@ fn forward_of<E: Format>(
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
-    // SAFETY: the arguments of the kernel, of the format in its name; `Call` has checked that rows lie within the views, and tiles lie in rows.
+    // SAFETY: the arguments of the kernel, of the format in its name; `AttentionCall` has checked that rows lie within the views, and tiles lie in rows.
     unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
     Ok((out, lse))
 }
 
 /// [`backward`] of one format.
-fn backward_of<'a, E: Format>(
+fn backward_of<'a, E: AttentionElement>(
     device: &CudaDevice,
-    of: (&Heads, &Rule<'_>),
-    [q, k, v]: [Rows<'_, E>; 3],
+    of: (&AttentionShape, &AttentionRule<'_>),
+    [q, k, v]: [DeviceHeadRows<'_, E>; 3],
     (out, lse, dout): (CudaView<'_, E>, &CudaSlice<f32>, CudaView<'_, E>),
-    gradients: Gradients<'a, E>,
+    gradients: QkvGradients<'a, E>,
 ) -> Result<()> {
     let (h, stream) = (of.0, device.cuda_stream());
     let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
     let elements = h.batch * h.time * width;
     assert!(out.len() == elements && dout.len() == elements && lse.len() == h.batch * h.time * h.heads, "{h:?}");
-    let mut call = Call::new::<E>(device, of, [&q, &k, &v])?;
+    let mut call = AttentionCall::new::<E>(device, of, [&q, &k, &v])?;
     call.sizes.vectors &= u32::from(dout.device_ptr(&stream).0.is_multiple_of(16));
 
     // SAFETY: the first kernel writes every element.
@@ -155,7 +158,7 @@ fn backward_of<'a, E: Format>(
     let mut arguments = function.builder();
     arguments.arg(&call.sizes).arg(&out).arg(&dout).arg(&mut along);
     // SAFETY: the arguments of the kernel, of the format in its name, with a warp for each element of `along`.
-    unsafe { arguments.launch(launches::warps(lse.len())) }.w()?;
+    unsafe { arguments.launch(tile_launch::warps(lse.len())) }.w()?;
 
     let bytes = size_of::<E>() as u64;
     // What records the writes is kept until the kernels are launched.
@@ -165,11 +168,11 @@ fn backward_of<'a, E: Format>(
     };
     let fused = width + 2 * kv_width;
     let (_recorded, [dq, dk, dv], strides) = match gradients {
-        Gradients::Apart([dq, dk, dv]) => {
+        QkvGradients::Apart([dq, dk, dv]) => {
             let [dq, dk, dv] = [pointer(dq, width), pointer(dk, kv_width), pointer(dv, kv_width)];
             (vec![dq.1, dk.1, dv.1], [dq.0, dk.0, dv.0], [width, kv_width, kv_width])
         }
-        Gradients::Fused(all) => {
+        QkvGradients::Fused(all) => {
             let (start, recorded) = pointer(all, fused);
             let at = |column: usize| start + column as u64 * bytes;
             (vec![recorded], [at(0), at(width), at(width + kv_width)], [fused; 3])

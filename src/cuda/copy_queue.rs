@@ -3,20 +3,20 @@
 //! ```text
 //!   Candle's stream   ... what is copied is written | event
 //!   the queue's own                                 \-> piece 0 | piece 1 | piece 2 | ...
-//!   its thread                                                \-> window 0 to its place | window 1 ...
+//!   its thread                                                \-> staging buffer 0 to its place | staging buffer 1 ...
 //! ```
 //!
-//! That is the way to the host. On the way to the GPU the thread fills a window, and the stream takes it there.
+//! That is the way to the host. On the way to the GPU the thread fills a staging buffer, and the stream takes it there.
 //!
-//! A GPU copies beside other work only from and to page-locked memory, which is scarce and slow to make. So a queue has two windows
+//! A GPU copies beside other work only from and to page-locked memory, which is scarce and slow to make. So a queue has two staging buffers
 //! of it, through which everything goes piece by piece: the GPU copies one while the thread empties or fills the other. Without
-//! `pin_memory` windows are ordinary memory, and the driver holds up the thread instead.
+//! `pin_memory` staging buffers are ordinary memory, and the driver holds up the thread instead.
 //!
-//! A load owns what it copies from and to until it is waited for, so nothing else can touch or free either.
+//! A copy owns what it copies from and to until it is waited for, so nothing else can touch or free either.
 
 use super::DeviceFlat;
 use crate::precision::Flat;
-use crate::timeline::{self, CarriedContext, Kind, Lane};
+use crate::timeline::{self, CarriedContext, EventCategory, TimelineLane};
 use crate::util::pieces;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::result as driver;
@@ -28,46 +28,46 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// Windows of a queue.
-const WINDOWS: usize = 2;
+/// Staging buffers of a queue.
+const STAGING_BUFFERS: usize = 2;
 /// A thread that waits for an event sleeps.
 const SLEEPING: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
 
-/// A thread and a stream that copy one load after the other.
+/// A thread and a stream that make one copy after the other.
 pub(crate) struct CopyQueue {
-    jobs: Option<Sender<Job>>,
+    jobs: Option<Sender<CopyJob>>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// What is copied, and to where, in the same dtype.
-enum Load {
+enum CopyRequest {
     /// To memory of the host that the thread allocates.
     Down(DeviceFlat),
     Up(Flat, DeviceFlat),
 }
 
 /// What is there, with the memory that it was copied from.
-enum Copied {
+enum CompletedCopy {
     OnHost(Flat, DeviceFlat),
     OnDevice(DeviceFlat),
 }
 
-struct Job {
-    load: Load,
+struct CopyJob {
+    request: CopyRequest,
     /// What stands on Candle's stream before it.
     after: CudaEvent,
     carried: CarriedContext,
-    done: Sender<Result<Copied>>,
+    done: Sender<Result<CompletedCopy>>,
 }
 
-/// A load under way.
-#[must_use = "a load is waited for"]
-pub(crate) struct Copying<T> {
-    done: Receiver<Result<Copied>>,
-    take: fn(Copied) -> Option<T>,
+/// A copy under way.
+#[must_use = "a copy is waited for"]
+pub(crate) struct PendingCopy<T> {
+    done: Receiver<Result<CompletedCopy>>,
+    take: fn(CompletedCopy) -> Option<T>,
 }
 
-impl<T> Copying<T> {
+impl<T> PendingCopy<T> {
     /// Waits for what has been copied.
     ///
     /// # Errors
@@ -83,25 +83,26 @@ fn ended() -> Error {
 }
 
 impl CopyQueue {
-    /// A queue of a device, with windows of so many `bytes` together, page-locked if they are `pinned`. Its copies are shown in `lane`.
+    /// A queue of a device, with staging buffers of so many `bytes` together, page-locked if they are `pinned`. Its copies are shown in `lane`.
     ///
     /// # Errors
     /// The driver's: it locks no more memory.
-    pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: Lane) -> Result<Self> {
+    pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: TimelineLane) -> Result<Self> {
         // A context of cudarc's own beside Candle's, of the same primary context: with a second stream in Candle's, cudarc would
         // record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
-        let windows =
-            (0..WINDOWS).map(|_| Window::new(&context, bytes / WINDOWS, pinned)).collect::<Result<Vec<_>>>()?;
-        let mut copier = Copier { stream: context.new_stream().w()?, windows };
-        let (jobs, todo) = channel::<Job>();
+        let staging_buffers = (0..STAGING_BUFFERS)
+            .map(|_| StagingBuffer::new(&context, bytes / STAGING_BUFFERS, pinned))
+            .collect::<Result<Vec<_>>>()?;
+        let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
+        let (jobs, todo) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
             // Page-locked memory is given back in this thread, also where nothing was copied; who copies binds again and is told.
             let _ = context.bind_to_thread();
-            for Job { load, after, carried, done } in todo {
+            for CopyJob { request, after, carried, done } in todo {
                 let _here = carried.enter(lane);
-                // Nobody waits for a load that was given up.
-                let _ = done.send(copier.carry(load, &after));
+                // Nobody waits for a copy that was given up.
+                let _ = done.send(copier.carry(request, &after));
             }
         });
         let thread = thread.map_err(|error| Error::Msg(format!("no thread to copy between GPU and host: {error}")))?;
@@ -112,15 +113,15 @@ impl CopyQueue {
     ///
     /// # Errors
     /// The driver's.
-    pub fn down(&self, from: DeviceFlat) -> Result<Copying<Flat>> {
+    pub fn down(&self, from: DeviceFlat) -> Result<PendingCopy<Flat>> {
         let device = from.device().clone();
-        self.begin(&device, Load::Down(from), |copied| match copied {
-            Copied::OnHost(to, from) => {
+        self.begin(&device, CopyRequest::Down(from), |copied| match copied {
+            CompletedCopy::OnHost(to, from) => {
                 // In the thread that has it, in the order of what that launches.
                 drop(from);
                 Some(to)
             }
-            Copied::OnDevice(_) => None,
+            CompletedCopy::OnDevice(_) => None,
         })
     }
 
@@ -128,21 +129,26 @@ impl CopyQueue {
     ///
     /// # Errors
     /// The driver's: it has no more memory.
-    pub fn up(&self, device: &CudaDevice, from: Flat, capacity: usize) -> Result<Copying<DeviceFlat>> {
+    pub fn up(&self, device: &CudaDevice, from: Flat, capacity: usize) -> Result<PendingCopy<DeviceFlat>> {
         let mut to = DeviceFlat::with_capacity(device, from.dtype(), capacity.max(from.len()))?;
         to.resize(from.len())?;
-        self.begin(device, Load::Up(from, to), |copied| match copied {
-            Copied::OnDevice(to) => Some(to),
-            Copied::OnHost(..) => None,
+        self.begin(device, CopyRequest::Up(from, to), |copied| match copied {
+            CompletedCopy::OnDevice(to) => Some(to),
+            CompletedCopy::OnHost(..) => None,
         })
     }
 
-    fn begin<T>(&self, device: &CudaDevice, load: Load, take: fn(Copied) -> Option<T>) -> Result<Copying<T>> {
+    fn begin<T>(
+        &self,
+        device: &CudaDevice,
+        request: CopyRequest,
+        take: fn(CompletedCopy) -> Option<T>,
+    ) -> Result<PendingCopy<T>> {
         let after = device.cuda_stream().record_event(SLEEPING).w()?;
         let (done, receiver) = channel();
-        let job = Job { load, after, carried: timeline::carry(), done };
+        let job = CopyJob { request, after, carried: timeline::carry(), done };
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
-        if sent { Ok(Copying { done: receiver, take }) } else { Err(ended()) }
+        if sent { Ok(PendingCopy { done: receiver, take }) } else { Err(ended()) }
     }
 }
 
@@ -156,28 +162,28 @@ impl Drop for CopyQueue {
 }
 
 /// What the thread of a queue has.
-struct Copier {
+struct CopyThread {
     stream: Arc<CudaStream>,
-    windows: Vec<Window>,
+    staging_buffers: Vec<StagingBuffer>,
 }
 
-impl Copier {
-    /// Copies a load, from where Candle's stream has reached `after`, to its end.
-    fn carry(&mut self, load: Load, after: &CudaEvent) -> Result<Copied> {
+impl CopyThread {
+    /// Copies a copy, from where Candle's stream has reached `after`, to its end.
+    fn carry(&mut self, request: CopyRequest, after: &CudaEvent) -> Result<CompletedCopy> {
         self.stream.wait(after).w()?;
         if timeline::is_recording() {
             // The span begins when the copy does.
             after.synchronize().w()?;
         }
-        let (copied, result) = match load {
-            Load::Down(mut from) => {
+        let (copied, result) = match request {
+            CopyRequest::Down(mut from) => {
                 let mut to = Flat::zeros(from.dtype(), from.len());
                 let result = self.down(&mut from, to.as_bytes_mut());
-                (Copied::OnHost(to, from), result)
+                (CompletedCopy::OnHost(to, from), result)
             }
-            Load::Up(from, mut to) => {
+            CopyRequest::Up(from, mut to) => {
                 let result = self.up(from.as_bytes(), &mut to);
-                (Copied::OnDevice(to), result)
+                (CompletedCopy::OnDevice(to), result)
             }
         };
         // Also after an error: the memory is not let go while the GPU may still use it.
@@ -186,22 +192,24 @@ impl Copier {
     }
 
     fn down(&mut self, from: &mut DeviceFlat, to: &mut [u8]) -> Result<()> {
-        let Self { stream, windows } = self;
-        let _span = timeline::span(Kind::Copy, "to the host").with("bytes", to.len() as u64);
+        let Self { stream, staging_buffers } = self;
+        let _span = timeline::span(EventCategory::Copy, "to the host").with("bytes", to.len() as u64);
         let (address, _used) = from.address_mut(stream)?;
-        let mut under_way: [Option<(CudaEvent, Range<usize>)>; WINDOWS] = [const { None }; WINDOWS];
-        // After the last piece the windows are emptied.
-        let steps = pieces(to.len(), windows[0].len()).map(Some).chain(std::iter::repeat_n(None, WINDOWS));
+        let mut under_way: [Option<(CudaEvent, Range<usize>)>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
+        // After the last piece the staging buffers are emptied.
+        let steps =
+            pieces(to.len(), staging_buffers[0].len()).map(Some).chain(std::iter::repeat_n(None, STAGING_BUFFERS));
         for (number, piece) in steps.enumerate() {
-            let (window, under_way) = (&mut windows[number % WINDOWS], &mut under_way[number % WINDOWS]);
+            let (staging, under_way) =
+                (&mut staging_buffers[number % STAGING_BUFFERS], &mut under_way[number % STAGING_BUFFERS]);
             if let Some((done, before)) = under_way.take() {
                 done.synchronize().w()?;
                 let len = before.len();
-                to[before].copy_from_slice(&window.bytes()?[..len]);
+                to[before].copy_from_slice(&staging.bytes()?[..len]);
             }
             let Some(piece) = piece else { continue };
-            let bytes = &mut window.bytes_mut()?[..piece.len()];
-            // SAFETY: the buffer, which the load owns, has as many bytes from there on, and nothing else uses the window until the
+            let bytes = &mut staging.bytes_mut()?[..piece.len()];
+            // SAFETY: the buffer, which the copy owns, has as many bytes from there on, and nothing else uses the staging buffer until the
             // event after this copy is waited for, or the stream, at the end of `carry`.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
@@ -211,16 +219,17 @@ impl Copier {
     }
 
     fn up(&mut self, from: &[u8], to: &mut DeviceFlat) -> Result<()> {
-        let Self { stream, windows } = self;
-        let _span = timeline::span(Kind::Copy, "to the GPU").with("bytes", from.len() as u64);
+        let Self { stream, staging_buffers } = self;
+        let _span = timeline::span(EventCategory::Copy, "to the GPU").with("bytes", from.len() as u64);
         let (address, _used) = to.address_mut(stream)?;
-        let mut under_way: [Option<CudaEvent>; WINDOWS] = [const { None }; WINDOWS];
-        for (number, piece) in pieces(from.len(), windows[0].len()).enumerate() {
-            let (window, under_way) = (&mut windows[number % WINDOWS], &mut under_way[number % WINDOWS]);
+        let mut under_way: [Option<CudaEvent>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
+        for (number, piece) in pieces(from.len(), staging_buffers[0].len()).enumerate() {
+            let (staging, under_way) =
+                (&mut staging_buffers[number % STAGING_BUFFERS], &mut under_way[number % STAGING_BUFFERS]);
             if let Some(before) = under_way.take() {
                 before.synchronize().w()?;
             }
-            let bytes = &mut window.bytes_mut()?[..piece.len()];
+            let bytes = &mut staging.bytes_mut()?[..piece.len()];
             bytes.copy_from_slice(&from[piece.clone()]);
             // SAFETY: as in `down`.
             unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }
@@ -232,12 +241,12 @@ impl Copier {
 }
 
 /// Memory of the host from and to which a queue's stream copies.
-enum Window {
+enum StagingBuffer {
     Pinned(PinnedHostSlice<u8>),
     Ordinary(Vec<u8>),
 }
 
-impl Window {
+impl StagingBuffer {
     fn new(context: &Arc<CudaContext>, bytes: usize, pinned: bool) -> Result<Self> {
         if !pinned {
             return Ok(Self::Ordinary(vec![0; bytes]));
@@ -258,22 +267,22 @@ impl Window {
 
     fn len(&self) -> usize {
         match self {
-            Self::Pinned(window) => window.len(),
-            Self::Ordinary(window) => window.len(),
+            Self::Pinned(staging) => staging.len(),
+            Self::Ordinary(staging) => staging.len(),
         }
     }
 
     fn bytes(&self) -> Result<&[u8]> {
         match self {
-            Self::Pinned(window) => window.as_slice().w(),
-            Self::Ordinary(window) => Ok(window),
+            Self::Pinned(staging) => staging.as_slice().w(),
+            Self::Ordinary(staging) => Ok(staging),
         }
     }
 
     fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         match self {
-            Self::Pinned(window) => window.as_mut_slice().w(),
-            Self::Ordinary(window) => Ok(window),
+            Self::Pinned(staging) => staging.as_mut_slice().w(),
+            Self::Ordinary(staging) => Ok(staging),
         }
     }
 }
@@ -295,10 +304,11 @@ mod tests {
     fn loads_of_any_length_come_back_as_they_went() {
         let Ok(device) = CudaDevice::new(0) else { return };
         for pinned in [true, false] {
-            let up = CopyQueue::new(&device, BYTES, pinned, Lane::Updates).unwrap();
-            let down = CopyQueue::new(&device, BYTES, pinned, Lane::Gradients).unwrap();
-            let window = BYTES / 8;
-            let lengths = [0, 1, 1000, window - 1, window, window + 1, 2 * window, 2 * window + 1, 5 * window + 7];
+            let up = CopyQueue::new(&device, BYTES, pinned, TimelineLane::Updates).unwrap();
+            let down = CopyQueue::new(&device, BYTES, pinned, TimelineLane::Gradients).unwrap();
+            let staging = BYTES / 8;
+            let lengths =
+                [0, 1, 1000, staging - 1, staging, staging + 1, 2 * staging, 2 * staging + 1, 5 * staging + 7];
             let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
             // All of them are under way before the first is waited for.
             let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
@@ -314,7 +324,7 @@ mod tests {
     #[test]
     fn a_load_leaves_as_it_is_when_what_was_launched_before_it_has_run() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let queue = CopyQueue::new(&device, BYTES, true, Lane::Gradients).unwrap();
+        let queue = CopyQueue::new(&device, BYTES, true, TimelineLane::Gradients).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let mut flat = DeviceFlat::of(&device, numbers(dtype, 70_001).as_ref()).unwrap();
             flat.scale(2.0).unwrap();
@@ -327,7 +337,7 @@ mod tests {
     #[test]
     fn memory_that_the_system_does_not_lock_is_an_error_that_says_what_to_do() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let refused = CopyQueue::new(&device, 1 << 60, true, Lane::Gradients).err().unwrap().to_string();
+        let refused = CopyQueue::new(&device, 1 << 60, true, TimelineLane::Gradients).err().unwrap().to_string();
         assert!(refused.contains("memory of the host") && refused.contains("pin_memory"), "{refused}");
         // Else the GPU would be said to have no memory.
         assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
@@ -336,7 +346,7 @@ mod tests {
     #[test]
     fn loads_that_nobody_waits_for_end_with_the_queue() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let queue = CopyQueue::new(&device, BYTES, true, Lane::Gradients).unwrap();
+        let queue = CopyQueue::new(&device, BYTES, true, TimelineLane::Gradients).unwrap();
         for _ in 0..3 {
             drop(queue.down(DeviceFlat::zeros(&device, DType::F32, 1000).unwrap()).unwrap());
         }

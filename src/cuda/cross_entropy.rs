@@ -1,13 +1,13 @@
 //! The cross entropy of rows of logits and its gradient: `kernels/cross_entropy.cu`.
 
 use super::array::written;
-use super::flat::{DeviceMut, DeviceRef};
-use super::launch::arguments;
-use super::load::{Function, Module, module, over, suffix};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
-const KERNELS: Module = module!("cross_entropy");
+const KERNELS: KernelModule = module!("cross_entropy");
 
 /// Threads of a block that sums losses: part of the order of that sum.
 const THREADS: u32 = 256;
@@ -15,10 +15,10 @@ const THREADS: u32 = 256;
 const CLASSES_PER_THREAD: usize = 8;
 
 /// Rows of logits and their targets.
-pub(crate) struct Rows<'a> {
+pub(crate) struct LogitRows<'a> {
     pub classes: usize,
     /// A class, or `u32::MAX` for a row that does not count.
-    pub targets: &'a Targets,
+    pub targets: &'a DeviceTargets,
     /// The first row's number among the targets.
     pub first: usize,
     pub rows: usize,
@@ -27,9 +27,9 @@ pub(crate) struct Rows<'a> {
 }
 
 /// Targets on a device.
-pub(crate) struct Targets(CudaSlice<u32>, usize);
+pub(crate) struct DeviceTargets(CudaSlice<u32>, usize);
 
-impl Targets {
+impl DeviceTargets {
     /// Copies targets, classes below `classes` or `u32::MAX`, to the device.
     pub fn new(device: &CudaDevice, targets: &[u32], classes: usize) -> Result<Self> {
         if let Some(target) = targets.iter().find(|target| **target as usize >= classes && **target != u32::MAX) {
@@ -40,7 +40,7 @@ impl Targets {
     }
 }
 
-impl Rows<'_> {
+impl LogitRows<'_> {
     /// The threads for rows of so many classes, and the rows' targets.
     fn launch(&self) -> LaunchConfig {
         let threads = self.classes.div_ceil(CLASSES_PER_THREAD).next_multiple_of(32).clamp(32, 1024);
@@ -60,15 +60,15 @@ impl Rows<'_> {
     }
 }
 
-fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<Function> {
+fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunction> {
     KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
 }
 
 /// The rows' losses times `sign`, to `losses` from the first row on.
 pub(crate) fn losses(
     device: &CudaDevice,
-    of: &Rows<'_>,
-    logits: &DeviceRef<'_>,
+    of: &LogitRows<'_>,
+    logits: &DeviceFlatRef<'_>,
     sign: f32,
     losses: &mut CudaSlice<f32>,
 ) -> Result<()> {
@@ -80,31 +80,31 @@ pub(crate) fn losses(
     let (Some(targets), Some(losses)) = (of.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
         bail!("cross_entropy: room for fewer losses than there are rows")
     };
-    let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceMut::F32(losses)];
+    let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceFlatMut::F32(losses)];
     // SAFETY: the kernel takes a block for each row of classes, a target and a loss for each.
     unsafe { kernel(device, "losses", logits.dtype())?.run(of.launch(), arguments) }
 }
 
 /// What the gradients of rows are multiplied by: scales / divisor.
-pub(crate) enum Scale<'a> {
+pub(crate) enum LossGradientScale<'a> {
     One,
     /// One number in memory for all rows.
-    All(&'a DeviceRef<'a>, f32),
+    All(&'a DeviceFlatRef<'a>, f32),
     /// A number for each target.
-    Each(&'a DeviceRef<'a>, f32),
+    Each(&'a DeviceFlatRef<'a>, f32),
 }
 
 /// The gradients of the losses with respect to the logits, to `d`; without `logits`, `d` holds these. The losses too.
 pub(crate) fn gradients(
     device: &CudaDevice,
-    of: &Rows<'_>,
-    logits: Option<&DeviceRef<'_>>,
-    scale: &Scale<'_>,
-    d: DeviceMut<'_>,
+    of: &LogitRows<'_>,
+    logits: Option<&DeviceFlatRef<'_>>,
+    scale: &LossGradientScale<'_>,
+    d: DeviceFlatMut<'_>,
     losses: Option<&mut CudaSlice<f32>>,
 ) -> Result<()> {
     of.check(d.len())?;
-    let fits = |logits: &DeviceRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
+    let fits = |logits: &DeviceFlatRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
     if !logits.is_none_or(fits) {
         bail!("cross_entropy: a gradient of {} elements of {:?} for other logits", d.len(), d.dtype())
     }
@@ -113,9 +113,9 @@ pub(crate) fn gradients(
     }
     let range = of.first..of.first + of.rows;
     let (scales, stride, divisor) = match scale {
-        Scale::One => (None, 0usize, 1.0),
-        Scale::All(scale, divisor) => (Some(scale.part(0..1)?), 0, *divisor),
-        Scale::Each(scales, divisor) => (Some(scales.part(range.clone())?), 1, *divisor),
+        LossGradientScale::One => (None, 0usize, 1.0),
+        LossGradientScale::All(scale, divisor) => (Some(scale.part(0..1)?), 0, *divisor),
+        LossGradientScale::Each(scales, divisor) => (Some(scales.part(range.clone())?), 1, *divisor),
     };
     if scales.as_ref().is_some_and(|scales| scales.dtype() != DType::F32) {
         bail!("cross_entropy: the gradient of a loss is f32")
@@ -124,7 +124,7 @@ pub(crate) fn gradients(
     let losses = match losses {
         None => None,
         Some(losses) => match losses.try_slice_mut(range) {
-            Some(losses) => Some(DeviceMut::F32(losses)),
+            Some(losses) => Some(DeviceFlatMut::F32(losses)),
             None => bail!("cross_entropy: losses are missing"),
         },
     };
@@ -150,8 +150,8 @@ pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, d
 /// values * scale / divisor, in `dtype`, rounded once; the scale is one number of f32 in memory.
 pub(crate) fn scaled_by(
     device: &CudaDevice,
-    values: &DeviceRef<'_>,
-    scale: &DeviceRef<'_>,
+    values: &DeviceFlatRef<'_>,
+    scale: &DeviceFlatRef<'_>,
     divisor: f32,
     dtype: DType,
 ) -> Result<CudaStorage> {

@@ -1,19 +1,25 @@
 //! Dropout: `kernels/dropout.cu`.
 
 use super::array::written;
-use super::flat::DeviceRef;
-use super::launch::arguments;
-use super::load::{Module, module, over, suffix};
+use super::flat_view::DeviceFlatRef;
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelModule, module, over, suffix};
 use candle_core::{CudaDevice, CudaStorage, Result};
 
-const KERNELS: Module = module!("dropout");
+const KERNELS: KernelModule = module!("dropout");
 
 /// Positions of a group of counters in src/kernels/dropout.rs, and counters of a group.
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 
 /// x / (1 - p) where an element is kept, 0 where the word of position `offset + i` says that it is dropped: the host's bits.
-pub(crate) fn dropout(device: &CudaDevice, x: &DeviceRef<'_>, p: f32, seed: u64, offset: u64) -> Result<CudaStorage> {
+pub(crate) fn dropout(
+    device: &CudaDevice,
+    x: &DeviceFlatRef<'_>,
+    p: f32,
+    seed: u64,
+    offset: u64,
+) -> Result<CudaStorage> {
     assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
     let count = x.len();
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));

@@ -1,13 +1,13 @@
 //! Lookup of rows, and sums of the rows' gradients: `kernels/embedding.cu`.
 
 use super::array::written;
-use super::flat::{DeviceMut, DeviceRef};
-use super::launch::arguments;
-use super::load::{Module, module, over, suffix};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelModule, module, over, suffix};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
-const KERNELS: Module = module!("embedding");
+const KERNELS: KernelModule = module!("embedding");
 
 /// Columns of a row that a block sums.
 const COLUMNS: usize = 128;
@@ -24,7 +24,7 @@ fn on_device(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
 pub(crate) fn look_up(
     device: &CudaDevice,
     ids: &[u32],
-    table: &DeviceRef<'_>,
+    table: &DeviceFlatRef<'_>,
     width: usize,
     dtype: DType,
 ) -> Result<CudaStorage> {
@@ -45,7 +45,7 @@ pub(crate) fn look_up(
 
 /// Which rows of a gradient belong to which row of the table.
 #[derive(Debug)]
-pub(crate) struct Uses {
+pub(crate) struct EmbeddingRowUses {
     /// Rows that are used, and where their positions start among all.
     ids: Vec<u32>,
     starts: Vec<u32>,
@@ -54,7 +54,7 @@ pub(crate) struct Uses {
     count: usize,
 }
 
-impl Uses {
+impl EmbeddingRowUses {
     /// The uses by `ids` but for those of `padding`: by id, then by position.
     pub fn new(ids: &[u32], padding: Option<u32>) -> Self {
         let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
@@ -74,10 +74,10 @@ impl Uses {
 /// once. Other rows are not touched.
 pub(crate) fn add_rows(
     device: &CudaDevice,
-    uses: &Uses,
-    dy: &DeviceRef<'_>,
+    uses: &EmbeddingRowUses,
+    dy: &DeviceFlatRef<'_>,
     width: usize,
-    grad: DeviceMut<'_>,
+    grad: DeviceFlatMut<'_>,
 ) -> Result<()> {
     let last = uses.ids.last().map_or(0, |id| *id as usize + 1);
     if dy.len() != uses.count * width || grad.len() < last * width {

@@ -11,12 +11,12 @@
 //! | --- | --- |
 //! | `library.rs` | the library's functions |
 //! | `member.rs` | a rank's communicator: calls, waits on the host, failures |
-//! | `coded.rs` | collectives whose elements travel as integers |
-//! | `launched.rs` | a collective under way and its buffers |
+//! | `quantized.rs` | collectives whose elements travel as integers |
+//! | `pending.rs` | a collective under way and its buffers |
 //! | `error.rs` | errors |
 //!
 //! Collectives run on a stream of their own, beside the model's work. Buffers go into a launch and come out of its
-//! [`settle`](Launched::settle), where Candle's stream is told to wait for the collective; the host waits for nothing but, in a
+//! [`settle`](PendingNcclCollective::settle), where Candle's stream is told to wait for the collective; the host waits for nothing but, in a
 //! launch, for NCCL to take the call, which is longer where it connects two ranks for the first time.
 //!
 //! NCCL's own sums have an order and roundings that depend on the number of ranks and on how they are connected. Exact sums are
@@ -29,35 +29,35 @@
 //! A peer that dies ends no collective of the others by itself: where ranks of one host share memory, NCCL does not even see it.
 //! So the host looks at what NCCL knows and at what the caller knows whenever it waits for a GPU, and ends the communicator.
 
-mod coded;
 mod error;
-mod launched;
 mod library;
 mod member;
+mod pending;
+mod quantized;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use error::{Failure, NcclError};
-pub(crate) use launched::Launched;
-pub(crate) use library::Library;
-pub(crate) use member::Watch;
+pub(crate) use error::{CallerFailure, NcclError};
+pub(crate) use library::NcclLibrary;
+pub(crate) use member::FailureWatch;
+pub(crate) use pending::PendingNcclCollective;
 
-use super::buffer::DeviceFlat;
-use super::launch::arguments;
-use super::load::{Function, Module, module, over, suffix};
-use crate::precision::Ints;
+use super::device_flat::DeviceFlat;
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use crate::precision::IntFormat;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::{CudaDevice, DType};
 use library::data_type;
-use member::{Limits, Member, Turn};
+use member::{NcclBufferLimits, NcclLaunch, NcclMember};
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 type Result<T> = std::result::Result<T, NcclError>;
 
-const KERNELS: Module = module!("nccl_sum");
+const KERNELS: KernelModule = module!("nccl_sum");
 
 /// An exchange of this size is over sooner than the second step that a longer all-reduce takes.
 const SHORT_BYTES: usize = 32 << 10;
@@ -66,24 +66,24 @@ const ROOM_BYTES: usize = 64 << 20;
 
 /// How sums over ranks are formed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) enum Sums {
+pub(crate) enum NcclSumMode {
     /// In rank order in f32, rounded once: the bits of collectives through host memory, at any number of GPUs.
     #[default]
     Exact,
     /// As NCCL does it: no more memory than the buffers, fewer bytes between hosts, and sums in the network where that can add.
     Fast,
     /// As exact ones, of this rank's elements and those of the others as integers; an all-reduce gathers the sums as they are.
-    Coded(Ints),
+    Coded(IntFormat),
 }
 
 /// This rank among those whose GPUs work together.
 ///
 /// All ranks launch the same collectives in the same order, with the same element counts and dtypes. That is not checked:
 /// ranks that diverge wait for each other until the time is over.
-pub(crate) struct NcclComm(Arc<Member>);
+pub(crate) struct NcclComm(Arc<NcclMember>);
 
 impl NcclComm {
-    /// Joins the `size` ranks that have the same `id`, which one of them has from [`Library::unique_id`], each with a device of
+    /// Joins the `size` ranks that have the same `id`, which one of them has from [`NcclLibrary::unique_id`], each with a device of
     /// its own. Its stream is that of the thread that launches or settles, where Candle has it so.
     ///
     /// Ranks that are threads of one process need `NCCL_P2P_DIRECT_DISABLE=1` in the environment: else NCCL reads and writes
@@ -92,25 +92,32 @@ impl NcclComm {
     /// # Errors
     /// The library's; a peer does not come within the time of `watch`, which watches this and every later wait.
     pub fn join(
-        library: &Library,
+        library: &NcclLibrary,
         device: &CudaDevice,
         rank: usize,
         size: usize,
         id: [u8; 128],
-        watch: Watch,
+        watch: FailureWatch,
     ) -> Result<Self> {
-        Self::join_within(library, device, (rank, size), id, watch, Limits { short: SHORT_BYTES, room: ROOM_BYTES })
+        Self::join_within(
+            library,
+            device,
+            (rank, size),
+            id,
+            watch,
+            NcclBufferLimits { short: SHORT_BYTES, room: ROOM_BYTES },
+        )
     }
 
     fn join_within(
-        library: &Library,
+        library: &NcclLibrary,
         device: &CudaDevice,
         place: (usize, usize),
         id: [u8; 128],
-        watch: Watch,
-        limits: Limits,
+        watch: FailureWatch,
+        limits: NcclBufferLimits,
     ) -> Result<Self> {
-        Ok(Self(Arc::new(Member::join(library, device, place, id, watch, limits)?)))
+        Ok(Self(Arc::new(NcclMember::join(library, device, place, id, watch, limits)?)))
     }
 
     /// This rank, from 0.
@@ -128,17 +135,17 @@ impl NcclComm {
     ///
     /// # Errors
     /// The communicator has failed, now or before; no memory.
-    pub fn all_gather(&self, codes: Option<Ints>, mut shard: DeviceFlat) -> Result<Launched> {
+    pub fn all_gather(&self, codes: Option<IntFormat>, mut shard: DeviceFlat) -> Result<PendingNcclCollective> {
         let (count, dtype) = (shard.len(), shard.dtype());
         self.counted_on(shard.resize(count * self.size()))?;
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
-        self.launch("an all-gather", shard, count * self.size(), |turn, whole| {
+        self.launch("an all-gather", shard, count * self.size(), |launch, whole| {
             // SAFETY: so many elements lie there for every rank, which are this launch's. This rank's go to their place first.
             unsafe {
-                turn.copy(whole, whole + own, count * dtype.size_in_bytes())?;
+                launch.copy(whole, whole + own, count * dtype.size_in_bytes())?;
                 match codes {
-                    None => turn.all_gather(whole + own, whole, count, data_type(dtype)),
-                    Some(ints) => self.gather_coded(turn, (ints, dtype), count, whole),
+                    None => launch.all_gather(whole + own, whole, count, data_type(dtype)),
+                    Some(ints) => self.gather_coded(launch, (ints, dtype), count, whole),
                 }
             }
         })
@@ -148,21 +155,21 @@ impl NcclComm {
     ///
     /// # Errors
     /// As [`all_gather`](Self::all_gather).
-    pub fn reduce_scatter(&self, sums: Sums, input: DeviceFlat) -> Result<Launched> {
+    pub fn reduce_scatter(&self, sums: NcclSumMode, input: DeviceFlat) -> Result<PendingNcclCollective> {
         assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
         let (count, dtype) = (input.len() / self.size(), input.dtype());
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";
-        self.launch(op, input, count, |turn, input| {
+        self.launch(op, input, count, |launch, input| {
             // SAFETY: so many elements lie there for every rank, which are this launch's.
             unsafe {
                 match sums {
-                    Sums::Fast => {
-                        turn.reduce_scatter(input, input + own, count, data_type(dtype))?;
-                        turn.copy(input + own, input, count * dtype.size_in_bytes())
+                    NcclSumMode::Fast => {
+                        launch.reduce_scatter(input, input + own, count, data_type(dtype))?;
+                        launch.copy(input + own, input, count * dtype.size_in_bytes())
                     }
-                    Sums::Exact => self.add_exactly((turn, op), dtype, count, (input, input), |r| r * count),
-                    Sums::Coded(ints) => self.add_coded((turn, op), (ints, dtype), count, (input, input)),
+                    NcclSumMode::Exact => self.add_exactly((launch, op), dtype, count, (input, input), |r| r * count),
+                    NcclSumMode::Coded(ints) => self.add_coded((launch, op), (ints, dtype), count, (input, input)),
                 }
             }
         })
@@ -172,23 +179,23 @@ impl NcclComm {
     ///
     /// # Errors
     /// As [`all_gather`](Self::all_gather).
-    pub fn all_reduce(&self, sums: Sums, mut values: DeviceFlat) -> Result<Launched> {
+    pub fn all_reduce(&self, sums: NcclSumMode, mut values: DeviceFlat) -> Result<PendingNcclCollective> {
         let (len, dtype, op) = (values.len(), values.dtype(), "an all-reduce");
         let chunk = len.div_ceil(self.size());
-        if let Sums::Coded(_) = sums {
+        if let NcclSumMode::Coded(_) = sums {
             // Chunks as they are on the host, from whose starts blocks are counted.
             self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
         }
-        self.launch(op, values, len, |turn, values| {
+        self.launch(op, values, len, |launch, values| {
             // SAFETY: so many elements lie there, which are this launch's.
             unsafe {
                 match sums {
-                    Sums::Fast => turn.all_reduce(values, len, data_type(dtype)),
-                    Sums::Exact => self.all_reduce_exactly(turn, dtype, len, values),
-                    Sums::Coded(ints) => {
+                    NcclSumMode::Fast => launch.all_reduce(values, len, data_type(dtype)),
+                    NcclSumMode::Exact => self.all_reduce_exactly(launch, dtype, len, values),
+                    NcclSumMode::Coded(ints) => {
                         let own = values + (self.rank() * chunk * dtype.size_in_bytes()) as CUdeviceptr;
-                        self.add_coded((turn, op), (ints, dtype), chunk, (values, own))?;
-                        turn.all_gather(own, values, chunk, data_type(dtype))
+                        self.add_coded((launch, op), (ints, dtype), chunk, (values, own))?;
+                        launch.all_gather(own, values, chunk, data_type(dtype))
                     }
                 }
             }
@@ -200,7 +207,7 @@ impl NcclComm {
         self.0.room_bytes()
     }
 
-    /// Whether collectives from now on know [when](Launched::times) they have run.
+    /// Whether collectives from now on know [when](PendingNcclCollective::times) they have run.
     pub fn keep_times(&self, keep: bool) {
         self.0.keeps_times.store(keep, Ordering::Relaxed);
     }
@@ -216,33 +223,33 @@ impl NcclComm {
     }
 
     /// Launches `work` on a buffer, of which `len` elements are the result. It is told the buffer's address; nothing where that has
-    /// no elements. Work on the wire stream may use all of it: it is this launch's, and [`Launched`] keeps it until Candle's stream
+    /// no elements. Work on the wire stream may use all of it: it is this launch's, and [`PendingNcclCollective`] keeps it until Candle's stream
     /// waits for it.
     fn launch(
         &self,
         op: &'static str,
         buffer: DeviceFlat,
         len: usize,
-        work: impl FnOnce(&mut Turn<'_>, CUdeviceptr) -> Result<()>,
-    ) -> Result<Launched> {
-        let Member { device, wire, .. } = &*self.0;
+        work: impl FnOnce(&mut NcclLaunch<'_>, CUdeviceptr) -> Result<()>,
+    ) -> Result<PendingNcclCollective> {
+        let NcclMember { device, wire, .. } = &*self.0;
         assert!(buffer.is_of(device), "{op} of a buffer of another device");
         let empty = buffer.len() == 0;
         // From here on it has the buffer: whatever of this fails, that is let go behind what is on the wire stream.
-        let mut launched = Launched::new(self.0.clone(), op, buffer, len);
-        let mut turn = self.0.turn()?;
-        let launch = || {
+        let mut launched = PendingNcclCollective::new(self.0.clone(), op, buffer, len);
+        let mut launch = self.0.begin_launch()?;
+        let attempt = || {
             if !empty {
                 // Whatever is on Candle's stream has written what is given.
                 wire.join(&device.cuda_stream()).w()?;
                 launched.begin()?;
                 let (address, _used) = launched.buffer().address_mut(wire)?;
-                work(&mut turn, address)?;
+                work(&mut launch, address)?;
             }
             launched.end()
         };
-        let result = launch();
-        turn.end(result)?;
+        let result = attempt();
+        launch.end(result)?;
         Ok(launched)
     }
 
@@ -252,7 +259,7 @@ impl NcclComm {
     /// `len` elements lie at `values`, for this launch alone.
     unsafe fn all_reduce_exactly(
         &self,
-        turn: &mut Turn<'_>,
+        launch: &mut NcclLaunch<'_>,
         dtype: DType,
         len: usize,
         values: CUdeviceptr,
@@ -267,11 +274,11 @@ impl NcclComm {
         unsafe {
             if chunk > 0 {
                 let own = at(rank * chunk);
-                self.add_exactly((turn, op), dtype, chunk, (values, own), |r| r * chunk)?;
-                turn.all_gather(own, values, chunk, data_type(dtype))?;
+                self.add_exactly((launch, op), dtype, chunk, (values, own), |r| r * chunk)?;
+                launch.all_gather(own, values, chunk, data_type(dtype))?;
             }
             let (rest, start) = (len - size * chunk, size * chunk);
-            self.add_exactly((turn, op), dtype, rest, (values, at(start)), |_| start)
+            self.add_exactly((launch, op), dtype, rest, (values, at(start)), |_| start)
         }
     }
 
@@ -282,7 +289,7 @@ impl NcclComm {
     /// There are as many elements at `to` and from each place on, for this launch alone.
     unsafe fn add_exactly(
         &self,
-        (turn, op): (&mut Turn<'_>, &'static str),
+        (launch, op): (&mut NcclLaunch<'_>, &'static str),
         dtype: DType,
         count: usize,
         (from, to): (CUdeviceptr, CUdeviceptr),
@@ -299,7 +306,7 @@ impl NcclComm {
         let peers = size - 1;
         let most = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
         let stride = count.min(most).next_multiple_of(ALIGNMENT);
-        let pieces = if peers > 0 { turn.room(peers * stride * bytes)? } else { 0 };
+        let pieces = if peers > 0 { launch.room(peers * stride * bytes)? } else { 0 };
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for start in (0..count).step_by(most) {
             let len = most.min(count - start);
@@ -308,7 +315,7 @@ impl NcclComm {
             // the sums are written over.
             unsafe {
                 if peers > 0 {
-                    turn.exchange(op, len, data_type(dtype), |peer| {
+                    launch.exchange(op, len, data_type(dtype), |peer| {
                         let slot = if peer < rank { peer } else { peer - 1 };
                         (from + offset(place(peer) + start), pieces + offset(slot * stride))
                     })?;
@@ -324,7 +331,7 @@ impl NcclComm {
 /// # Safety
 /// There are `count` elements at the first two addresses, and for each peer so many, `stride` apart, at the third.
 unsafe fn run_sum(
-    add: &Function,
+    add: &KernelFunction,
     count: usize,
     (to, own, pieces): (CUdeviceptr, CUdeviceptr, CUdeviceptr),
     stride: usize,

@@ -1,18 +1,18 @@
 //! Layer normalization and root-mean-square normalization of rows: `kernels/norm.cu`.
 
 use super::array::written;
-use super::columns::{Cut, Parts};
-use super::flat::{DeviceMut, DeviceRef};
-use super::launch::{arguments, by_row};
-use super::load::{Module, module, suffix};
+use super::column_sums::{PartialColumnSums, RowChunking};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::{arguments, by_row};
+use super::kernel_module::{KernelModule, module, suffix};
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
-const KERNELS: Module = module!("norm");
+const KERNELS: KernelModule = module!("norm");
 
 /// What forward learned of each row, for backward.
 #[derive(Debug)]
-pub(crate) struct Statistics {
+pub(crate) struct NormStatistics {
     rows: usize,
     width: usize,
     /// Subtracted from a row; of layer normalization.
@@ -21,9 +21,9 @@ pub(crate) struct Statistics {
     factors: CudaSlice<f32>,
 }
 
-impl Statistics {
+impl NormStatistics {
     /// Of rows as wide as a parameter.
-    fn new(device: &CudaDevice, x: &DeviceRef<'_>, width: usize, centered: bool) -> Result<Self> {
+    fn new(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize, centered: bool) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
             bail!("norm: {} elements in rows of {width}", x.len())
         }
@@ -34,7 +34,7 @@ impl Statistics {
         Ok(Self { rows, width, means, factors: numbers()? })
     }
 
-    fn check(&self, x: &DeviceRef<'_>, weight: &DeviceRef<'_>, dy: &DeviceRef<'_>) -> Result<()> {
+    fn check(&self, x: &DeviceFlatRef<'_>, weight: &DeviceFlatRef<'_>, dy: &DeviceFlatRef<'_>) -> Result<()> {
         let all = self.rows * self.width;
         if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
             bail!("norm: {} elements and a gradient of {} for {all}", x.len(), dy.len())
@@ -44,35 +44,35 @@ impl Statistics {
 }
 
 /// A parameter has the rows' width, and their format or f32.
-fn check_parameter(x: &DeviceRef<'_>, parameter: &DeviceRef<'_>, width: usize) -> Result<()> {
+fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
         bail!("norm: a parameter of {} elements of {:?} for rows of {width}", parameter.len(), parameter.dtype())
     }
     Ok(())
 }
 
-fn is_f32(parameter: &DeviceRef<'_>) -> bool {
+fn is_f32(parameter: &DeviceFlatRef<'_>) -> bool {
     parameter.dtype() == DType::F32
 }
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias of rows as wide as the weight.
 pub(crate) fn layer_norm(
     device: &CudaDevice,
-    x: &DeviceRef<'_>,
-    [weight, bias]: [&DeviceRef<'_>; 2],
+    x: &DeviceFlatRef<'_>,
+    [weight, bias]: [&DeviceFlatRef<'_>; 2],
     eps: f32,
-) -> Result<(CudaStorage, Statistics)> {
+) -> Result<(CudaStorage, NormStatistics)> {
     let width = weight.len();
     check_parameter(x, weight, width)?;
     check_parameter(x, bias, width)?;
-    let mut statistics = Statistics::new(device, x, width, true)?;
+    let mut statistics = NormStatistics::new(device, x, width, true)?;
     let rows = statistics.rows;
     let y = written(device, x.dtype(), x.len(), |y| {
         if rows == 0 {
             return Ok(());
         }
         let function = KERNELS.function(device, &format!("layer_norm_{}", suffix(x.dtype())))?;
-        let Statistics { means, factors, .. } = &mut statistics;
+        let NormStatistics { means, factors, .. } = &mut statistics;
         let arguments =
             arguments![width, x, weight, is_f32(weight), bias, is_f32(bias), eps, y, means.as_mut(), factors];
         // SAFETY: the kernel takes rows of this width, a block each, parameters of that width with flags that name their format,
@@ -85,13 +85,13 @@ pub(crate) fn layer_norm(
 /// x / sqrt(mean(x^2) + eps) * (weight + one) of rows as wide as the weight.
 pub(crate) fn rms_norm(
     device: &CudaDevice,
-    [x, weight]: [&DeviceRef<'_>; 2],
+    [x, weight]: [&DeviceFlatRef<'_>; 2],
     one: f32,
     eps: f32,
-) -> Result<(CudaStorage, Statistics)> {
+) -> Result<(CudaStorage, NormStatistics)> {
     let width = weight.len();
     check_parameter(x, weight, width)?;
-    let mut statistics = Statistics::new(device, x, width, false)?;
+    let mut statistics = NormStatistics::new(device, x, width, false)?;
     let rows = statistics.rows;
     let y = written(device, x.dtype(), x.len(), |y| {
         if rows == 0 {
@@ -109,17 +109,17 @@ pub(crate) fn rms_norm(
 /// The input's gradient, written to `dx` or added to it.
 pub(crate) fn input_gradient(
     device: &CudaDevice,
-    statistics: &Statistics,
-    [x, weight, dy]: [&DeviceRef<'_>; 3],
+    statistics: &NormStatistics,
+    [x, weight, dy]: [&DeviceFlatRef<'_>; 3],
     one: f32,
-    dx: DeviceMut<'_>,
+    dx: DeviceFlatMut<'_>,
     add: bool,
 ) -> Result<()> {
     statistics.check(x, weight, dy)?;
     if (dx.len(), dx.dtype()) != (x.len(), x.dtype()) {
         bail!("norm: a gradient of {} elements of {:?} for {}", dx.len(), dx.dtype(), x.len())
     }
-    let Statistics { rows, width, means, factors } = statistics;
+    let NormStatistics { rows, width, means, factors } = statistics;
     if *rows == 0 {
         return Ok(());
     }
@@ -133,12 +133,12 @@ pub(crate) fn input_gradient(
 /// The gradients of the weight and of layer normalization's bias.
 pub(crate) fn parameter_gradients(
     device: &CudaDevice,
-    statistics: &Statistics,
-    [x, weight, dy]: [&DeviceRef<'_>; 3],
-) -> Result<(Parts, Option<Parts>)> {
+    statistics: &NormStatistics,
+    [x, weight, dy]: [&DeviceFlatRef<'_>; 3],
+) -> Result<(PartialColumnSums, Option<PartialColumnSums>)> {
     statistics.check(x, weight, dy)?;
-    let Statistics { rows, width, means, factors } = statistics;
-    let cut = Cut::of(*rows, *width);
+    let NormStatistics { rows, width, means, factors } = statistics;
+    let cut = RowChunking::of(*rows, *width);
     let mut of_weight = cut.room(device)?;
     let mut of_bias = means.as_ref().map(|_| cut.room(device)).transpose()?;
     if *rows > 0 {
@@ -148,6 +148,6 @@ pub(crate) fn parameter_gradients(
         // SAFETY: the kernel takes rows of this width, cut so, one or two numbers for each, and sums for each column and chunk.
         unsafe { function.run(cut.launch(), arguments)? };
     }
-    let parts = |sums| Parts { cut, sums };
+    let parts = |sums| PartialColumnSums { cut, sums };
     Ok((parts(of_weight), of_bias.map(parts)))
 }

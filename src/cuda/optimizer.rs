@@ -1,12 +1,12 @@
 //! The steps of optimizers: `kernels/optimizer.cu`.
 
-use super::flat::{DeviceMut, DeviceRef};
-use super::launch::{Argument, arguments};
-use super::load::{Module, module, suffix};
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::{KernelArgument, arguments};
+use super::kernel_module::{KernelModule, module, suffix};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, DType, Result, bail};
 
-const KERNELS: Module = module!("optimizer");
+const KERNELS: KernelModule = module!("optimizer");
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -20,7 +20,7 @@ const MOST_STEPS: usize = 1024;
 ///
 /// It stands in a trait that is public, and has no public name: an optimizer of another crate has no kernel here.
 #[derive(Debug, Clone, Copy)]
-pub enum Elementwise {
+pub enum ElementwiseUpdate {
     /// `grad_scale`, both betas, 1 - both, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
     Adam([f32; 10]),
     /// `grad_scale`, both betas, 1 - both, `keep`, `lr`.
@@ -33,7 +33,7 @@ pub enum Elementwise {
     SgdMomentum([f32; 7]),
 }
 
-impl Elementwise {
+impl ElementwiseUpdate {
     /// The kernel's name without dtypes, and its number of states.
     fn kernel(&self) -> (&'static str, usize) {
         match self {
@@ -63,14 +63,14 @@ impl Elementwise {
 
 /// The steps of many arrays, each as `Optimizer::update` does it on the host, with the same bits: one launch for all of equal
 /// constants and dtypes, which reads and writes each array once. NaN is NaN, of whatever bits.
-pub(crate) struct Steps<'a> {
+pub(crate) struct MultiTensorStep<'a> {
     device: &'a CudaDevice,
-    launches: Vec<Launch>,
+    launches: Vec<MultiTensorLaunch>,
 }
 
 /// Steps of equal constants and dtypes.
-struct Launch {
-    rule: Elementwise,
+struct MultiTensorLaunch {
+    rule: ElementwiseUpdate,
     grad: DType,
     half: DType,
     /// Of each step the addresses of its arrays, its elements, and the number of its first chunk, as the kernel has them.
@@ -78,7 +78,7 @@ struct Launch {
     chunks: usize,
 }
 
-impl<'a> Steps<'a> {
+impl<'a> MultiTensorStep<'a> {
     /// None yet.
     pub fn new(device: &'a CudaDevice) -> Self {
         Self { device, launches: Vec::new() }
@@ -95,15 +95,15 @@ impl<'a> Steps<'a> {
     /// Arrays of another dtype, length or number.
     pub unsafe fn add(
         &mut self,
-        rule: &Elementwise,
-        mut param: DeviceMut<'_>,
-        grad: &DeviceRef<'_>,
-        mut state: Vec<DeviceMut<'_>>,
-        mut half: Option<DeviceMut<'_>>,
+        rule: &ElementwiseUpdate,
+        mut param: DeviceFlatMut<'_>,
+        grad: &DeviceFlatRef<'_>,
+        mut state: Vec<DeviceFlatMut<'_>>,
+        mut half: Option<DeviceFlatMut<'_>>,
     ) -> Result<()> {
         let (kernel, states) = rule.kernel();
         let count = param.len();
-        let is_f32 = |array: &DeviceMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
+        let is_f32 = |array: &DeviceFlatMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
         if !is_f32(&param) || !state.iter().all(is_f32) || state.len() != states {
             bail!("{kernel}: the parameter and {states} states are f32 and of equal length")
         }
@@ -111,7 +111,7 @@ impl<'a> Steps<'a> {
             bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
         }
         // Kernels are made for a half copy; it may be missing.
-        let half_dtype = half.as_ref().map_or(DType::BF16, DeviceMut::dtype);
+        let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);
         if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
             bail!("{kernel}: the half copy is bf16 or f16 and has {count} elements")
         }
@@ -131,13 +131,13 @@ impl<'a> Steps<'a> {
     }
 
     /// The launch that a step belongs to.
-    fn launch(&mut self, rule: &Elementwise, grad: DType, half: DType) -> &mut Launch {
-        let fits = |launch: &Launch| {
+    fn launch(&mut self, rule: &ElementwiseUpdate, grad: DType, half: DType) -> &mut MultiTensorLaunch {
+        let fits = |launch: &MultiTensorLaunch| {
             (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MOST_STEPS
         };
         let at = self.launches.iter().position(fits).unwrap_or(self.launches.len());
         if at == self.launches.len() {
-            self.launches.push(Launch { rule: *rule, grad, half, table: Vec::new(), chunks: 0 });
+            self.launches.push(MultiTensorLaunch { rule: *rule, grad, half, table: Vec::new(), chunks: 0 });
         }
         &mut self.launches[at]
     }
@@ -147,7 +147,7 @@ impl<'a> Steps<'a> {
     /// # Errors
     /// The driver's.
     pub fn run(self) -> Result<()> {
-        for Launch { rule, grad, half, table, chunks } in self.launches {
+        for MultiTensorLaunch { rule, grad, half, table, chunks } in self.launches {
             let name = format!("{}_{}_{}", rule.kernel().0, suffix(grad), suffix(half));
             let function = KERNELS.function(self.device, &name)?;
             let on_device: CudaSlice<u64> = self.device.clone_htod(table.as_flattened())?;
@@ -157,7 +157,7 @@ impl<'a> Steps<'a> {
                 shared_mem_bytes: 0,
             };
             let mut arguments = Vec::from(arguments![table.len(), &on_device, CHUNK]);
-            arguments.extend(rule.constants().iter().copied().map(Argument::Float));
+            arguments.extend(rule.constants().iter().copied().map(KernelArgument::Float));
             // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a block for
             // each chunk. `add` has seen to it that a step has a parameter of as many elements as it says, a gradient of the first
             // dtype in the kernel's name, as many states as the rule has and null for the others, and a half copy of the second

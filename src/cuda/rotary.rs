@@ -1,18 +1,18 @@
 //! Rotary positions: `kernels/rotary.cu`.
 
 use super::array::written;
-use super::flat::DeviceRef;
-use super::launch::arguments;
-use super::load::{Module, module, over, suffix};
+use super::flat_view::DeviceFlatRef;
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelModule, module, over, suffix};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
 
-const KERNELS: Module = module!("rotary");
+const KERNELS: KernelModule = module!("rotary");
 
 /// Cosines and sines of the angles of positions, `[positions, half]`.
 #[derive(Debug)]
-pub(crate) struct Angles {
+pub(crate) struct RotaryAngles {
     half: usize,
     positions: usize,
     cos: CudaSlice<f32>,
@@ -20,7 +20,7 @@ pub(crate) struct Angles {
     device: DeviceId,
 }
 
-impl Angles {
+impl RotaryAngles {
     /// Copies angles of pairs of `half` to the device.
     pub fn new(device: &CudaDevice, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
         if half == 0 || cos.len() != sin.len() || cos.is_empty() || !cos.len().is_multiple_of(half) {
@@ -37,7 +37,7 @@ impl Angles {
 }
 
 /// The positions of rows.
-pub(crate) enum Positions<'a> {
+pub(crate) enum RotaryPositions<'a> {
     /// Row r is at `first + r % time`.
     From { first: usize, time: usize },
     /// That of each row; all are below the second.
@@ -45,18 +45,18 @@ pub(crate) enum Positions<'a> {
 }
 
 /// The rows of `x`, of `width` elements, turned by their angles times `direction`.
-pub(crate) fn turn(
+pub(crate) fn rotate(
     device: &CudaDevice,
-    angles: &Angles,
-    x: &DeviceRef<'_>,
+    angles: &RotaryAngles,
+    x: &DeviceFlatRef<'_>,
     width: usize,
-    positions: &Positions<'_>,
+    positions: &RotaryPositions<'_>,
     direction: f32,
 ) -> Result<CudaStorage> {
     let (half, pairs) = (angles.half, x.len() / 2);
     let (end, time, first, of_rows) = match *positions {
-        Positions::From { first, time } => (first + time, time, first, None),
-        Positions::Of(rows, end) => (end, 1, 0, Some(rows)),
+        RotaryPositions::From { first, time } => (first + time, time, first, None),
+        RotaryPositions::Of(rows, end) => (end, 1, 0, Some(rows)),
     };
     let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(2 * half) || !x.len().is_multiple_of(width) || !rows_fit {
@@ -70,7 +70,7 @@ pub(crate) fn turn(
             return Ok(());
         }
         let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
-        let Angles { cos, sin, .. } = angles;
+        let RotaryAngles { cos, sin, .. } = angles;
         let arguments = arguments![pairs, half, width, time, first, of_rows, cos, sin, direction, x, y];
         // SAFETY: the kernel takes pairs of rows of whole heads, at positions that the angles reach, and a result of as many
         // elements.

@@ -1,6 +1,6 @@
 //! Gradient accumulation: how far it is, micro steps without reduction, and what is changed between two accumulations.
 
-use super::{Engine, Losses, Phase};
+use super::{AccumulatedLoss, Engine, MicroStepPhase};
 use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 
@@ -74,10 +74,10 @@ impl<M> Engine<M> {
     /// A file of offloaded gradients that cannot be written; [`EngineError::Stopped`].
     pub fn zero_grad(&mut self) -> Result<()> {
         self.attempt(|engine| engine.core.zero_grad())?;
-        self.losses = Losses::default();
+        self.losses = AccumulatedLoss::default();
         self.accumulation.holds = false;
-        if matches!(self.phase, Phase::Backwarded | Phase::Held) {
-            self.phase = Phase::Ready;
+        if matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held) {
+            self.phase = MicroStepPhase::Ready;
         }
         Ok(())
     }
@@ -168,7 +168,7 @@ impl<M> Engine<M> {
 
     /// Whether there are gradients that no step has ended the micro step of, also where a forward has come since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
-        self.accumulation.holds || matches!(self.phase, Phase::Backwarded | Phase::Held)
+        self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }
 
     /// An error in the middle of an accumulation, whose gradients are no part of a checkpoint.

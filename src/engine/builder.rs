@@ -1,7 +1,7 @@
 //! An engine's options.
 
 use super::Engine;
-use super::given::Same;
+use super::config_comparison::SharedContent;
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
@@ -11,8 +11,8 @@ use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableFilter};
 use crate::param::{BufferFilter, BufferSync, InitialValues, WeightSource};
-use crate::precision::Packing;
-use crate::timeline::{self, Recorder};
+use crate::precision::WeightPacking;
+use crate::timeline::{self, TimelineRecorder};
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::path::PathBuf;
@@ -34,14 +34,14 @@ pub struct EngineBuilder {
     pub(super) parameter_groups: Vec<ParameterGroup>,
     pub(super) trainable: Option<TrainableFilter>,
     pub(super) stochastic_rounding: bool,
-    pub(super) quantized: Option<(Packing, TrainableFilter)>,
+    pub(super) quantized: Option<(WeightPacking, TrainableFilter)>,
     timeline: Option<PathBuf>,
     pub(super) buffer_rule: Option<BufferFilter>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
     gradient_check: Option<bool>,
     pub(super) leaf_units: Vec<String>,
-    pub(super) same: Vec<Same>,
+    pub(super) shared_content: Vec<SharedContent>,
 }
 
 impl Engine<()> {
@@ -229,7 +229,7 @@ impl EngineBuilder {
     #[must_use]
     pub fn quantized(
         mut self,
-        packing: Packing,
+        packing: WeightPacking,
         rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static,
     ) -> Self {
         self.quantized = Some((packing, Arc::new(rule)));
@@ -252,7 +252,7 @@ impl EngineBuilder {
     /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
     #[must_use]
     pub fn same_on_all_ranks(mut self, what: impl Into<String>, content: u64) -> Self {
-        self.same.push(Same { what: what.into(), content });
+        self.shared_content.push(SharedContent { what: what.into(), content });
         self
     }
 
@@ -279,11 +279,11 @@ impl EngineBuilder {
         };
         // Ranks that are threads share a file.
         let ranks_are_processes = is_process_of_several && comm.size() > 1;
-        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
+        let recorder = TimelineRecorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
-        let _span = timeline::span(timeline::Kind::Engine, "initialize");
-        let _call = crate::comm::calls::during("initialize");
+        let _span = timeline::span(timeline::EventCategory::Engine, "initialize");
+        let _call = crate::comm::engine_call::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             config.gradient_check = self.gradient_check.unwrap_or(config.gradient_check);

@@ -1,13 +1,13 @@
 //! Saving, loading and exporting an engine's state.
 
-use super::{Engine, Losses, Phase};
+use super::{AccumulatedLoss, Engine, MicroStepPhase};
 use crate::checkpoint::failed_elsewhere;
 use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
 use crate::checkpoint::{
     self, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
 };
-use crate::comm::agree::{Failure, agree};
-use crate::comm::calls::during;
+use crate::comm::agree::{CollectiveFailure, agree};
+use crate::comm::engine_call::during;
 use crate::error::Result;
 use crate::notice::say;
 use crate::precision::Flat;
@@ -62,7 +62,7 @@ impl<M> Engine<M> {
         manifest.previous =
             self.last_checkpoint.as_ref().and_then(|last| last.previous_of(dir.as_ref(), &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
-        let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
+        let _span = timeline::span(timeline::EventCategory::Checkpoint, "save").of(|| manifest.tag.clone());
         let request = SaveRequest {
             dir: dir.as_ref().to_owned(),
             manifest,
@@ -111,7 +111,7 @@ impl<M> Engine<M> {
     }
 
     /// Begins to send a checkpoint that was saved. Collective.
-    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), Failure> {
+    fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), CollectiveFailure> {
         if let Some(sending) = sending {
             let url = sending.url.clone();
             self.upload = agree(self.core.comm(), CheckpointUpload::start(sending), failed_elsewhere(Path::new(&url)))?;
@@ -247,11 +247,11 @@ impl<M> Engine<M> {
         });
         match ended {
             Ok(()) => Ok(()),
-            Err(Failure::InStep(error)) => {
+            Err(CollectiveFailure::InStep(error)) => {
                 self.failed_save = Some(error);
                 Ok(())
             }
-            Err(Failure::OutOfStep(error)) => Err(error),
+            Err(CollectiveFailure::OutOfStep(error)) => Err(error),
         }
     }
 
@@ -295,7 +295,7 @@ impl<M> Engine<M> {
 
     /// There was no forward since the last step: its loss is that of other weights.
     pub(super) fn forget_forward(&mut self) {
-        self.phase = Phase::Ready;
-        self.losses = Losses::default();
+        self.phase = MicroStepPhase::Ready;
+        self.losses = AccumulatedLoss::default();
     }
 }

@@ -4,12 +4,12 @@
 //!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
 //! ```
 
-use super::clock::Clock;
-use super::common::check_same_on_all_ranks;
-use super::given::Own;
-use super::gradient_check_state::Check;
-use super::reporter::Reporter;
-use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
+use super::config_comparison::CustomComponents;
+use super::consistency::check_same_on_all_ranks;
+use super::gradient_check_state::GradientChecker;
+use super::reporter::EngineReporter;
+use super::step_clock::StepClock;
+use super::{AccumulatedLoss, AccumulationProgress, Engine, EngineBuilder, MicroStepPhase};
 use crate::checkpoint::{self, LockedFolders};
 use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
@@ -20,7 +20,7 @@ use crate::notice::{say, say_from};
 use crate::offload::{DiskAccess, OffloadStore};
 use crate::optim::{self, GroupedOptimizer, LrSchedule, Optimizer, ParameterGroup, ParameterGrouping, TrainableFilter};
 use crate::param::WeightSource;
-use crate::precision::{LossScaler, Packing};
+use crate::precision::{LossScaler, WeightPacking};
 use crate::util::list;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
@@ -59,17 +59,17 @@ impl<M> Engine<M> {
             quantized,
             monitors,
             leaf_units,
-            same,
+            shared_content,
             ..
         } = options;
-        let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
+        let own = CustomComponents { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         if comm.rank() == 0 {
-            tell_notes(&config, own);
+            report_notes(&config, own);
         }
         if let Some(url) = &config.upload_checkpoints_to {
             checkpoint::store::check(url)?;
         }
-        let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
+        let reporter = EngineReporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), EngineLink::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
@@ -116,13 +116,13 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;
+        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &shared_content)?;
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;
-        tell_of_delay(&core, &config);
+        report_delay(&core, &config);
         let mut engine = Self {
-            check: Check::of_first_step(config.gradient_check),
+            check: GradientChecker::of_first_step(config.gradient_check),
             model,
             for_eval: None,
             core,
@@ -130,19 +130,19 @@ impl<M> Engine<M> {
             scaler: LossScaler::new(&config.precision, config.zero.stage),
             config,
             device,
-            phase: Phase::Ready,
-            losses: Losses::default(),
+            phase: MicroStepPhase::Ready,
+            losses: AccumulatedLoss::default(),
             global_steps: 0,
             micro_steps: 0,
             seed,
-            accumulation: Accumulation::default(),
+            accumulation: AccumulationProgress::default(),
             forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,
             global_samples: 0,
             was_applied: false,
             grad_norm: None,
-            clock: Clock::default(),
+            clock: StepClock::default(),
             reporter,
             saving: None,
             last_checkpoint: None,
@@ -159,7 +159,7 @@ impl<M> Engine<M> {
 }
 
 /// Where updates are to be delayed and cannot be, rank 0 says why.
-fn tell_of_delay(core: &RankCore, config: &Config) {
+fn report_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
     if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
         say(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
@@ -167,7 +167,7 @@ fn tell_of_delay(core: &RankCore, config: &Config) {
 }
 
 /// The configuration's notes, and which of its sections are not used.
-fn tell_notes(config: &Config, own: Own) {
+fn report_notes(config: &Config, own: CustomComponents) {
     config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
     let sections = [
         ("optimizer", config.optimizer.is_some() && own.optimizer),
@@ -184,7 +184,7 @@ fn grouping(
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
     trainable: Option<TrainableFilter>,
-    quantized: Option<(Packing, TrainableFilter)>,
+    quantized: Option<(WeightPacking, TrainableFilter)>,
 ) -> Result<Arc<ParameterGrouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
@@ -200,9 +200,9 @@ fn grouping(
 }
 
 /// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
-fn frozen_matrices(grouping: &ParameterGrouping) -> (Packing, TrainableFilter) {
+fn frozen_matrices(grouping: &ParameterGrouping) -> (WeightPacking, TrainableFilter) {
     let trains = grouping.trains_rule();
-    (Packing::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
+    (WeightPacking::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
 
 /// An optimizer of the user's own, if the configuration lets it train.

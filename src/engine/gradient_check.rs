@@ -13,8 +13,10 @@
 //! each along another direction (`gradient_report.rs`).
 
 use super::Engine;
-use super::gradient_check_state::{AROUND, Around, Check, Compared, FORWARDS, Group, Phase};
-use super::gradient_report::{GradientReport, GradientRow, GradientVerdict, Limits, Look};
+use super::gradient_check_state::{
+    AROUND, CheckPhase, CurrentForward, DirectionalDerivative, FORWARDS, GradientChecker, PerturbedGroup,
+};
+use super::gradient_report::{DirectionSample, GradientReport, GradientRow, GradientTolerance, GradientVerdict};
 use crate::config::Precision;
 use crate::error::{EngineError, Error, Result, without_backtrace};
 use crate::graph::draw_from;
@@ -37,7 +39,7 @@ const ENOUGH: f64 = 8000.0;
 const TRIES: u32 = 64;
 
 /// A forward that a check repeats.
-struct Repeat<'a, M> {
+struct RepeatedForward<'a, M> {
     /// Its number in this thread.
     forward: u64,
     /// The place of its draws.
@@ -49,11 +51,11 @@ struct Repeat<'a, M> {
     run: &'a mut dyn FnMut(&M) -> candle_core::Result<Tensor>,
 }
 
-impl<M> Repeat<'_, M> {
+impl<M> RepeatedForward<'_, M> {
     /// The output with parameters moved.
     fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
-        let around = Around { forward: self.forward, repetition: self.repetition };
+        let around = CurrentForward { forward: self.forward, repetition: self.repetition };
         let before = collective_steps();
         let run_once = || engine.core.forward_again(moves, || (self.run)(&engine.model));
         let output = around.enter(|| draw_from((self.stream, 0), || engine.cast(run_once)));
@@ -64,7 +66,7 @@ impl<M> Repeat<'_, M> {
 
 /// The outputs of a forward with each group of parameters moved up, and down.
 #[derive(Default)]
-struct Tried {
+struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
     /// That without a move, where each parameter is looked at by itself.
     unmoved: Option<Tensor>,
@@ -84,7 +86,7 @@ impl<M> Engine<M> {
     /// [`EngineError::OutOfOrder`] between forward and step.
     pub fn check_gradients(&mut self) -> Result<()> {
         self.between_steps("check_gradients")?;
-        self.check = Check { phase: Phase::Armed, of_each: true, ..Check::default() };
+        self.check = GradientChecker { phase: CheckPhase::Armed, of_each: true, ..GradientChecker::default() };
         self.arm();
         Ok(())
     }
@@ -95,8 +97,8 @@ impl<M> Engine<M> {
         self.check.report.as_ref()
     }
 
-    fn limits(&self) -> Limits {
-        Limits::of(match self.config.precision {
+    fn limits(&self) -> GradientTolerance {
+        GradientTolerance::of(match self.config.precision {
             Precision::F32 => self.config.autocast.unwrap_or(DType::F32),
             _ => self.config.precision.dtype(),
         })
@@ -104,7 +106,7 @@ impl<M> Engine<M> {
 
     /// Begins to look at forwards, if there is something to be checked.
     pub(super) fn arm(&mut self) {
-        if !matches!(self.check.phase, Phase::Armed) || !self.trainer.can_train() {
+        if !matches!(self.check.phase, CheckPhase::Armed) || !self.trainer.can_train() {
             return;
         }
         self.core.arm_check(self.check.looks);
@@ -143,8 +145,8 @@ impl<M> Engine<M> {
         let outer = AROUND.get();
         let forward = FORWARDS.get() + 1;
         FORWARDS.set(forward);
-        let is_probed = matches!(self.check.phase, Phase::Armed) && outer.forward == 0 && self.trainer.can_train();
-        let mut repeat = Repeat { forward, stream, repetition: 0, is_together: false, run: &mut run };
+        let is_probed = matches!(self.check.phase, CheckPhase::Armed) && outer.forward == 0 && self.trainer.can_train();
+        let mut repeat = RepeatedForward { forward, stream, repetition: 0, is_together: false, run: &mut run };
         let tried = match is_probed {
             true => {
                 let tried = self.try_moves(&mut repeat);
@@ -152,7 +154,7 @@ impl<M> Engine<M> {
             }
             false => None,
         };
-        let around = if outer.forward == 0 { Around { forward, repetition: 0 } } else { outer };
+        let around = if outer.forward == 0 { CurrentForward { forward, repetition: 0 } } else { outer };
         let run_once = || draw_from((stream, 0), || self.cast(|| self.core.forward(|| (repeat.run)(&self.model))));
         let output = around.enter(run_once)?;
         if let Some(tried) = tried {
@@ -172,8 +174,8 @@ impl<M> Engine<M> {
     }
 
     /// The outputs of the coming forward with parameters moved, group by group.
-    fn try_moves(&mut self, repeat: &mut Repeat<'_, M>) -> Result<Option<Tried>> {
-        let mut tried = Tried::default();
+    fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
+        let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
             tried.unmoved = Some(repeat.again(self, &Perturbation::NONE)?);
         }
@@ -200,7 +202,7 @@ impl<M> Engine<M> {
         params: &[ParamId],
         step: Option<f64>,
         unmoved: Option<&Tensor>,
-        repeat: &mut Repeat<'_, M>,
+        repeat: &mut RepeatedForward<'_, M>,
     ) -> Result<(f64, Tensor, Tensor)> {
         let limits = self.limits();
         let mut size = step.unwrap_or(limits.step);
@@ -241,7 +243,7 @@ impl<M> Engine<M> {
     }
 
     /// Keeps with the output of a forward how moves have changed it.
-    fn keep_probe(&mut self, Tried { moved, unmoved }: Tried, output: &Tensor) -> Result<()> {
+    fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
             self.check.why_not = Some(format!("forward gives {:?}", output.dtype()));
@@ -279,28 +281,28 @@ impl<M> Engine<M> {
 
     /// What is moved together: every parameter by itself if that is asked for and there is room for the changes of the output,
     /// else those of a unit; all of them otherwise.
-    fn groups(&self, elements: usize) -> Vec<Group> {
+    fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);
         let fits = |groups: usize| groups.saturating_mul(elements).saturating_mul(8) <= ROOM;
         if self.check.of_each && fits(trained().count()) {
-            return trained().map(|(id, param)| Group::new(param.name.clone(), vec![id])).collect();
+            return trained().map(|(id, param)| PerturbedGroup::new(param.name.clone(), vec![id])).collect();
         }
         let units = self.core.units();
         if self.check.of_each && fits(units.len()) {
             let of_unit = |(unit, (name, _)): (usize, &(String, usize))| {
                 let params =
                     trained().filter(|(_, param): &(usize, &Param)| param.unit == unit).map(|(id, _)| id).collect();
-                Group::new(if name.is_empty() { "outside of units".into() } else { name.clone() }, params)
+                PerturbedGroup::new(if name.is_empty() { "outside of units".into() } else { name.clone() }, params)
             };
             return units.iter().enumerate().map(of_unit).filter(|group| !group.params.is_empty()).collect();
         }
-        vec![Group::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
+        vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
     /// The backward of a micro step is about to begin: whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
-        let measures = matches!(self.check.phase, Phase::Armed);
+        let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {
             self.core.begin_measuring();
         }
@@ -316,9 +318,11 @@ impl<M> Engine<M> {
         let open = self.check.open(&self.limits());
         outputs.resize(open.len(), DirectionalChange::default());
         let compared = open.iter().map(|number| {
-            self.check.groups[*number].params.iter().fold(Compared::default(), |sum, param| Compared {
-                product: sum.product + along[*param].product,
-                squares: sum.squares + along[*param].squares,
+            self.check.groups[*number].params.iter().fold(DirectionalDerivative::default(), |sum, param| {
+                DirectionalDerivative {
+                    product: sum.product + along[*param].product,
+                    squares: sum.squares + along[*param].squares,
+                }
             })
         });
         let compared = compared.collect();
@@ -328,19 +332,19 @@ impl<M> Engine<M> {
             });
         }
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
-        self.check.phase = Phase::Measured(outputs, compared, factor);
+        self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
     /// Collective: compares what all ranks have measured. `overflow`: a gradient is not finite, and the step is skipped.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
-        if overflow && matches!(self.check.phase, Phase::Measured(..)) && self.check.tries < TRIES {
-            self.check.phase = Phase::Armed;
+        if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < TRIES {
+            self.check.phase = CheckPhase::Armed;
             self.check.tries += 1;
             self.arm();
             return Ok(());
         }
         let (outputs, compared, factor) = match std::mem::take(&mut self.check.phase) {
-            Phase::Measured(outputs, compared, factor) => (outputs, compared, factor),
+            CheckPhase::Measured(outputs, compared, factor) => (outputs, compared, factor),
             other => {
                 self.check.phase = other;
                 return Ok(());
@@ -362,7 +366,7 @@ impl<M> Engine<M> {
             let bend = bend.abs().max(bend_squares.sqrt());
             let [by_difference, by_gradient, bend, noise, expected] =
                 [by_difference, by_gradient, bend, noise, expected].map(|value| value / factor);
-            let look = Look { by_difference, by_gradient, bend, noise, expected };
+            let look = DirectionSample { by_difference, by_gradient, bend, noise, expected };
             is_finite &= look.is_finite();
             self.check.groups[number].looks.add(look);
         }
@@ -383,7 +387,7 @@ impl<M> Engine<M> {
             std::fs::write(file, text).map_err(|source| Error::Io { action: "write", path: file.clone(), source })?;
         }
         if !is_over {
-            self.check.phase = Phase::Armed;
+            self.check.phase = CheckPhase::Armed;
             self.arm();
             return Ok(());
         }

@@ -22,7 +22,7 @@ const SELDOM: f64 = 1e-4;
 const LARGEST: f64 = 4.0;
 
 /// How exact a comparison is in a format.
-pub(super) struct Limits {
+pub(super) struct GradientTolerance {
     /// The size of moves, as a part of a parameter's values.
     pub step: f64,
     /// The gap that needs an explanation, as a part of the expected change of the loss.
@@ -37,7 +37,7 @@ pub(super) struct Limits {
     seldom: f64,
 }
 
-impl Limits {
+impl GradientTolerance {
     /// Those of a model that computes in `format`.
     pub fn of(format: DType) -> Self {
         match format {
@@ -125,7 +125,7 @@ impl fmt::Display for GradientReport {
 
 /// What was measured along one direction, added up over ranks.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Look {
+pub(super) struct DirectionSample {
     pub by_difference: f64,
     pub by_gradient: f64,
     pub bend: f64,
@@ -133,7 +133,7 @@ pub(super) struct Look {
     pub expected: f64,
 }
 
-impl Look {
+impl DirectionSample {
     pub fn is_finite(&self) -> bool {
         self.by_difference.is_finite() && self.by_gradient.is_finite()
     }
@@ -148,27 +148,27 @@ impl Look {
     }
 
     /// The gap that the format and the bend explain.
-    fn allowed(&self, limits: &Limits) -> f64 {
+    fn allowed(&self, limits: &GradientTolerance) -> f64 {
         limits.allowed * self.size() + 4.0 * self.noise + 1.25 * self.bend
     }
 }
 
 /// The looks at one group of parameters so far, each along another direction.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Looks(Vec<Look>);
+pub(super) struct DirectionSamples(Vec<DirectionSample>);
 
-impl Looks {
-    pub fn add(&mut self, look: Look) {
+impl DirectionSamples {
+    pub fn add(&mut self, look: DirectionSample) {
         self.0.push(look);
     }
 
     /// What they say together; nothing if another one is needed.
-    pub fn verdict(&self, limits: &Limits) -> Option<GradientVerdict> {
+    pub fn verdict(&self, limits: &GradientTolerance) -> Option<GradientVerdict> {
         // As parts of the size of each change: those of later steps are of other gradients.
-        let squares = |of: &dyn Fn(&Look) -> f64| {
+        let squares = |of: &dyn Fn(&DirectionSample) -> f64| {
             self.0.iter().map(|look| (of(look) / look.size().max(f64::MIN_POSITIVE)).powi(2)).sum::<f64>()
         };
-        let (gap, allowed) = (squares(&Look::gap), squares(&|look| look.allowed(limits)));
+        let (gap, allowed) = (squares(&DirectionSample::gap), squares(&|look| look.allowed(limits)));
         let (bend, expected) = (squares(&|look| look.bend.hypot(look.noise / 2.0)), squares(&|look| look.expected));
         if self.0.is_empty() {
             return None;
@@ -193,8 +193,8 @@ impl Looks {
     }
 
     /// The row of a report.
-    pub fn row(&self, name: String, limits: &Limits) -> GradientRow {
-        let excess = |look: &Look| look.gap() / look.allowed(limits);
+    pub fn row(&self, name: String, limits: &GradientTolerance) -> GradientRow {
+        let excess = |look: &DirectionSample| look.gap() / look.allowed(limits);
         let look = self.0.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).copied();
         let look = look.unwrap_or_default();
         GradientRow {
@@ -238,13 +238,19 @@ mod tests {
 
     /// The verdict on losses whose kinks make gaps and bends of `kinks` times the change that is expected, and whose gradient
     /// leaves out `missing` of it, with the looks that it took.
-    fn judged(numbers: &mut Normal, limits: &Limits, kinks: f64, missing: f64) -> (GradientVerdict, usize) {
-        let mut looks = Looks::default();
+    fn judged(numbers: &mut Normal, limits: &GradientTolerance, kinks: f64, missing: f64) -> (GradientVerdict, usize) {
+        let mut looks = DirectionSamples::default();
         loop {
             let by_gradient = numbers.next();
             let gap = kinks * numbers.next() + missing * numbers.next();
             let bend = (kinks * numbers.next()).abs();
-            looks.add(Look { by_gradient, by_difference: by_gradient + gap, bend, noise: 1e-4, expected: 1.0 });
+            looks.add(DirectionSample {
+                by_gradient,
+                by_difference: by_gradient + gap,
+                bend,
+                noise: 1e-4,
+                expected: 1.0,
+            });
             if let Some(verdict) = looks.verdict(limits) {
                 return (verdict, looks.0.len());
             }
@@ -266,7 +272,7 @@ mod tests {
     #[test]
     fn kinks_are_hardly_ever_called_a_mistake() {
         for format in [DType::F32, DType::F16, DType::BF16] {
-            let limits = Limits::of(format);
+            let limits = GradientTolerance::of(format);
             for (at, kinks) in [0.003, 0.02, 0.1, 0.5].into_iter().enumerate() {
                 let mut numbers = Normal(11);
                 let all = (0..2000).map(|_| judged(&mut numbers, &limits, kinks, 0.0).0);
@@ -278,7 +284,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_found_at_once_where_the_loss_is_smooth_and_soon_where_it_is_not() {
-        let limits = Limits::of(DType::F32);
+        let limits = GradientTolerance::of(DType::F32);
         for (kinks, missing, looks) in [(1e-4, 0.5, 1), (0.003, 0.3, 2), (0.01, 0.3, 3), (0.03, 0.3, 5)] {
             let mut numbers = Normal(13);
             let all: Vec<_> = (0..1000).map(|_| judged(&mut numbers, &limits, kinks, missing)).collect();

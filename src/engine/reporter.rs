@@ -11,7 +11,7 @@ use std::time::Instant;
 
 /// The monitors and logs that an engine reports to.
 #[derive(Default)]
-pub(super) struct Reporter {
+pub(super) struct EngineReporter {
     pub monitors: Monitors,
     pub throughput: Throughput,
     /// When this micro step's forward began.
@@ -26,7 +26,7 @@ pub(super) struct Reporter {
     pub comm_log: Option<Arc<CommLog>>,
 }
 
-impl Reporter {
+impl EngineReporter {
     /// Opens the monitors, on rank 0, and the log of collectives.
     pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<MonitorOpener>) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());

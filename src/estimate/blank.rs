@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::memory::MemoryTier;
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use candle_core::DType;
 
 /// A number of elements of a dtype, and room for a number of them, without memory for any.
@@ -21,7 +21,7 @@ impl Blank {
     }
 }
 
-impl Elements for Blank {
+impl ElementBuffer for Blank {
     type Place = MemoryTier;
 
     fn host() -> MemoryTier {

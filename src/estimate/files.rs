@@ -6,7 +6,7 @@ use crate::config::Aio;
 use crate::error::Result;
 use crate::memory::{Ledger, LedgerEntry, MemoryKind, TrackedBuffer};
 use crate::offload::{ALIGN, DiskAccess, StateFiles, UNWRITTEN, block_size, threads};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

@@ -6,7 +6,7 @@
 use super::network::{Network, Travel};
 use super::script::{Played, Script};
 use super::{Estimate, Measured, Setting, Shapes};
-use crate::comm::{EvenHosts, Kind};
+use crate::comm::{CollectiveKind, UniformHosts};
 use crate::config::{BatchConfig, Config};
 use crate::error::{EstimateError, Result};
 use serde::Serialize;
@@ -34,7 +34,7 @@ pub struct Forecast {
     /// Ranks of all hosts.
     pub ranks: usize,
     /// By kind of collective; kinds that do not occur are missing.
-    pub between: BTreeMap<Kind, Between>,
+    pub between: BTreeMap<CollectiveKind, Between>,
     /// Seconds in which messages are on their way between hosts, where nothing is computed beside them.
     pub wire_s: f64,
     /// Seconds of a step, where that of one host is known.
@@ -76,16 +76,16 @@ impl Estimate {
         if hosts == 0 || !ranks.is_multiple_of(hosts) {
             return Err(EstimateError::Hosts { ranks, hosts }.into());
         }
-        let all = EvenHosts::new(hosts, ranks / hosts);
-        let mut between = BTreeMap::<Kind, Between>::new();
+        let all = UniformHosts::new(hosts, ranks / hosts);
+        let mut between = BTreeMap::<CollectiveKind, Between>::new();
         for (c, times) in self.script.collectives() {
             let entry = between.entry(c.kind).or_default();
             // The number of micro steps may be anything.
             let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
             add(&mut entry.calls, 1);
-            for passage in all.passages(c.kind, c.wire, c.dtype, c.elements) {
-                add(&mut entry.bytes_in, passage.into);
-                add(&mut entry.bytes_out, passage.out);
+            for transfer in all.transfers(c.kind, c.wire, c.dtype, c.elements) {
+                add(&mut entry.bytes_in, transfer.into);
+                add(&mut entry.bytes_out, transfer.out);
             }
         }
         let Played { step, wire } = play(&self.script, &all, network, measured);
@@ -131,10 +131,10 @@ fn with_ranks(config: &Config, ranks: usize) -> Config {
 }
 
 /// Plays a step. Where nothing is known of computing, it takes no time.
-fn play(script: &Script, hosts: &EvenHosts, network: &Network, measured: Option<&Measured>) -> Played {
+fn play(script: &Script, hosts: &UniformHosts, network: &Network, measured: Option<&Measured>) -> Played {
     let travelling = |c: &super::script::Collective| {
         let ways =
-            hosts.passages(c.kind, c.wire, c.dtype, c.elements).into_iter().map(|passage| network.travel(&passage));
+            hosts.transfers(c.kind, c.wire, c.dtype, c.elements).into_iter().map(|transfer| network.travel(&transfer));
         ways.reduce(|a, b| Travel { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
             .unwrap_or_default()
     };
@@ -225,8 +225,10 @@ mod tests {
         let of = |accumulation| {
             let estimate = Estimate::new(&shapes, &config(4, json!({"stage": 3}), accumulation)).unwrap();
             let forecast = estimate.forecast(2, &network, None).unwrap();
-            let calls = |kind: &Kind| forecast.between.get(kind).map_or(0, |between| between.calls);
-            Kind::ALL.iter().for_each(|kind| assert_eq!(calls(kind), estimate.step.kind(*kind).calls, "{kind:?}"));
+            let calls = |kind: &CollectiveKind| forecast.between.get(kind).map_or(0, |between| between.calls);
+            CollectiveKind::ALL
+                .iter()
+                .for_each(|kind| assert_eq!(calls(kind), estimate.step.kind(*kind).calls, "{kind:?}"));
             forecast
         };
         let [three, four, hundred] = [3, 4, 100].map(of);

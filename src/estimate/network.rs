@@ -1,6 +1,6 @@
 //! A cable between hosts, and how long messages take on it.
 
-use crate::comm::Passage;
+use crate::comm::InterHostTransfer;
 use crate::error::EstimateError;
 use std::fmt;
 use std::str::FromStr;
@@ -96,12 +96,12 @@ impl Network {
         self.busy_percent / 100.0
     }
 
-    /// A passage from its beginning to its end, headers included.
+    /// A transfer from its beginning to its end, headers included.
     ///
     /// A message waits for the one that is `window` messages before it. So either the cable is always busy, or each window
     /// waits for the ways of its messages.
-    pub(super) fn travel(&self, passage: &Passage) -> Travel {
-        let Passage { into, out, messages, window, hops, behind } = *passage;
+    pub(super) fn travel(&self, transfer: &InterHostTransfer) -> Travel {
+        let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
         let cable = into.max(out) as f64 / rate;
         let each = cable / messages as f64;
@@ -168,7 +168,7 @@ impl fmt::Display for Network {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::comm::{EvenHosts, Kind, Wire};
+    use crate::comm::{CollectiveKind, UniformHosts, WireFormat};
     use candle_core::DType;
     use proptest::prelude::*;
 
@@ -227,33 +227,34 @@ mod tests {
 
     #[test]
     fn a_passage_takes_its_bytes_and_its_ways() {
-        let seconds = |network: &str, passage: &Passage| self::network(network).travel(passage).seconds;
-        let one = Passage { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
+        let seconds = |network: &str, transfer: &InterHostTransfer| self::network(network).travel(transfer).seconds;
+        let one = InterHostTransfer { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
         // The header's way, the message's, and the bytes of the busier direction.
         assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
         assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
         // A hundred messages, two at a time: of 1 ms each a slow cable is always busy, and a fast one waits for ways.
-        let many = Passage { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
+        let many = InterHostTransfer { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
         assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
         assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
     }
 
     #[test]
     fn a_slower_or_longer_cable_never_takes_less() {
-        let all = [(2, 1), (2, 2), (2, 8), (4, 4)].map(|(hosts, each)| EvenHosts::new(hosts, each));
-        let passages = all.iter().flat_map(|hosts| {
+        let all = [(2, 1), (2, 2), (2, 8), (4, 4)].map(|(hosts, each)| UniformHosts::new(hosts, each));
+        let transfers = all.iter().flat_map(|hosts| {
             let sizes = [0, 1, 5000, 1 << 17, 1 << 24];
             sizes.into_iter().flat_map(move |n| {
-                [Kind::ReduceScatter, Kind::AllReduce, Kind::AllGather]
+                [CollectiveKind::ReduceScatter, CollectiveKind::AllReduce, CollectiveKind::AllGather]
                     .into_iter()
-                    .flat_map(move |kind| hosts.passages(kind, Wire::Exact, DType::F32, 16 * n))
+                    .flat_map(move |kind| hosts.transfers(kind, WireFormat::Exact, DType::F32, 16 * n))
             })
         });
-        for passage in passages {
+        for transfer in transfers {
             let by_rate =
-                ["40Gbit,50us", "1Gbit,50us", "1Mbit,50us"].map(|text| network(text).travel(&passage).seconds);
-            let by_latency = ["1Gbit,0s", "1Gbit,1us", "1Gbit,20ms"].map(|text| network(text).travel(&passage).seconds);
-            assert!(by_rate.is_sorted() && by_latency.is_sorted(), "{passage:?} {by_rate:?} {by_latency:?}");
+                ["40Gbit,50us", "1Gbit,50us", "1Mbit,50us"].map(|text| network(text).travel(&transfer).seconds);
+            let by_latency =
+                ["1Gbit,0s", "1Gbit,1us", "1Gbit,20ms"].map(|text| network(text).travel(&transfer).seconds);
+            assert!(by_rate.is_sorted() && by_latency.is_sorted(), "{transfer:?} {by_rate:?} {by_latency:?}");
         }
     }
 }

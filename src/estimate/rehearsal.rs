@@ -10,7 +10,7 @@ use super::blank::Blank;
 use super::files::{Requests, Space, Spaces};
 use super::script::{self, Launched, Phase, Script};
 use super::traffic::Traffic;
-use crate::comm::{Kind as CommKind, Wire};
+use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::memory::{Ledger, LedgerEntry, MemoryKind, MemoryReport, MemoryTier, TrackedBuffer};
@@ -18,7 +18,7 @@ use crate::offload::{DiskAccess, StateWindow, WindowSettings};
 use crate::optim;
 use crate::optim::{GroupStepSettings, ParamClass, ParameterGrouping, StepContext};
 use crate::param::{Param, ParamId, ROOT};
-use crate::precision::{Elements, Packing};
+use crate::precision::{ElementBuffer, WeightPacking};
 use crate::util::lock;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::gather::leaf_units::LeafUnits;
@@ -122,7 +122,7 @@ impl<'a> Rehearsal<'a> {
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = ParameterGrouping::role(grouping.group(name, shape.dims()));
-            let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
+            let block = param.packing().map_or_else(|| share_plan.block(role), WeightPacking::unit);
             param.block.store(block, Ordering::Relaxed);
             let class = ParamClass::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
@@ -225,7 +225,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Counts a collective, and enters it.
-    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: Wire) -> Launched {
+    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> Launched {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
         self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements })
     }
@@ -233,7 +233,7 @@ impl<'a> Rehearsal<'a> {
     /// Forward and backward.
     fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
-            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
+            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
             self.script.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
@@ -380,7 +380,7 @@ impl RankBackend for Rehearsal<'_> {
         WindowSettings::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn launch(&self, collective: CollectiveOp, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
+    fn launch(&self, collective: CollectiveOp, wire: WireFormat, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // What leaves a GPU travels as a copy on the host.
         let copied = Blank::is_device(&buffer.place()) && world > 1;
@@ -440,7 +440,7 @@ impl RankBackend for Rehearsal<'_> {
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        let launched = self.count(CommKind::Control, values.len(), DType::F64, Wire::Exact);
+        let launched = self.count(CommKind::Control, values.len(), DType::F64, WireFormat::Exact);
         self.script.borrow_mut().wait(launched);
         Ok(vec![values])
     }

@@ -5,7 +5,7 @@
 //! waits for it, when a long one is launched behind it, or after a grace.
 
 use super::network::Travel;
-use crate::comm::{GRACE, Kind, SHORT_BYTES, Wire};
+use crate::comm::{CollectiveKind, GRACE, SHORT_BYTES, WireFormat};
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -45,11 +45,11 @@ impl Work {
     }
 }
 
-/// A collective: what [`EvenHosts::passages`](crate::comm::EvenHosts::passages) is asked for.
+/// A collective: what [`UniformHosts::transfers`](crate::comm::UniformHosts::transfers) is asked for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Collective {
-    pub kind: Kind,
-    pub wire: Wire,
+    pub kind: CollectiveKind,
+    pub wire: WireFormat,
     pub dtype: DType,
     /// Of the argument.
     pub elements: usize,
@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     fn sum_of(elements: usize) -> Collective {
-        Collective { kind: Kind::ReduceScatter, wire: Wire::Exact, dtype: DType::F32, elements }
+        Collective { kind: CollectiveKind::ReduceScatter, wire: WireFormat::Exact, dtype: DType::F32, elements }
     }
 
     /// Each unit of work takes a second; a long collective takes `long` seconds, a short one `short`.

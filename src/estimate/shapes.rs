@@ -5,7 +5,7 @@ use crate::error::{ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
-use crate::precision::Packing;
+use crate::precision::WeightPacking;
 use crate::util::{list, matches};
 use crate::zero::gather::leaf_units::LeafUnits;
 use crate::zero::gather::unit::building;
@@ -22,7 +22,7 @@ pub struct Shapes {
     name: String,
     registered: RegisteredModel,
     /// How frozen parameters are held, and which of them; without a rule, matrices.
-    packing: Option<(Packing, Option<Rule>)>,
+    packing: Option<(WeightPacking, Option<Rule>)>,
     /// Those that are in f32 in a model of 16 bits too.
     kept_f32: Option<Rule>,
     assumed: Vec<String>,
@@ -148,13 +148,13 @@ impl Shapes {
     /// [`EngineBuilder::quantized`](crate::EngineBuilder::quantized); otherwise the configuration's
     /// `zero_quantized_nontrainable_weights` decides.
     #[must_use]
-    pub fn quantized(self, packing: Packing) -> Self {
+    pub fn quantized(self, packing: WeightPacking) -> Self {
         Self { packing: Some((packing, None)), ..self }
     }
 
     /// The same with those frozen parameters packed of which `rule` says so, by name and shape.
     #[must_use]
-    pub fn quantized_by(self, packing: Packing, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
+    pub fn quantized_by(self, packing: WeightPacking, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
         Self { packing: Some((packing, Some(Box::new(rule)))), ..self }
     }
 
@@ -227,7 +227,7 @@ impl Shapes {
         leaves.mark_named(units, &config.zero.leaf_module);
         let kept = Fp32Modules(&config.keep_in_fp32_modules);
         kept.check(self.registered.names())?;
-        let of_config = config.zero.quantized_nontrainable_weights.then_some((Packing::Int8, None));
+        let of_config = config.zero.quantized_nontrainable_weights.then_some((WeightPacking::Int8, None));
         let packing = self.packing.as_ref().or(of_config.as_ref());
         let chosen = |rule: &Rule, param: &Param| rule(&param.name, param.shape.dims());
         let packing = |param: &Param| {

@@ -1,6 +1,6 @@
 //! The traffic of a rank: collectives by kind, and bytes of files.
 
-use crate::comm::{Kind, Wire};
+use crate::comm::{CollectiveKind, WireFormat};
 use candle_core::DType;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ pub struct Collectives {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
     /// By kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are missing.
-    pub collectives: BTreeMap<Kind, Collectives>,
+    pub collectives: BTreeMap<CollectiveKind, Collectives>,
     /// Bytes read from files.
     pub bytes_read: u64,
     /// Bytes written to files.
@@ -29,12 +29,19 @@ pub struct Traffic {
 
 impl Traffic {
     /// The traffic of `kind`; zeros if it does not occur.
-    pub fn kind(&self, kind: Kind) -> Collectives {
+    pub fn kind(&self, kind: CollectiveKind) -> Collectives {
         self.collectives.get(&kind).copied().unwrap_or_default()
     }
 
     /// Counts one collective whose argument has `elements` of a dtype on each of `world` ranks.
-    pub(super) fn collective(&mut self, kind: Kind, elements: usize, dtype: DType, wire: Wire, world: usize) {
+    pub(super) fn collective(
+        &mut self,
+        kind: CollectiveKind,
+        elements: usize,
+        dtype: DType,
+        wire: WireFormat,
+        world: usize,
+    ) {
         let entry = self.collectives.entry(kind).or_default();
         entry.calls += 1;
         entry.elements += elements as u64;
@@ -44,8 +51,8 @@ impl Traffic {
     /// Counts that sums of `elements` elements are joined by the `copies` ranks that each have some of the same shard, as part
     /// of a reduction.
     pub(super) fn sums_across(&mut self, elements: usize, dtype: DType, copies: usize) {
-        let bytes = Wire::Exact.bytes(Kind::AllGather, elements, dtype, copies);
-        self.collectives.entry(Kind::ReduceScatter).or_default().wire_bytes += bytes as u64;
+        let bytes = WireFormat::Exact.bytes(CollectiveKind::AllGather, elements, dtype, copies);
+        self.collectives.entry(CollectiveKind::ReduceScatter).or_default().wire_bytes += bytes as u64;
     }
 
     /// The traffic since `before`.

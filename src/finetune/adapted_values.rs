@@ -7,7 +7,7 @@ use crate::engine::InitialValues;
 use crate::error::Result;
 use crate::models::DecoderConfig;
 use crate::nn::WeightLayout;
-use crate::precision::{Flat, FlatMut, FlatRef, Packing};
+use crate::precision::{Flat, FlatMut, FlatRef, WeightPacking};
 use crate::util::fnv1a;
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
@@ -30,7 +30,7 @@ pub struct AdaptedValues {
 
 /// Weights that the model computes with as they come out of a packing.
 struct Packed {
-    packing: Packing,
+    packing: WeightPacking,
     dtype: DType,
     rule: fn(&str, &[usize]) -> bool,
 }
@@ -62,7 +62,7 @@ impl AdaptedValues {
     /// ([`EngineBuilder::quantized`](crate::EngineBuilder::quantized)): magnitudes begin as the lengths of what comes out of the
     /// packing, so that an adapter begins without effect.
     #[must_use]
-    pub fn quantized(self, packing: Packing, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
+    pub fn quantized(self, packing: WeightPacking, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
         Self { packed: Some(Packed { packing, dtype, rule }), ..self }
     }
 

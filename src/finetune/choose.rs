@@ -242,7 +242,7 @@ mod tests {
     use crate::finetune::is_quantized;
     use crate::models::{Decoder, DecoderConfig, DecoderSizes, LlamaConfig, Pass};
     use crate::nn::{LoraConfig, is_adapter};
-    use crate::precision::{Nf4Scales, Packing};
+    use crate::precision::{Nf4Scales, WeightPacking};
 
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Method {
@@ -261,9 +261,9 @@ mod tests {
         let shapes = match method {
             Method::Full => shapes,
             Method::Lora => shapes.trainable(|name, _| is_adapter(name)),
-            Method::Qlora => {
-                shapes.trainable(|name, _| is_adapter(name)).quantized_by(Packing::Nf4(Nf4Scales::Bf16), is_quantized)
-            }
+            Method::Qlora => shapes
+                .trainable(|name, _| is_adapter(name))
+                .quantized_by(WeightPacking::Nf4(Nf4Scales::Bf16), is_quantized),
         };
         let trains_base = method == Method::Full;
         let activations = |rows: usize, recompute: bool| {

@@ -14,7 +14,7 @@ use super::raw::{MOST_BYTES, Raw, Record};
 use super::record::FORMS;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::sandbox::{Subject, within};
+use crate::sandbox::{SandboxSubject, within};
 use crate::util::list;
 use minijinja::value::Value;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition, Type as Physical};
@@ -41,7 +41,7 @@ const ENCRYPTED: &[u8; 4] = b"PARE";
 pub(super) struct Rows {
     path: PathBuf,
     /// The file, for what the crate does with it.
-    subject: Subject,
+    subject: SandboxSubject,
     reader: SerializedFileReader<File>,
     /// Names of all columns.
     names: Vec<String>,
@@ -78,7 +78,7 @@ impl Rows {
             .with_encoding_stats_policy(ParquetStatisticsPolicy::SkipAll)
             .build();
         let damaged = |reason| wrong(format!("its footer is damaged ({reason}); fetch or write it again"));
-        let subject = Subject::new(path.display().to_string());
+        let subject = SandboxSubject::new(path.display().to_string());
         let reader = caught(&subject, || SerializedFileReader::new_with_options(file, options)).map_err(damaged)?;
         let metadata = reader.metadata();
         let root = metadata.file_metadata().schema_descr().root_schema();
@@ -166,7 +166,7 @@ impl Rows {
 
 /// What `read` gives, or why it gives nothing. Of damaged bytes the crate gives errors mostly, but slices and asserts in its
 /// decoders panic as well; what panicked is not used again.
-fn caught<T>(subject: &Subject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const SHOWN: usize = 200;
     // Bytes of a page, usually.
     let result = within(subject, 1 << 20, read);

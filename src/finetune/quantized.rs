@@ -1,10 +1,10 @@
 //! Which weights QLoRA holds in four bits.
 
 use crate::nn::is_adapter;
-use crate::precision::{Nf4Scales, Packing};
+use crate::precision::{Nf4Scales, WeightPacking};
 
 /// How: in NF4, scales in eight bits (QLoRA, arXiv 2305.14314).
-pub(super) const PACKING: Packing = Packing::Nf4(Nf4Scales::DoubleQuantized);
+pub(super) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 /// Whether a parameter of a decoder, by name and shape, is among those that QLoRA quantizes: the weights of all linear layers in
 /// blocks. Embeddings and the output projection stay in the model's precision, as in PEFT; so do norms and biases.

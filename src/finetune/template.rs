@@ -12,7 +12,7 @@ use super::tokenizer::{SpecialTokens, Tokenizer};
 use super::tokenizer_files::{self, object};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::sandbox::{Subject, within};
+use crate::sandbox::{SandboxSubject, within};
 use crate::util::lock;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Value, ValueKind};
@@ -50,7 +50,7 @@ pub struct Template {
     environments: [Environment<'static>; 2],
     /// What it is for errors: the chat template of a file.
     name: Arc<str>,
-    subject: Subject,
+    subject: SandboxSubject,
     /// Renderings that had no end, and the line of the last one.
     endless: Arc<Mutex<(usize, Option<usize>)>>,
     /// Variables of every rendering: the special tokens, and what [`Template::set`] set.
@@ -82,7 +82,7 @@ impl Template {
         let (with_filters, has_markers) = replace_markers(source);
         let syntax = |e: minijinja::Error| FinetuneError::TemplateSyntax { reason: reason(&e) };
         let mut environment = environment().map_err(syntax)?;
-        let subject = Subject::new(&*name);
+        let subject = SandboxSubject::new(&*name);
         let add = || environment.add_template_owned(NAME, with_filters);
         within(&subject, source.len(), add)
             .map_err(|reason| FinetuneError::TemplateSyntax { reason })?

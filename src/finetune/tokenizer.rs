@@ -4,7 +4,7 @@ use super::error::FinetuneError;
 use super::tokenizer_files::TokenizerFiles;
 use super::words::{Encoded, Words};
 use crate::error::Result;
-use crate::sandbox::{Subject, within};
+use crate::sandbox::{SandboxSubject, within};
 use serde_json::{Map, Value};
 use std::path::Path;
 use tokenizers::{NormalizedString, Normalizer as _, PostProcessorWrapper};
@@ -26,7 +26,7 @@ pub struct Tokenizer {
     around: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
     /// Its file, for what other crates do with it.
-    subject: Subject,
+    subject: SandboxSubject,
 }
 
 /// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
@@ -78,7 +78,7 @@ impl Tokenizer {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let TokenizerFiles { path, tokenizer: bytes, config, special: map } = TokenizerFiles::read(path.as_ref())?;
         let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
-        let subject = Subject::new(path.display().to_string());
+        let subject = SandboxSubject::new(path.display().to_string());
         let load = || -> tokenizers::Result<_> {
             let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
             inner.with_padding(None).with_truncation(None)?;

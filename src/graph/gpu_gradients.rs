@@ -2,8 +2,8 @@
 
 use super::grad_slot::{Grad, GradSlot};
 use super::recorded_op::InputGradSink;
-use crate::cuda::{self, DeviceMut};
-use crate::tensor::on_device::{change, gpu_of, tensor_of, with_each};
+use crate::cuda::{self, DeviceFlatMut};
+use crate::tensor::device_elements::{change, gpu_of, tensor_of, with_each};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor};
 
 impl Grad {
@@ -42,7 +42,7 @@ impl GradSlot {
         device: &CudaDevice,
         dtype: DType,
         len: usize,
-        write: impl FnOnce(DeviceMut<'_>, bool) -> Result<()>,
+        write: impl FnOnce(DeviceFlatMut<'_>, bool) -> Result<()>,
     ) -> Result<()> {
         if !self.is_open() {
             return Ok(());
@@ -67,7 +67,7 @@ impl InputGradSink {
         device: &CudaDevice,
         dtype: DType,
         len: usize,
-        write: impl FnOnce(DeviceMut<'_>, bool) -> Result<()>,
+        write: impl FnOnce(DeviceFlatMut<'_>, bool) -> Result<()>,
     ) -> Result<()> {
         self.open().map_or(Ok(()), |slot| slot.accumulate_on(device, dtype, len, write))
     }
@@ -78,7 +78,7 @@ impl InputGradSink {
         device: &CudaDevice,
         dtype: DType,
         len: usize,
-        add: impl FnOnce(DeviceMut<'_>) -> Result<()>,
+        add: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>,
     ) -> Result<()> {
         let Some(slot) = self.open() else { return Ok(()) };
         if slot.is_empty() {
@@ -93,7 +93,7 @@ impl InputGradSink {
         device: &CudaDevice,
         dtype: DType,
         len: usize,
-        write: impl FnOnce(DeviceMut<'_>) -> Result<()>,
+        write: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>,
     ) -> Result<()> {
         let Some(slot) = self.open() else { return Ok(()) };
         slot.add(Grad::of_storage(cuda::written(device, dtype, len, write)?, len))

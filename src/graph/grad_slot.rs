@@ -3,9 +3,9 @@
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::precision::{Flat, FlatRef};
-use crate::tensor::element::{Element, with_elements};
 #[cfg(feature = "cuda")]
-use crate::tensor::on_device::add_in_place;
+use crate::tensor::device_elements::add_in_place;
+use crate::tensor::element::{TensorElement, with_elements};
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
@@ -25,7 +25,7 @@ pub(crate) enum Grad {
 }
 
 impl Grad {
-    pub fn own<E: Element>(values: Vec<E>) -> Self {
+    pub fn own<E: TensorElement>(values: Vec<E>) -> Self {
         Self::Own(E::flat(values))
     }
 
@@ -52,7 +52,7 @@ impl Grad {
     }
 
     /// The values as elements of the operation `op`.
-    pub fn read<E: Element, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
+    pub fn read<E: TensorElement, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
         match self {
             Self::Own(flat) => match E::of_flat(flat) {
                 Some(values) => look(values),
@@ -188,7 +188,11 @@ impl GradSlot {
 
     /// Lets `write` add to the gradient in place, or, with `false`, make it: then it is given `len` elements of any
     /// value and must write all of them.
-    pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+    pub fn accumulate<E: TensorElement>(
+        &self,
+        len: usize,
+        write: impl FnOnce(&mut [E], bool) -> Result<()>,
+    ) -> Result<()> {
         if !self.is_open() {
             return Ok(());
         }

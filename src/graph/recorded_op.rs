@@ -4,7 +4,7 @@ use super::grad_slot::{Grad, GradSlot, abandon};
 use super::node_table::{GraphNode, node_of, with_token};
 use super::prepared_op::{one, prepared};
 use crate::kernels::buffer;
-use crate::tensor::element::Element;
+use crate::tensor::element::TensorElement;
 use crate::util::lock;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Device, Layout, Result, Shape, Storage, Tensor};
@@ -73,7 +73,11 @@ impl InputGradSink {
     }
 
     /// See [`GradSlot::accumulate`]; nothing happens where the gradient is not wanted.
-    pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+    pub fn accumulate<E: TensorElement>(
+        &self,
+        len: usize,
+        write: impl FnOnce(&mut [E], bool) -> Result<()>,
+    ) -> Result<()> {
         self.0.as_ref().map_or(Ok(()), |slot| slot.accumulate(len, write))
     }
 }
@@ -81,7 +85,7 @@ impl InputGradSink {
 impl InputGradSink {
     /// Runs `write` in any case: with the gradient as [`InputGradSink::accumulate`] gives it, or with nothing where it is not
     /// wanted. For operations that compute several gradients in one pass.
-    pub fn accumulate_if_wanted<E: Element>(
+    pub fn accumulate_if_wanted<E: TensorElement>(
         &self,
         len: usize,
         write: impl FnOnce(Option<(&mut [E], bool)>) -> Result<()>,
@@ -93,14 +97,18 @@ impl InputGradSink {
     }
 
     /// Lets `add` add to the gradient in place, to zeros where there was none.
-    pub fn accumulate_zeroed<E: Element>(&self, len: usize, add: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
+    pub fn accumulate_zeroed<E: TensorElement>(
+        &self,
+        len: usize,
+        add: impl FnOnce(&mut [E]) -> Result<()>,
+    ) -> Result<()> {
         // Memory fresh from the system is zero already, so the zeros of rows that are not touched cost nothing.
         self.give_if_empty(|| Grad::own(bytemuck::zeroed_vec::<E>(len)))?;
         self.accumulate(len, |values, _| add(values))
     }
 
     /// Delivers a gradient of `len` elements; `write` is given any values and must write all of them.
-    pub fn make<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
+    pub fn make<E: TensorElement>(&self, len: usize, write: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
         let Some(slot) = self.open() else { return Ok(()) };
         let mut values = buffer::<E>(len);
         write(&mut values)?;
@@ -108,7 +116,7 @@ impl InputGradSink {
     }
 
     /// Delivers a gradient that was summed in f32, rounded once.
-    pub fn give_sums<E: Element>(&self, sums: &[f32]) -> Result<()> {
+    pub fn give_sums<E: TensorElement>(&self, sums: &[f32]) -> Result<()> {
         self.accumulate::<E>(sums.len(), |grad, add| {
             if add {
                 let mut total = vec![0f32; sums.len()];

@@ -1,11 +1,11 @@
 //! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU, and what
 //! they gate.
 
-use crate::kernels::element::{Element, Kind};
+use crate::kernels::element::{Element, ElementDtype};
+use crate::kernels::f32_access::{self, get, put, vectorized};
 use crate::kernels::gemm::Activation;
 use crate::kernels::math;
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{self, get, put, vectorized};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// Elements that one task computes.
 const CHUNK: usize = 1 << 14;
@@ -84,11 +84,11 @@ fn gated_slopes_in_tasks<E: Element>(
 ) {
     let n = gate.len();
     assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "elements of a gate's gradients");
-    let parts = (Chunks::new(dgate, CHUNK), Chunks::new(dup, CHUNK));
+    let parts = (ParallelChunks::new(dgate, CHUNK), ParallelChunks::new(dup, CHUNK));
     for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
         let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
         vectorized!({
-            if E::KIND == Kind::F32 {
+            if E::KIND == ElementDtype::F32 {
                 return gated_slopes(gate, up, dy, dgate, dup, &function);
             }
             let mut room = [[0f32; BLOCK]; 5];
@@ -96,12 +96,12 @@ fn gated_slopes_in_tasks<E: Element>(
                 let range = start..dgate.len().min(start + BLOCK);
                 let [to_gate, to_up, mut rooms @ ..] = room.each_mut().map(|room| &mut room[..range.len()]);
                 for (room, x) in rooms.iter_mut().zip([gate, up, dy]) {
-                    wide::widen(&x[range.clone()], room);
+                    f32_access::widen(&x[range.clone()], room);
                 }
                 let [gate, up, dy] = rooms;
                 gated_slopes(gate, up, dy, to_gate, to_up, &function);
-                wide::narrow(to_gate, &mut dgate[range.clone()]);
-                wide::narrow(to_up, &mut dup[range]);
+                f32_access::narrow(to_gate, &mut dgate[range.clone()]);
+                f32_access::narrow(to_up, &mut dup[range]);
             }
         });
     });
@@ -140,18 +140,18 @@ pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
 /// y = second(x, first(x)).
 fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, second: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!(x.len(), y.len(), "elements of an activation");
-    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+    for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
-        vectorized!(wide::map_in_steps(x, y, &first, &second));
+        vectorized!(f32_access::map_in_steps(x, y, &first, &second));
     });
 }
 
 /// y = f(a, b).
 fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!([a.len(), b.len()], [y.len(); 2], "elements of an activation");
-    for_each_part(y.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+    for_each_part(y.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let [a, b] = [a, b].map(|x| &x[i * CHUNK..][..y.len()]);
-        vectorized!(wide::map_long(
+        vectorized!(f32_access::map_long(
             [a, b],
             y,
             #[inline(always)]

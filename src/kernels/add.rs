@@ -1,8 +1,8 @@
 //! Sums and multiples of whole slices, at the memory's speed.
 
 use crate::kernels::element::Element;
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{update, vectorized};
+use crate::kernels::f32_access::{update, vectorized};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// Elements that one task computes.
 const CHUNK: usize = 1 << 16;
@@ -12,7 +12,7 @@ const CHUNK: usize = 1 << 16;
 /// Panics if the lengths differ.
 pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
     assert_eq!(dst.len(), src.len(), "elements of a sum");
-    for_each_part(src.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |i, dst| {
+    for_each_part(src.len().div_ceil(CHUNK), ParallelChunks::new(dst, CHUNK), |i, dst| {
         let src = &src[i * CHUNK..][..dst.len()];
         vectorized!(update(
             dst,
@@ -25,7 +25,7 @@ pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
 
 /// dst *= factor, each product rounded once.
 pub fn scale_into<E: Element>(dst: &mut [E], factor: f32) {
-    for_each_part(dst.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |_, dst| {
+    for_each_part(dst.len().div_ceil(CHUNK), ParallelChunks::new(dst, CHUNK), |_, dst| {
         vectorized!(update(
             dst,
             [&[] as &[E]; 0],
@@ -38,7 +38,7 @@ pub fn scale_into<E: Element>(dst: &mut [E], factor: f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::wide::{get, put};
+    use crate::kernels::f32_access::{get, put};
     use half::{bf16, f16};
 
     fn sums_and_multiples_are_rounded_once<E: Element>() {

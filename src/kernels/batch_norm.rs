@@ -2,7 +2,7 @@
 //! variance over all images and pixels. Sums are in f64, in an order that the sizes alone decide.
 
 use super::Element;
-use super::wide::{self, as_f32, vectorized};
+use super::f32_access::{self, as_f32, vectorized};
 use rayon::prelude::*;
 
 /// Lanes of a sum: as many independent additions.
@@ -10,13 +10,13 @@ const LANES: usize = 8;
 
 /// The three dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sizes {
+pub struct BatchNormSizes {
     pub images: usize,
     pub channels: usize,
     pub pixels: usize,
 }
 
-impl Sizes {
+impl BatchNormSizes {
     /// Elements of a channel.
     pub fn count(self) -> usize {
         self.images * self.pixels
@@ -66,13 +66,13 @@ impl Sizes {
                 let inputs = inputs.map(|input| &input[self.run(image, channel)]);
                 let of = of(channel);
                 vectorized!(match add {
-                    true => wide::update(
+                    true => f32_access::update(
                         y,
                         inputs,
                         #[inline(always)]
                         |y, x| y + of(x),
                     ),
-                    false => wide::map(inputs, y, of),
+                    false => f32_access::map(inputs, y, of),
                 });
             }
         };
@@ -103,7 +103,7 @@ fn add_in_lanes<const N: usize>(lanes: &mut [f64; LANES], runs: [&[f32]; N], add
 }
 
 /// Mean, and sum of squared distances from it, of each channel.
-pub fn moments<E: Element>(x: &[E], sizes: Sizes) -> Vec<[f64; 2]> {
+pub fn moments<E: Element>(x: &[E], sizes: BatchNormSizes) -> Vec<[f64; 2]> {
     let sums = sizes.sums([x], |_| {
         #[inline(always)]
         |[x]: [f32; 1]| f64::from(x)
@@ -119,16 +119,22 @@ pub fn moments<E: Element>(x: &[E], sizes: Sizes) -> Vec<[f64; 2]> {
 
 /// The values by which a channel is normalized.
 #[derive(Debug, Clone, Copy)]
-pub struct Normal {
+pub struct ChannelStatistics {
     pub mean: f32,
     /// 1 / sqrt(variance + eps)
     pub inverse: f32,
 }
 
 /// (x - mean) x inverse x weight + bias; without `affine`, a weight of 1 and a bias of 0.
-pub fn forward<E: Element>(x: &[E], sizes: Sizes, normal: &[Normal], affine: Option<[&[f32]; 2]>, y: &mut [E]) {
+pub fn forward<E: Element>(
+    x: &[E],
+    sizes: BatchNormSizes,
+    normal: &[ChannelStatistics],
+    affine: Option<[&[f32]; 2]>,
+    y: &mut [E],
+) {
     sizes.map([x], y, false, |channel| {
-        let Normal { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = normal[channel];
         let affine = affine.map(|affine| affine.map(|values| values[channel]));
         #[inline(always)]
         move |[x]: [f32; 1]| {
@@ -142,13 +148,18 @@ pub fn forward<E: Element>(x: &[E], sizes: Sizes, normal: &[Normal], affine: Opt
 }
 
 /// Sums of the result's gradient, and of it times the normalized input, of each channel.
-pub fn backward_sums<E: Element>(x: &[E], dy: &[E], sizes: Sizes, normal: &[Normal]) -> Vec<[f64; 2]> {
+pub fn backward_sums<E: Element>(
+    x: &[E],
+    dy: &[E],
+    sizes: BatchNormSizes,
+    normal: &[ChannelStatistics],
+) -> Vec<[f64; 2]> {
     let sums = sizes.sums([dy], |_| {
         #[inline(always)]
         |[dy]: [f32; 1]| f64::from(dy)
     });
     let products = sizes.sums([x, dy], |channel| {
-        let Normal { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = normal[channel];
         #[inline(always)]
         move |[x, dy]: [f32; 2]| f64::from((x - mean) * inverse) * f64::from(dy)
     });
@@ -159,14 +170,14 @@ pub fn backward_sums<E: Element>(x: &[E], dy: &[E], sizes: Sizes, normal: &[Norm
 /// statistics are of.
 pub fn backward<E: Element>(
     [x, dy]: [&[E]; 2],
-    sizes: Sizes,
-    normal: &[Normal],
+    sizes: BatchNormSizes,
+    normal: &[ChannelStatistics],
     weight: Option<&[f32]>,
     means: &[[f32; 2]],
     (dx, add): (&mut [E], bool),
 ) {
     sizes.map([x, dy], dx, add, |channel| {
-        let Normal { mean, inverse } = normal[channel];
+        let ChannelStatistics { mean, inverse } = normal[channel];
         let [mean_dy, mean_product] = means[channel];
         let weight = weight.map_or(1.0, |weight| weight[channel]);
         #[inline(always)]

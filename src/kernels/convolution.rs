@@ -9,8 +9,8 @@
 //! f32; images, groups and taps are `[batch, groups * c, length]` and `[groups * c_out, c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
-use super::par::{Chunks, for_each_part};
-use super::{add::add_into, buffer, count};
+use super::parallel::{ParallelChunks, for_each_part};
+use super::{add::add_into, buffer, mac_count};
 use crate::util::pieces;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ const MANY_WEIGHTS: usize = 1 << 18;
 
 /// The sizes of a convolution from `l_in` to `l_out`; channels are those of one group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sizes {
+pub struct ConvolutionSizes {
     pub batch: usize,
     pub groups: usize,
     pub c_in: usize,
@@ -38,7 +38,7 @@ pub struct Sizes {
     pub dilation: usize,
 }
 
-impl Sizes {
+impl ConvolutionSizes {
     /// Elements of one group of one input.
     fn input(self) -> usize {
         self.c_in * self.l_in
@@ -76,7 +76,7 @@ impl Sizes {
     /// The patches of some columns of one group of one input, a row for each channel and tap.
     fn patches(self, x: &[f32], columns: &Range<usize>, patches: &mut [f32]) {
         let width = columns.len();
-        for_each_part(self.c_in, Chunks::new(patches, self.kernel * width), |channel, rows| {
+        for_each_part(self.c_in, ParallelChunks::new(patches, self.kernel * width), |channel, rows| {
             let x = &x[channel * self.l_in..][..self.l_in];
             for (tap, row) in rows.chunks_exact_mut(width).enumerate() {
                 let (seen, start) = self.seen(tap, columns);
@@ -97,7 +97,7 @@ impl Sizes {
     /// Adds patches to the elements of one group of one input that they were made of.
     fn add_patches(self, patches: &[f32], columns: &Range<usize>, dx: &mut [f32]) {
         let width = columns.len();
-        for_each_part(self.c_in, Chunks::new(dx, self.l_in), |channel, dx| {
+        for_each_part(self.c_in, ParallelChunks::new(dx, self.l_in), |channel, dx| {
             let rows = &patches[channel * self.kernel * width..][..self.kernel * width];
             for (tap, row) in rows.chunks_exact(width).enumerate() {
                 let (seen, start) = self.seen(tap, columns);
@@ -115,7 +115,7 @@ impl Sizes {
     /// The convolution, and what `bias` holds for each channel of the result.
     pub fn forward(self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, y: &mut [f32]) {
         let images = || {
-            for_each_part(self.batch * self.groups, Chunks::new(y, self.output()), |image, y| {
+            for_each_part(self.batch * self.groups, ParallelChunks::new(y, self.output()), |image, y| {
                 let group = image % self.groups;
                 let x = &x[image * self.input()..][..self.input()];
                 let weight = Matrix::new(&weight[group * self.weights()..][..self.weights()], self.c_out, self.patch());
@@ -133,14 +133,14 @@ impl Sizes {
                 }
             })
         };
-        count::on_this_thread(self.products(), images);
+        mac_count::on_this_thread(self.products(), images);
     }
 
     /// The gradient of the input by that of the result: also the transposed convolution of `dy`, with a `bias` for each
     /// channel of the input.
     pub fn input_gradient(self, dy: &[f32], weight: &[f32], bias: Option<&[f32]>, dx: &mut [f32]) {
         let images = || {
-            for_each_part(self.batch * self.groups, Chunks::new(dx, self.input()), |image, dx| {
+            for_each_part(self.batch * self.groups, ParallelChunks::new(dx, self.input()), |image, dx| {
                 let group = image % self.groups;
                 let dy = &dy[image * self.output()..][..self.output()];
                 let weight = Matrix::new(&weight[group * self.weights()..][..self.weights()], self.c_out, self.patch());
@@ -160,25 +160,25 @@ impl Sizes {
                 }
             })
         };
-        count::on_this_thread(self.products(), images);
+        mac_count::on_this_thread(self.products(), images);
     }
 
     /// The gradient of the weight by that of the result.
     pub fn weight_gradient(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
-        count::on_this_thread(self.products(), || self.sum_weight_gradients(x, dy, dw));
+        mac_count::on_this_thread(self.products(), || self.sum_weight_gradients(x, dy, dw));
     }
 
     fn sum_weight_gradients(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
         // Decided by sizes only, so that the bits are the same for any number of threads.
         let parts = if self.weights() > MANY_WEIGHTS { 1 } else { self.batch.clamp(1, PARTS) };
         if parts == 1 {
-            return for_each_part(self.groups, Chunks::new(dw, self.weights()), |group, dw| {
+            return for_each_part(self.groups, ParallelChunks::new(dw, self.weights()), |group, dw| {
                 self.add_weight_gradient(x, dy, (0..self.batch, group), dw)
             });
         }
         let all = dw.len();
         let mut sums = buffer::<f32>(parts * all);
-        for_each_part(parts * self.groups, Chunks::new(&mut sums, self.weights()), |task, dw| {
+        for_each_part(parts * self.groups, ParallelChunks::new(&mut sums, self.weights()), |task, dw| {
             let part = task / self.groups;
             let images = part * self.batch / parts..(part + 1) * self.batch / parts;
             self.add_weight_gradient(x, dy, (images, task % self.groups), dw)
@@ -225,7 +225,7 @@ mod tests {
     }
 
     /// Calls `visit` with the places of input, weight and result of every product of the convolution.
-    fn products(s: Sizes, mut visit: impl FnMut(usize, usize, usize)) {
+    fn products(s: ConvolutionSizes, mut visit: impl FnMut(usize, usize, usize)) {
         for (image, group) in (0..s.batch).flat_map(|image| (0..s.groups).map(move |group| (image, group))) {
             for (o, t) in (0..s.c_out).flat_map(|o| (0..s.l_out).map(move |t| (o, t))) {
                 for (i, tap) in (0..s.c_in).flat_map(|i| (0..s.kernel).map(move |tap| (i, tap))) {
@@ -262,7 +262,18 @@ mod tests {
                     continue;
                 }
                 let l_out = (l_in + 2 * padding - reach) / stride + 1;
-                all.push(Sizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation });
+                all.push(ConvolutionSizes {
+                    batch,
+                    groups,
+                    c_in,
+                    c_out,
+                    l_in,
+                    l_out,
+                    kernel,
+                    stride,
+                    padding,
+                    dilation,
+                });
             }
         }
         let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");

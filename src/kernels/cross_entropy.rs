@@ -1,10 +1,10 @@
 //! Softmax and its cross entropy against one target per row.
 
 use super::element::Element;
+use super::f32_access::{map, vectorized, widen};
 use super::math::{exp_below_0, tanh};
-use super::par::{Chunks, for_each_part};
-use super::rows::{maximum, reduce};
-use super::wide::{map, vectorized, widen};
+use super::parallel::{ParallelChunks, for_each_part};
+use super::row_reduce::{maximum, reduce};
 
 /// Elements that one task takes, in whole rows.
 const TASK: usize = 16 * 1024;
@@ -17,7 +17,7 @@ pub(crate) const IGNORED: u32 = u32::MAX;
 pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], cap: Option<f32>, losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
-    for_each_part(targets.len().div_ceil(rows), Chunks::new(losses, rows), |task, losses| {
+    for_each_part(targets.len().div_ceil(rows), ParallelChunks::new(losses, rows), |task, losses| {
         let mut row = vec![0f32; classes];
         let first = task * rows;
         for (i, loss) in losses.iter_mut().enumerate() {
@@ -49,7 +49,7 @@ pub(crate) fn gradients<E: Element>(
 ) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
-    let parts = (Chunks::new(logits, rows * classes), Chunks::new(losses, rows));
+    let parts = (ParallelChunks::new(logits, rows * classes), ParallelChunks::new(losses, rows));
     for_each_part(targets.len().div_ceil(rows), parts, |task, (logits, losses)| {
         let mut row = vec![0f32; classes];
         let mut slopes = vec![0f32; if cap.is_some() { classes } else { 0 }];

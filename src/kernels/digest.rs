@@ -1,7 +1,7 @@
 //! A digest of values, by which two computations are compared without keeping the first one's result.
 
-use super::par;
-use super::simd::{Loop, level};
+use super::parallel;
+use super::simd::{SimdLoop, level};
 
 /// Bytes of a task.
 const CHUNK: usize = 1 << 18;
@@ -11,16 +11,16 @@ const LANES: usize = 8;
 /// A digest of `bytes` and their number. Equal bytes have equal digests, whatever the threads and instructions; others
 /// have different ones unless somebody looks for a collision. One pass at the speed of memory.
 pub(crate) fn digest(bytes: &[u8]) -> u64 {
-    let chunks = par::map(bytes.len().div_ceil(CHUNK), |i| {
-        level().run(Absorb(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))
+    let chunks = parallel::map(bytes.len().div_ceil(CHUNK), |i| {
+        level().run(DigestChunk(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))
     });
     chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
 }
 
 /// The digest of one chunk.
-struct Absorb<'a>(&'a [u8]);
+struct DigestChunk<'a>(&'a [u8]);
 
-impl Loop for Absorb<'_> {
+impl SimdLoop for DigestChunk<'_> {
     type Output = u64;
 
     #[inline(always)]
@@ -68,7 +68,7 @@ fn mixed(mut x: u64) -> u64 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::kernels::level::Level;
+    use crate::kernels::instruction_set::InstructionSet;
     use std::collections::HashSet;
 
     fn bytes(len: usize) -> Vec<u8> {
@@ -81,8 +81,8 @@ mod tests {
         let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         let [one, four] = [1, 4].map(|threads| pool(threads).install(|| digest(&bytes)));
         assert_eq!(one, four);
-        let portable = Level::Portable.run(Absorb(&bytes));
-        assert_eq!(level().run(Absorb(&bytes)), portable);
+        let portable = InstructionSet::Portable.run(DigestChunk(&bytes));
+        assert_eq!(level().run(DigestChunk(&bytes)), portable);
     }
 
     #[test]

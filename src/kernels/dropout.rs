@@ -4,9 +4,9 @@
 //! The random numbers are Philox4x32-10's (Salmon et al. 2011): ten rounds of multiplications turn a counter into four
 //! words of 32 bits, with no state from one counter to the next, so that many counters go through vectors at once.
 
-use crate::kernels::element::{Element, Kind};
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, narrow, put, vectorized, widen};
+use crate::kernels::element::{Element, ElementDtype};
+use crate::kernels::f32_access::{get, narrow, put, vectorized, widen};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// Counters computed together.
 const LANES: usize = 16;
@@ -30,7 +30,7 @@ pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E])
     assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
     // An element is dropped where its random word lies below p 2^32.
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
-    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+    for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
         vectorized!(drop_some(x, (bound, scale), seed, offset.wrapping_add((i * CHUNK) as u64), y));
     });
@@ -57,7 +57,7 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
 /// y = x scaled where the word reaches the bound, else 0, for a group at most.
 #[inline(always)]
 fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E]) {
-    if E::KIND != Kind::F16 {
+    if E::KIND != ElementDtype::F16 {
         for ((y, x), word) in y.iter_mut().zip(x).zip(words) {
             let scaled = get(*x) * scale;
             *y = put(if *word < bound { 0.0 } else { scaled });

@@ -1,8 +1,8 @@
 //! Lookup of a table's rows by id, and the gradient of the table, which touches only the rows that were looked up.
 
 use crate::kernels::element::Element;
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{add_to, update, vectorized};
+use crate::kernels::f32_access::{add_to, update, vectorized};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// Rows that one task looks up.
 const ROWS_PER_TASK: usize = 128;
@@ -14,7 +14,7 @@ const TABLE_ROWS_PER_TASK: usize = 64;
 /// Panics if an id is no row of the table, or `out` has another number of rows than there are ids.
 pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [E]) {
     assert_eq!(out.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
-    for_each_part(ids.len().div_ceil(ROWS_PER_TASK), Chunks::new(out, ROWS_PER_TASK * width), |task, out| {
+    for_each_part(ids.len().div_ceil(ROWS_PER_TASK), ParallelChunks::new(out, ROWS_PER_TASK * width), |task, out| {
         let ids = &ids[task * ROWS_PER_TASK..];
         for (out, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
             out.copy_from_slice(&table[*id as usize * width..][..width]);
@@ -31,7 +31,7 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
     let order = by_id(ids, dy, width);
     let Some(&(largest, _)) = order.last() else { return };
     assert!((largest as usize + 1) * width <= grad.len(), "id {largest} of {} elements in rows of {width}", grad.len());
-    let parts = Chunks::new(grad, TABLE_ROWS_PER_TASK * width);
+    let parts = ParallelChunks::new(grad, TABLE_ROWS_PER_TASK * width);
     for_each_part(largest as usize / TABLE_ROWS_PER_TASK + 1, parts, |task, grad| {
         let first = task * TABLE_ROWS_PER_TASK;
         let from = order.partition_point(|(id, _)| (*id as usize) < first);
@@ -75,7 +75,7 @@ fn sum_rows<E: Element>(positions: &[(u32, u32)], dy: &[E], sum: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::wide::{get, put};
+    use crate::kernels::f32_access::{get, put};
     use half::{bf16, f16};
 
     fn rows_are_looked_up_and_their_gradients_summed<E: Element>() {

@@ -8,31 +8,31 @@ pub(crate) mod activation;
 pub(crate) mod add;
 pub(crate) mod attention;
 pub(crate) mod batch_norm;
-mod convert;
 pub(crate) mod convolution;
-pub(crate) mod count;
-mod crew;
 pub(crate) mod cross_entropy;
 pub(crate) mod digest;
 pub(crate) mod dropout;
 pub(crate) mod element;
 pub(crate) mod embedding;
 pub mod error;
+pub(crate) mod f32_access;
 pub(crate) mod gemm;
-pub(crate) mod grid;
-mod level;
+mod half_conversion;
+mod instruction_set;
+pub(crate) mod mac_count;
 pub(crate) mod math;
 pub(crate) mod norm;
-pub(crate) mod par;
+pub(crate) mod parallel;
+pub(crate) mod pooling;
 pub(crate) mod rope;
-mod rows;
+mod row_reduce;
 pub(crate) mod scatter;
 pub(crate) mod simd;
 pub(crate) mod vector;
-pub(crate) mod wide;
+mod worker_pool;
 
 pub(crate) use element::Element;
-pub(crate) use level::{AUTO, Level, SIMD, checked_level};
+pub(crate) use instruction_set::{AUTO, InstructionSet, SIMD, checked_level};
 
 /// A buffer of `len` elements for a kernel that writes all of them; what is in it before is not to be relied on.
 pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {

@@ -4,9 +4,9 @@
 //! weight and bias are sums over rows: of a fixed number of rows at a time, then over those in order.
 
 use crate::kernels::element::Element;
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::rows::reduce;
-use crate::kernels::wide::{as_f32, map, update, vectorized};
+use crate::kernels::f32_access::{as_f32, map, update, vectorized};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::kernels::row_reduce::reduce;
 
 /// Rows that one task computes. Part of the summation order of the parameters' gradients: a constant.
 const ROWS_PER_TASK: usize = 64;
@@ -18,7 +18,7 @@ const ROWS_PER_TASK: usize = 64;
 pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "elements of a layer norm");
-    let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
+    let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
         let mut room = vec![0f32; width];
@@ -66,7 +66,7 @@ pub fn layer_norm_backward<E: Element>(
     dbias: Option<&mut [f32]>,
 ) {
     let width = check(x.len(), weight.len(), stats.len());
-    normalized_backward(x, weight, dy, dx, dweight, dbias, |row| Row {
+    normalized_backward(x, weight, dy, dx, dweight, dbias, |row| NormalizedRow {
         mean: stats[row][0],
         factor: stats[row][1],
         centered: 1.0 / width as f32,
@@ -78,7 +78,7 @@ pub fn layer_norm_backward<E: Element>(
 pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stats: &mut [f32]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!(y.len(), x.len(), "elements of a norm");
-    let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
+    let parts = (ParallelChunks::new(y, ROWS_PER_TASK * width), ParallelChunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
         let mut room = vec![0f32; width];
@@ -115,11 +115,15 @@ pub fn rms_norm_backward<E: Element>(
     dweight: Option<&mut [f32]>,
 ) {
     check(x.len(), weight.len(), stats.len());
-    normalized_backward(x, weight, dy, dx, dweight, None, |row| Row { mean: 0.0, factor: stats[row], centered: 0.0 });
+    normalized_backward(x, weight, dy, dx, dweight, None, |row| NormalizedRow {
+        mean: 0.0,
+        factor: stats[row],
+        centered: 0.0,
+    });
 }
 
 /// How forward normalized a row.
-struct Row {
+struct NormalizedRow {
     /// Was subtracted from it.
     mean: f32,
     /// It was then multiplied by that.
@@ -136,7 +140,7 @@ fn normalized_backward<E: Element>(
     dx: Option<(&mut [E], bool)>,
     dweight: Option<&mut [f32]>,
     dbias: Option<&mut [f32]>,
-    statistics: impl Fn(usize) -> Row + Sync,
+    statistics: impl Fn(usize) -> NormalizedRow + Sync,
 ) {
     let width = weight.len();
     assert_eq!(dy.len(), x.len(), "elements of a norm's gradient");
@@ -150,8 +154,8 @@ fn normalized_backward<E: Element>(
     let mut weight_parts = vec![0f32; if dweight.is_some() { tasks * width } else { 0 }];
     let mut bias_parts = vec![0f32; if dbias.is_some() { tasks * width } else { 0 }];
     let parts = (
-        dx.map(|dx| Chunks::new(dx, task_elements)),
-        (Chunks::new(&mut weight_parts, width), Chunks::new(&mut bias_parts, width)),
+        dx.map(|dx| ParallelChunks::new(dx, task_elements)),
+        (ParallelChunks::new(&mut weight_parts, width), ParallelChunks::new(&mut bias_parts, width)),
     );
     for_each_part(tasks, parts, |task, (mut dx, (dw, db))| {
         let rows = task * task_elements..x.len().min((task + 1) * task_elements);
@@ -159,7 +163,7 @@ fn normalized_backward<E: Element>(
         let [mut h, mut d, mut room] = [(); 3].map(|()| vec![0f32; width]);
         vectorized!({
             for (i, (x, dy)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).enumerate() {
-                let Row { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
+                let NormalizedRow { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
                 map(
                     [x],
                     &mut h,
@@ -240,7 +244,7 @@ fn stats_tasks(elements: usize, width: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::wide::{get, put};
+    use crate::kernels::f32_access::{get, put};
     use half::{bf16, f16};
 
     fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {

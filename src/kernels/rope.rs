@@ -1,16 +1,16 @@
 //! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
 //! element i of its second half are one pair, turned by position * frequency i.
 
-use crate::kernels::element::{Element, Kind};
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{as_f32, narrow, vectorized};
+use crate::kernels::element::{Element, ElementDtype};
+use crate::kernels::f32_access::{as_f32, narrow, vectorized};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
 /// Rows that one task turns.
 const ROWS_PER_TASK: usize = 32;
 
 /// The angles of every position, as cosines and sines: computed in f64, rounded to f32.
 #[derive(Debug, Clone)]
-pub struct Rotary {
+pub struct RotaryTable {
     /// Pairs of a head.
     half: usize,
     time: usize,
@@ -19,7 +19,7 @@ pub struct Rotary {
     sin: Vec<f32>,
 }
 
-impl Rotary {
+impl RotaryTable {
     /// The angles of positions 0 to time - 1 of heads of as many pairs as there are frequencies.
     pub fn new(time: usize, frequencies: &[f64]) -> Self {
         let half = frequencies.len();
@@ -39,15 +39,22 @@ impl Rotary {
     /// Panics if the lengths differ, are no whole rows of `width` elements, if heads do not divide `width`, or if the
     /// angles end before a position.
     pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
-        self.turn(x, at, width, y, 1.0);
+        self.rotate(x, at, width, y, 1.0);
     }
 
-    /// dx = dy turned back: the gradient of [`Rotary::forward`]'s input. Panics as it does.
+    /// dx = dy turned back: the gradient of [`RotaryTable::forward`]'s input. Panics as it does.
     pub fn backward<E: Element>(&self, dy: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, dx: &mut [E]) {
-        self.turn(dy, at, width, dx, -1.0);
+        self.rotate(dy, at, width, dx, -1.0);
     }
 
-    fn turn<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E], direction: f32) {
+    fn rotate<E: Element>(
+        &self,
+        x: &[E],
+        at: impl Fn(usize) -> usize + Sync,
+        width: usize,
+        y: &mut [E],
+        direction: f32,
+    ) {
         let head = 2 * self.half;
         assert_eq!(x.len(), y.len(), "elements of a rotation");
         if x.is_empty() {
@@ -56,15 +63,15 @@ impl Rotary {
         assert!(width > 0 && width.is_multiple_of(head), "rows of {width} elements in heads of {head}");
         assert!(x.len().is_multiple_of(width), "{} elements in rows of {width}", x.len());
         let task = ROWS_PER_TASK * width;
-        for_each_part(x.len().div_ceil(task), Chunks::new(y, task), |i, y| {
+        for_each_part(x.len().div_ceil(task), ParallelChunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
-            let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == Kind::F32 { 0 } else { width }]);
+            let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == ElementDtype::F32 { 0 } else { width }]);
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
                     let t = at(i * ROWS_PER_TASK + r);
                     assert!(t < self.time, "position {t}, but angles of {}", self.time);
                     let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
-                    if E::KIND == Kind::F32 {
+                    if E::KIND == ElementDtype::F32 {
                         turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
                         continue;
                     }
@@ -96,7 +103,7 @@ fn turn_row(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::wide::{get, put};
+    use crate::kernels::f32_access::{get, put};
     use half::{bf16, f16};
 
     fn pairs_turn_by_their_angle_and_back<E: Element>(accuracy: f32) {
@@ -105,7 +112,7 @@ mod tests {
             let x: Vec<E> = (0..batch * time * width).map(|i| put((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
             let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
             let frequency = |i: usize| 10_000f64.powf(-2.0 * i as f64 / head as f64);
-            let rotary = Rotary::new(time + 3, &(0..head / 2).map(frequency).collect::<Vec<_>>());
+            let rotary = RotaryTable::new(time + 3, &(0..head / 2).map(frequency).collect::<Vec<_>>());
             let position = |row: usize| 3 + row % time;
             rotary.forward(&x, position, width, &mut y);
             rotary.backward(&y, position, width, &mut back);

@@ -2,14 +2,14 @@
 //!
 //! What comes to one place comes in the source's order, whichever thread looks after that place.
 
-use super::par::{Chunks, for_each_part};
+use super::parallel::{ParallelChunks, for_each_part};
 
 /// The place of an element that is not written.
 pub const NOWHERE: usize = usize::MAX;
 
 /// Where the elements of a source go.
 #[derive(Debug, Clone)]
-pub struct Targets {
+pub struct ScatterTargets {
     /// The flat place in the result of each element of the source, in its order; [`NOWHERE`] for one that goes nowhere.
     pub places: Vec<usize>,
 }
@@ -17,13 +17,13 @@ pub struct Targets {
 /// Elements of the result that one task looks after.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
-impl Targets {
+impl ScatterTargets {
     /// Calls `write` for each element of the source in order, with its number and the element of the result.
     fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
         // Each task looks at all places, for those in its part of the result.
         let tasks = (y.len() / ELEMENTS_PER_TASK).clamp(1, rayon::current_num_threads());
         let chunk = y.len().div_ceil(tasks).max(1);
-        for_each_part(tasks, Chunks::new(y, chunk), |task, y| {
+        for_each_part(tasks, ParallelChunks::new(y, chunk), |task, y| {
             let start = task * chunk;
             for (number, place) in self.places.iter().enumerate() {
                 if let Some(at) = place.checked_sub(start)
@@ -45,7 +45,7 @@ impl Targets {
         self.each(y, |number, value| *value += source[number]);
     }
 
-    /// For each element of the source whether it stays after [`Targets::set`] in so many results: none overwrites it.
+    /// For each element of the source whether it stays after [`ScatterTargets::set`] in so many results: none overwrites it.
     pub fn stays(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];

@@ -1,13 +1,13 @@
 //! Loops compiled for several instruction sets, chosen at run time.
 //!
 //! The crate is built for the oldest CPU of its architecture; a loop that the compiler vectorizes then gets vectors of
-//! four. A [`Loop`] is compiled once more per [`Level`] and runs at the [`level`] of this process. All levels give the
+//! four. A [`SimdLoop`] is compiled once more per [`InstructionSet`] and runs at the [`level`] of this process. All levels give the
 //! same bits: the operations of an element stay what they are in the source, and a product and a sum are never fused.
 
-pub(crate) use super::level::{Level, level};
+pub(crate) use super::instruction_set::{InstructionSet, level};
 
 /// A loop, with the data that it runs over.
-pub(crate) trait Loop {
+pub(crate) trait SimdLoop {
     /// Its result.
     type Output;
 
@@ -16,13 +16,13 @@ pub(crate) trait Loop {
     fn run(self) -> Self::Output;
 }
 
-impl Level {
+impl InstructionSet {
     /// Runs `l` with the instructions of this level.
     ///
     /// # Panics
     /// If this CPU does not have them.
     #[inline]
-    pub(crate) fn run<L: Loop>(self, l: L) -> L::Output {
+    pub(crate) fn run<L: SimdLoop>(self, l: L) -> L::Output {
         assert!(self.is_available(), "this CPU has no {self:?}");
         match self {
             Self::Portable => l.run(),
@@ -54,26 +54,26 @@ pub(crate) use vectorized;
 /// Calls `f` as compiled for the widest vector instructions of this machine.
 #[inline(always)]
 pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
-    struct Call<F>(F);
-    impl<R, F: FnOnce() -> R> Loop for Call<F> {
+    struct CallLoop<F>(F);
+    impl<R, F: FnOnce() -> R> SimdLoop for CallLoop<F> {
         type Output = R;
         #[inline(always)]
         fn run(self) -> R {
             (self.0)()
         }
     }
-    level().run(Call(f))
+    level().run(CallLoop(f))
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn avx2<L: Loop>(l: L) -> L::Output {
+fn avx2<L: SimdLoop>(l: L) -> L::Output {
     l.run()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn avx512<L: Loop>(l: L) -> L::Output {
+fn avx512<L: SimdLoop>(l: L) -> L::Output {
     l.run()
 }
 

@@ -1,7 +1,7 @@
 //! The last words: which rank failed first, how, and what became of the others.
 
 use super::signals;
-use crate::comm::Fault;
+use crate::comm::RankFault;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -69,7 +69,7 @@ pub(super) struct EndedRank {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CulpritRank {
     pub(super) end: EndedRank,
-    pub(super) fault: Fault,
+    pub(super) fault: RankFault,
 }
 
 impl CulpritRank {
@@ -84,12 +84,12 @@ impl CulpritRank {
         let by_itself = request == StopRequest::Nothing && ended.is_failure();
         match self.fault {
             // The code that it ended with says more than how it left.
-            Fault::Left if by_itself => format!("it {end}"),
-            Fault::Left => format!("it left the job while other ranks needed it, and {end}"),
-            Fault::Silent => format!("it showed no sign of life for too long, and {end}"),
-            Fault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
-            Fault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
-            Fault::Died | Fault::GaveUp => format!("it {end}"),
+            RankFault::Left if by_itself => format!("it {end}"),
+            RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
+            RankFault::Silent => format!("it showed no sign of life for too long, and {end}"),
+            RankFault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
+            RankFault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
+            RankFault::Died | RankFault::GaveUp => format!("it {end}"),
         }
     }
 }
@@ -165,7 +165,7 @@ mod tests {
             EndedRank { before_failure: true, ..end(6, RankExitStatus::Code(0), StopRequest::Nothing) },
         ];
         let words = ["Error: no more".to_string(), "    disk".to_string()];
-        let culprit = CulpritRank { end: first, fault: Fault::GaveUp };
+        let culprit = CulpritRank { end: first, fault: RankFault::GaveUp };
         insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &words, &ended_ranks), @r#"
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
         zerorun:   | Error: no more
@@ -177,7 +177,7 @@ mod tests {
         "#);
         ended_ranks.truncate(1);
         ended_ranks[0] = end(0, RankExitStatus::Signal(9), StopRequest::Nothing);
-        let culprit = CulpritRank { end: ended_ranks[0], fault: Fault::Died };
+        let culprit = CulpritRank { end: ended_ranks[0], fault: RankFault::Died };
         insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(40), &[], &ended_ranks), @r#"
         zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
         zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
@@ -191,10 +191,10 @@ mod tests {
             let end = end(2, ended, request);
             of_failure(&CulpritRank { end, fault }, after, &[], &[end])
         };
-        insta::assert_snapshot!(told(Fault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
-        insta::assert_snapshot!(told(Fault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
-        insta::assert_snapshot!(told(Fault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
-        insta::assert_snapshot!(told(Fault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! rank fails (`failure_report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
 //! `console`. `core_binding` gives each rank cores of its own. `hosts` computes which ranks run on which of many hosts;
 //! `nodes` starts and joins the launchers of these, or `mpirun` their ranks, and through `pmi` the MPI libraries of ranks meet. On the other
-//! side `comm/env.rs` reads the variables that the launcher has set.
+//! side `comm/rank_env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -136,7 +136,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         eprint("zerorun: a timeline is for one host; none is recorded of several");
     }
     let recorded = recorded.filter(|_| !several);
-    let recorded = recorded.as_deref().map(timeline::Job::begin).transpose()?;
+    let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;
     let job = LocalJob {
         program,
         args: options.script_args.clone(),
@@ -170,7 +170,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         },
         (_, None) => restarts::run_by(options.backend, job, &rule),
     };
-    match recorded.map(timeline::Job::finish) {
+    match recorded.map(timeline::JobTimeline::finish) {
         Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
         // What became of the job weighs more.
         Some(Err(error)) => eprint(&format!("zerorun: {error}")),

@@ -8,7 +8,7 @@ use super::hosts::error::HostsError;
 use super::hosts::world_info::{DEVICES, WorldInfo};
 use super::nodes::DEFAULT_PORT;
 use super::ranks::{KEEP_MEMORY, LocalJob};
-use crate::comm::env::TIMEOUT_MS;
+use crate::comm::rank_env::TIMEOUT_MS;
 use crate::error::{Error, LaunchError, Result};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;

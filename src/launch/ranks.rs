@@ -13,13 +13,13 @@ use super::pmi;
 use super::rank_output::RankOutput;
 use super::signals::{self, LauncherEvent, die_with_parent};
 use super::stderr_tail::StderrTail;
-use crate::comm::Fault;
+use crate::comm::RankFault;
 use crate::comm::agree::rank_pointed_at;
-use crate::comm::env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
-use crate::comm::shm::Region;
+use crate::comm::rank_env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
+use crate::comm::shm::region::SharedMemoryRegion;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
-use crate::stop::RESTART;
+use crate::stop_signal::RESTART;
 use crate::timeline;
 use crate::util::lock;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
@@ -162,7 +162,7 @@ pub(crate) struct RunFailure {
 
 /// Runs the ranks to their end. Call it on the main thread.
 pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
-    let region = Region::create(job.world)?;
+    let region = SharedMemoryRegion::create(job.world)?;
     let mut output =
         RankOutput::new(job.multi_host.as_ref().map_or((None, 0), |context| (context.host.clone(), context.first)));
     let common = common_environment(job)?;
@@ -314,7 +314,7 @@ impl RankProcess {
 }
 
 struct RankProcesses {
-    region: Region,
+    region: SharedMemoryRegion,
     all: Vec<RankProcess>,
     started: Instant,
     cause: ShutdownCause,
@@ -546,14 +546,14 @@ impl RankProcesses {
             let end = ended_ranks.iter().find(|end| end.rank == rank)?;
             Some(CulpritRank { end: *end, fault })
         });
-        let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: Fault::Died });
+        let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
         let mut words = self.words(&culprit, tails);
         // Ranks that fail together end in any order: the one that the others point at knows why.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
         if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
         {
-            culprit = CulpritRank { end: *end, fault: Fault::Died };
+            culprit = CulpritRank { end: *end, fault: RankFault::Died };
             words = self.words(&culprit, tails);
         }
         // From here on, numbers are those of all hosts' ranks.

@@ -2,7 +2,7 @@
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};
-use crate::stop::ignored_signals;
+use crate::stop_signal::ignored_signals;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;

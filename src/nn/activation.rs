@@ -6,7 +6,7 @@ use crate::kernels::{activation, buffer};
 use crate::nn::composed;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 
 /// GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation:

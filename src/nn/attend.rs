@@ -1,7 +1,7 @@
 //! The options of attention.
 
 use super::Sequences;
-use crate::kernels::attention::Rule;
+use crate::kernels::attention::AttentionRule;
 use candle_core::{Result, bail};
 
 /// How scores become probabilities, and which keys a query sees. Default: causal attention of the usual scale.
@@ -20,7 +20,7 @@ pub struct Attend {
 
 impl Attend {
     /// For heads of `head` elements.
-    pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<Rule<'a>> {
+    pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<AttentionRule<'a>> {
         let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
         if !above_0(self.scale) || !above_0(self.soft_cap) || self.window == Some(0) {
             bail!("attention: scale, soft cap and window must be above 0; they are {self:?}")
@@ -28,8 +28,8 @@ impl Attend {
         if self.bidirectional && self.window.is_some() {
             bail!("attention: a window goes back from a query's position, and bidirectional attention looks both ways")
         }
-        let usual = Rule::causal(head);
-        Ok(Rule {
+        let usual = AttentionRule::causal(head);
+        Ok(AttentionRule {
             scale: self.scale.map_or(usual.scale, |scale| scale as f32),
             soft_cap: self.soft_cap.map(|cap| cap as f32),
             window: self.window,

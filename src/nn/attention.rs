@@ -1,12 +1,12 @@
 //! Multi-head attention, with grouped heads.
 
 use crate::graph::{Grad, OpInputs, SavedResult};
-use crate::kernels::attention::{self, Heads, Rows, RowsMut};
+use crate::kernels::attention::{self, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
 use crate::kernels::buffer;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::{Attend, Sequences, composed};
-use crate::tensor::element::{Element, with_all, with_element};
+use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
 /// softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
@@ -57,7 +57,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
                     return Ok(());
                 }
                 let columns = [0..width, width..2 * width, 2 * width..fused];
-                let gradients = RowsMut::columns(dqkv, fused, columns);
+                let gradients = MultiHeadRowsMut::columns(dqkv, fused, columns);
                 with_all([Some(&qkv), Some(result.get()?)], NAME, |[x, y]| {
                     let qkv = fused_parts::<E>(x.unwrap_or_default(), width);
                     grad.read::<E, _>(NAME, |dy| {
@@ -126,8 +126,8 @@ pub fn attention(
             let rule = attend.rule(heads.head, sequences.as_ref())?;
             let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
             with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
-                let gradient = |x| RowsMut::new(x, kv_width);
-                let gradients = [RowsMut::new(&mut dq, width), gradient(&mut dk), gradient(&mut dv)];
+                let gradient = |x| MultiHeadRowsMut::new(x, kv_width);
+                let gradients = [MultiHeadRowsMut::new(&mut dq, width), gradient(&mut dk), gradient(&mut dv)];
                 let qkv = [rows(q, width), rows(k, kv_width), rows(v, kv_width)];
                 grad.read::<E, _>(NAME, |dy| {
                     attention::backward(&heads, &rule, qkv, (y.unwrap_or_default(), &lse, dy), gradients);
@@ -145,10 +145,10 @@ pub fn attention(
 const NAME: &str = "causal_attention";
 
 /// The sizes that [`fused_attention`]'s input has.
-pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<Heads> {
+pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape> {
     match *qkv.dims() {
         [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => {
-            Ok(Heads { batch, time, heads: n_head, kv_heads: n_head, head: fused / (3 * n_head) })
+            Ok(AttentionShape { batch, time, heads: n_head, kv_heads: n_head, head: fused / (3 * n_head) })
         }
         ref dims => bail!(
             "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {n_head} \
@@ -158,7 +158,13 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<Heads> {
 }
 
 /// The sizes that [`attention()`]'s inputs have.
-pub(super) fn grouped_heads(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Heads> {
+pub(super) fn grouped_heads(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_head: usize,
+    n_kv_head: usize,
+) -> Result<AttentionShape> {
     match (q.dims(), k.dims()) {
         (&[batch, time, width], &[kv_batch, kv_time, kv_width])
             if n_kv_head > 0
@@ -170,7 +176,7 @@ pub(super) fn grouped_heads(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n
                 && (kv_batch, kv_time) == (batch, time)
                 && k.dims() == v.dims() =>
         {
-            Ok(Heads { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head })
+            Ok(AttentionShape { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head })
         }
         _ => bail!(
             "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
@@ -184,10 +190,10 @@ pub(super) fn grouped_heads(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n
 }
 
 /// Queries, keys and values that lie side by side, `width` elements each.
-pub(super) fn fused_parts<E: Element>(x: &[E], width: usize) -> [Rows<'_, E>; 3] {
-    [0, 1, 2].map(|part| Rows::new(x.get(part * width..).unwrap_or_default(), 3 * width))
+pub(super) fn fused_parts<E: TensorElement>(x: &[E], width: usize) -> [MultiHeadRows<'_, E>; 3] {
+    [0, 1, 2].map(|part| MultiHeadRows::new(x.get(part * width..).unwrap_or_default(), 3 * width))
 }
 
-pub(super) fn rows<E: Element>(x: Option<&[E]>, width: usize) -> Rows<'_, E> {
-    Rows::new(x.unwrap_or_default(), width)
+pub(super) fn rows<E: TensorElement>(x: Option<&[E]>, width: usize) -> MultiHeadRows<'_, E> {
+    MultiHeadRows::new(x.unwrap_or_default(), width)
 }

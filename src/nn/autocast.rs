@@ -8,7 +8,7 @@ use super::{Then, WeightLayout, composed, wide};
 use crate::graph::{OpInputs, autocast_format};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
@@ -38,7 +38,12 @@ pub(super) fn linear_then(
 const NAME: &str = "linear (autocast)";
 
 /// The product in `L`. Backward keeps the rounded input and rounds the weight again, which may have left memory.
-fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
+fn linear<L: TensorElement>(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+) -> Result<Tensor> {
     let s = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -81,7 +86,7 @@ fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
 }
 
 /// The values of an f32 tensor, rounded.
-fn rounded<L: Element>(tensor: &Tensor) -> Result<Vec<L>> {
+fn rounded<L: TensorElement>(tensor: &Tensor) -> Result<Vec<L>> {
     with_elements::<f32, _>(tensor, NAME, |values| {
         let mut low = buffer::<L>(values.len());
         L::narrow(values, &mut low);
@@ -89,14 +94,14 @@ fn rounded<L: Element>(tensor: &Tensor) -> Result<Vec<L>> {
     })
 }
 
-fn widened<L: Element>(low: &[L]) -> Vec<f32> {
+fn widened<L: TensorElement>(low: &[L]) -> Vec<f32> {
     let mut wide = vec![0f32; low.len()];
     L::widen(low, &mut wide);
     wide
 }
 
 /// Writes a gradient, or adds it.
-fn put<L: Element>(low: &[L], grad: &mut [f32], add: bool) {
+fn put<L: TensorElement>(low: &[L], grad: &mut [f32], add: bool) {
     if add {
         grad.iter_mut().zip(widened(low)).for_each(|(sum, value)| *sum += value);
     } else {

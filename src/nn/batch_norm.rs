@@ -1,10 +1,10 @@
 //! Batch normalization whose statistics are those of the batches of all ranks.
 
 use crate::graph::{Grad, OpInputs};
-use crate::kernels::batch_norm::{self as kernel, Normal, Sizes};
+use crate::kernels::batch_norm::{self as kernel, BatchNormSizes, ChannelStatistics};
 use crate::kernels::buffer;
 use crate::nn::norm;
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::zero::gather::unit::link_under_construction;
 use crate::zero::rank_core::EngineLink;
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
@@ -119,18 +119,18 @@ impl SyncBatchNorm {
         }
     }
 
-    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+    fn sizes(&self, x: &Tensor) -> Result<BatchNormSizes> {
         let features = self.running_mean.dim(0)?;
         match x.dims() {
             [images, channels, rest @ ..] if *channels == features => {
-                Ok(Sizes { images: *images, channels: features, pixels: rest.iter().product() })
+                Ok(BatchNormSizes { images: *images, channels: features, pixels: rest.iter().product() })
             }
             dims => bail!("{NAME}: the input has shape {dims:?}; it must be [batch, {features}, ..]"),
         }
     }
 
     /// The forward of training, on the CPU.
-    fn normalized(&self, x: &Tensor, sizes: Sizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
+    fn normalized(&self, x: &Tensor, sizes: BatchNormSizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (weight, bias) = match affine {
             Some((weight, bias)) => (Some(weight.contiguous()?), Some(bias.contiguous()?)),
@@ -147,7 +147,7 @@ impl SyncBatchNorm {
             if count < 2.0 {
                 bail!("{NAME}: {count} element of a feature on all ranks together; its variance needs two at least")
             }
-            let normal: Vec<Normal> = moments.iter().map(|[mean, squares]| Normal {
+            let normal: Vec<ChannelStatistics> = moments.iter().map(|[mean, squares]| ChannelStatistics {
                 mean: *mean as f32,
                 inverse: (1.0 / (squares / count + self.eps).sqrt()) as f32,
             }).collect();
@@ -245,6 +245,6 @@ fn widened(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
 }
 
 /// Lets `look` see an input and the gradient of the result.
-fn with_grad<E: Element, T>(x: &Tensor, grad: &Grad, look: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
+fn with_grad<E: TensorElement, T>(x: &Tensor, grad: &Grad, look: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
     with_elements::<E, _>(x, NAME, |x| grad.read::<E, _>(NAME, |dy| Ok(look(x, dy))))
 }

@@ -3,8 +3,8 @@
 use crate::graph::OpInputs;
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{D, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(rows * part);
         with_elements::<E, _>(&x, NAME, |x| {
-            for_each_part(rows.div_ceil(ROWS_PER_TASK), Chunks::new(&mut y, ROWS_PER_TASK * part), |task, y| {
+            for_each_part(rows.div_ceil(ROWS_PER_TASK), ParallelChunks::new(&mut y, ROWS_PER_TASK * part), |task, y| {
                 let x = &x[task * ROWS_PER_TASK * width..];
                 let pairs = y.chunks_exact_mut(part).zip(x.chunks_exact(width));
                 pairs.for_each(|(y, x)| y.copy_from_slice(&x[range.clone()]));
@@ -45,7 +45,7 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             grad.read::<E, _>(NAME, |dy| {
                 to_x.accumulate_zeroed::<E>(rows * width, |dx| {
-                    for_each_part(rows.div_ceil(ROWS_PER_TASK), Chunks::new(dx, ROWS_PER_TASK * width), |task, dx| {
+                    for_each_part(rows.div_ceil(ROWS_PER_TASK), ParallelChunks::new(dx, ROWS_PER_TASK * width), |task, dx| {
                         let dy = &dy[task * ROWS_PER_TASK * part..];
                         let pairs = dx.chunks_exact_mut(width).zip(dy.chunks_exact(part));
                         pairs.for_each(|(dx, dy)| add_into(&mut dx[range.clone()], dy));

@@ -4,8 +4,8 @@ use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
-use crate::kernels::convolution::{Sizes, channel_sums};
-use crate::tensor::element::{Element, with_element};
+use crate::kernels::convolution::{ConvolutionSizes, channel_sums};
+use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig, Init, Module, VarBuilder, init};
 
@@ -58,7 +58,7 @@ impl Module for Conv1d {
 }
 
 impl Conv1d {
-    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+    fn sizes(&self, x: &Tensor) -> Result<ConvolutionSizes> {
         let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
         let (&[batch, channels, l_in], &[outputs, c_in, kernel]) = (x.dims(), self.weight.dims()) else {
             bail!(
@@ -87,7 +87,7 @@ impl Conv1d {
             )
         };
         let (c_out, l_out) = (outputs / groups, more / stride + 1);
-        Ok(Sizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation })
+        Ok(ConvolutionSizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation })
     }
 }
 
@@ -143,7 +143,7 @@ impl Module for ConvTranspose1d {
 
 impl ConvTranspose1d {
     /// The sizes of the convolution whose transpose this is.
-    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+    fn sizes(&self, x: &Tensor) -> Result<ConvolutionSizes> {
         let ConvTranspose1dConfig { padding, output_padding, stride, dilation, groups } = self.config;
         let (&[batch, channels, l_out], &[inputs, c_in, kernel]) = (x.dims(), self.weight.dims()) else {
             bail!(
@@ -180,7 +180,18 @@ impl ConvTranspose1d {
                  dilation {dilation} and padding {padding} on both sides; give less padding"
             )
         };
-        Ok(Sizes { batch, groups, c_in, c_out: channels / groups, l_in, l_out, kernel, stride, padding, dilation })
+        Ok(ConvolutionSizes {
+            batch,
+            groups,
+            c_in,
+            c_out: channels / groups,
+            l_in,
+            l_out,
+            kernel,
+            stride,
+            padding,
+            dilation,
+        })
     }
 }
 
@@ -209,11 +220,11 @@ fn has_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<
 }
 
 /// The convolution of these sizes, or its transpose, on the CPU.
-fn apply<E: Element>(
+fn apply<E: TensorElement>(
     op: &'static str,
     x: &Tensor,
     (weight, bias): (&Tensor, Option<&Tensor>),
-    s: Sizes,
+    s: ConvolutionSizes,
     transposed: bool,
 ) -> Result<Tensor> {
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);

@@ -11,7 +11,7 @@ use crate::nn::on_gpu;
 use crate::nn::product::Sizes;
 use crate::nn::{WeightLayout, composed, refuse, wide};
 use crate::precision::{Flat, FlatMut, FlatRef};
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use crate::util::lock;
 use candle_core::{CpuStorage, D, DType, Result, Tensor, bail};
 use std::borrow::Cow;
@@ -260,7 +260,7 @@ struct Head {
 impl Head {
     /// The losses of the rows that count, and the gradients of these rows of `h` and of `weight` of the sum of the losses,
     /// each times its scale; empty where not wanted.
-    fn run<E: Element>(
+    fn run<E: TensorElement>(
         &self,
         h: &[E],
         weight: &[E],
@@ -310,7 +310,7 @@ fn scalar(grad: &Grad) -> Result<f32> {
 }
 
 /// `values * factor`, rounded once.
-fn scaled<E: Element>(mut values: Vec<f32>, factor: f32) -> Flat {
+fn scaled<E: TensorElement>(mut values: Vec<f32>, factor: f32) -> Flat {
     if E::DTYPE == DType::F32 {
         FlatMut::F32(&mut values).scale(factor);
         return Flat::F32(values);
@@ -350,7 +350,7 @@ impl Counting {
     }
 
     /// These rows of rows of `width` elements.
-    fn take<'a, E: Element>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
+    fn take<'a, E: TensorElement>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
         if self.rows.len() == self.all {
             return Cow::Borrowed(x);
         }
@@ -360,7 +360,7 @@ impl Counting {
     }
 
     /// All rows: these, and zeros for the others.
-    fn put<E: Element>(&self, some: Flat, width: usize) -> Flat {
+    fn put<E: TensorElement>(&self, some: Flat, width: usize) -> Flat {
         match E::of_flat(&some) {
             Some(values) if self.rows.len() < self.all => {
                 let mut all = bytemuck::zeroed_vec::<E>(self.all * width);

@@ -5,7 +5,7 @@ use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::zero::gather::unit::link_under_construction;
 use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor, bail};
@@ -91,7 +91,7 @@ pub(super) struct Mask {
 
 impl Mask {
     /// y = what [`dropout`] makes of the elements of x from number `first` on.
-    pub fn apply<E: Element>(&self, first: usize, x: &[E], y: &mut [E]) {
+    pub fn apply<E: TensorElement>(&self, first: usize, x: &[E], y: &mut [E]) {
         kernel::dropout(x, self.p, self.seed, offset_of(self.draw).wrapping_add(first as u64), y);
     }
 }

@@ -7,7 +7,7 @@ use crate::nn::composed;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::{normal, refuse};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
 use std::borrow::Cow;
@@ -83,7 +83,7 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
 const NAME: &str = "embedding";
 
 /// The ids that are not `padding`, and the rows of the gradient that belong to them.
-fn without_padding<'a, E: Element>(
+fn without_padding<'a, E: TensorElement>(
     ids: &'a [u32],
     dy: &'a [E],
     width: usize,
@@ -99,7 +99,7 @@ fn without_padding<'a, E: Element>(
 }
 
 /// Rows of a table in f32, in `E`.
-fn rounded<E: Element>(
+fn rounded<E: TensorElement>(
     ids: Vec<u32>,
     table: &Tensor,
     inputs: OpInputs<1>,

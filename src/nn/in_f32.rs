@@ -3,9 +3,9 @@
 
 use crate::graph::{Grad, InputGradSink};
 use crate::kernels::buffer;
-use crate::kernels::element::Kind;
+use crate::kernels::element::ElementDtype;
 use crate::nn::norm;
-use crate::tensor::element::{Element, with_all, with_element};
+use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Result, Tensor};
 
 /// Whether kernels of this library take the tensor: f32, bf16 or f16 on the CPU.
@@ -30,7 +30,7 @@ pub(super) fn with_f32<R, const N: usize>(
 }
 
 /// Values in another format, each rounded once.
-pub(super) fn narrowed<E: Element>(values: Vec<f32>) -> Vec<E> {
+pub(super) fn narrowed<E: TensorElement>(values: Vec<f32>) -> Vec<E> {
     bytemuck::allocation::try_cast_vec(values).unwrap_or_else(|(_, values)| {
         let mut low = buffer::<E>(values.len());
         E::narrow(&values, &mut low);
@@ -39,13 +39,13 @@ pub(super) fn narrowed<E: Element>(values: Vec<f32>) -> Vec<E> {
 }
 
 /// Lets `look` see the gradient of a result of `E` in f32.
-pub(super) fn with_grad<E: Element, R>(
+pub(super) fn with_grad<E: TensorElement, R>(
     grad: &Grad,
     op: &'static str,
     look: impl FnOnce(&[f32]) -> Result<R>,
 ) -> Result<R> {
     grad.read::<E, _>(op, |dy| match E::KIND {
-        Kind::F32 => look(bytemuck::cast_slice(dy)),
+        ElementDtype::F32 => look(bytemuck::cast_slice(dy)),
         _ => {
             let mut wide = buffer::<f32>(dy.len());
             E::widen(dy, &mut wide);

@@ -3,10 +3,12 @@
 use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
 use super::{Attend, attention, composed, fused_attention};
 use crate::graph::is_without_gradients;
-use crate::kernels::attention::{Cached, Heads, Rows, Rule, capacity_for, forward_cached, keep_keys, keep_values};
+use crate::kernels::attention::{
+    AttentionRule, AttentionShape, KvCacheView, MultiHeadRows, capacity_for, forward_cached, keep_keys, keep_values,
+};
 use crate::kernels::buffer;
 use crate::precision::Flat;
-use crate::tensor::element::{Element, with_all, with_element};
+use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::fmt::{self, Display, Formatter};
 
@@ -61,7 +63,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(h: &Heads, dtype: DType) -> Self {
+    fn of(h: &AttentionShape, dtype: DType) -> Self {
         Self { batch: h.batch, kv_heads: h.kv_heads, head: h.head, dtype }
     }
 }
@@ -185,7 +187,7 @@ impl KeyValueCache {
     }
 
     /// Refuses what the cache cannot take up.
-    fn check(&self, h: &Heads, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
+    fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(
                 "attention with a cache has no backward, and a graph of its input is being recorded: detach the input, or \
@@ -212,10 +214,10 @@ impl KeyValueCache {
     }
 
     /// Keeps new positions; their result, which for the `first` ones is there already.
-    fn attend<E: Element>(
+    fn attend<E: TensorElement>(
         &mut self,
-        (h, rule): (&Heads, &Rule<'_>),
-        [q, k, v]: [Rows<'_, E>; 3],
+        (h, rule): (&AttentionShape, &AttentionRule<'_>),
+        [q, k, v]: [MultiHeadRows<'_, E>; 3],
         first: Option<Tensor>,
     ) -> Result<Tensor> {
         let before = self.len;
@@ -229,7 +231,7 @@ impl KeyValueCache {
             Some(result) => result,
             None => {
                 let mut y = buffer::<E>(h.batch * h.time * h.heads * h.head);
-                forward_cached((h, rule), q, Cached { keys, values, capacity: *capacity, before }, &mut y);
+                forward_cached((h, rule), q, KvCacheView { keys, values, capacity: *capacity, before }, &mut y);
                 Tensor::from_vec(y, (h.batch, h.time, h.heads * h.head), &Device::Cpu)?
             }
         };
@@ -255,7 +257,7 @@ impl KeyValueCache {
     }
 
     /// The same composed of Candle's operations, whose keys and values are copied to grow.
-    fn on_device(&mut self, h: &Heads, [q, k, v]: [&Tensor; 3], attend: &Attend) -> Result<Tensor> {
+    fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], attend: &Attend) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
             Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
@@ -269,7 +271,7 @@ impl KeyValueCache {
 }
 
 /// The rule of positions that see no later ones.
-fn one_way(attend: &Attend, h: &Heads) -> Result<Rule<'static>> {
+fn one_way(attend: &Attend, h: &AttentionShape) -> Result<AttentionRule<'static>> {
     if attend.bidirectional {
         bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")
     }
@@ -305,7 +307,7 @@ mod tests {
 
     #[test]
     fn what_other_devices_run_gives_the_same() {
-        let h = Heads { batch: 2, time: 9, heads: 4, kv_heads: 2, head: 6 };
+        let h = AttentionShape { batch: 2, time: 9, heads: 4, kv_heads: 2, head: 6 };
         let numbers = |width: usize, seed: usize| {
             let number = move |i: usize| ((i * 7919 + seed) % 2003) as f32 / 500.0 - 2.0;
             Tensor::from_iter((0..2 * 9 * width).map(number), &Device::Cpu).unwrap().reshape((2, 9, width)).unwrap()
@@ -317,7 +319,7 @@ mod tests {
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
                 let want = host.attention(&q, &k, &v, 4, 2, &attend).unwrap();
-                let got = device.on_device(&Heads { time, ..h }, [&q, &k, &v], &attend).unwrap();
+                let got = device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], &attend).unwrap();
                 let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
                 assert!(difference < 4e-6, "{from}: {difference}");
             }

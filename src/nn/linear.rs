@@ -8,7 +8,7 @@ use crate::kernels::{activation, buffer};
 use crate::nn::on_gpu;
 use crate::nn::product::Sizes;
 use crate::nn::{autocast, composed, wide};
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
@@ -105,7 +105,7 @@ struct Backward<E> {
     kept: Option<(Activation, Arc<Vec<E>>)>,
 }
 
-impl<E: Element> Backward<E> {
+impl<E: TensorElement> Backward<E> {
     fn run(&self, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
         let Some((activation, before)) = &self.kept else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;

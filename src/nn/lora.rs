@@ -17,10 +17,10 @@ use super::wide::{follow, is_wider, with_wide};
 use super::{Then, WeightLayout, add, autocast, linear};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, without_gradients};
 use crate::kernels::buffer;
-use crate::kernels::element::Kind;
+use crate::kernels::element::ElementDtype;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
-use crate::kernels::par::{self, Chunks};
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::kernels::parallel::{self, ParallelChunks};
+use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{D, DType, Result, Tensor, bail};
 use std::cell::Cell;
 use std::ops::Range;
@@ -148,7 +148,7 @@ struct Adapted {
 
 impl Adapted {
     /// Lets `look` see rows of x in f32, some at a time, with their elements dropped.
-    fn dropped<E: Element>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
+    fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
         let Sizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
         let mut room = buffer::<E>(rows.min(ROWS) * inputs);
@@ -160,7 +160,7 @@ impl Adapted {
     }
 
     /// h `[rows, r]`, the thin product D(x) A^T.
-    fn thin<E: Element>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
+    fn thin<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut h = buffer::<f32>(self.sizes.rows * rank);
         self.dropped(x, |rows, x| {
@@ -171,7 +171,7 @@ impl Adapted {
     }
 
     /// y = s h B^T.
-    fn spread<E: Element>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
+    fn spread<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
         let (Sizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = Epilogue { scale: self.scale, ..Epilogue::default() };
         let b = Matrix::new(b, outputs, rank).t();
@@ -179,7 +179,7 @@ impl Adapted {
     }
 
     /// The gradients of h and, where it is wanted, B by that of the product, `g`.
-    fn thin_gradients<E: Element>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
+    fn thin_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
         let (Sizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
         let mut dh = buffer::<f32>(rows * rank);
         // Of few rows, as g is read fastest so.
@@ -202,7 +202,7 @@ impl Adapted {
     }
 
     /// The gradient of A by that of h.
-    fn gradient_of_a<E: Element>(&self, x: &[E], dh: &[f32]) -> Vec<f32> {
+    fn gradient_of_a<E: TensorElement>(&self, x: &[E], dh: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut da = vec![0f32; rank * inputs];
         self.dropped(x, |rows, x| {
@@ -214,7 +214,7 @@ impl Adapted {
     }
 
     /// Writes the adapter's part of x's gradient, or adds it.
-    fn gradient_of_x<E: Element>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
+    fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
         let (Sizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = |accumulate| Epilogue { accumulate, ..Epilogue::default() };
         let a = Matrix::new(a, rank, inputs);
@@ -246,8 +246,8 @@ fn in_pieces(rows: usize, mut f: impl FnMut(Range<usize>)) {
 }
 
 /// Lets `look` see rows of `x` in f32: all where that is what they are, else some at a time.
-fn in_f32<E: Element>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
-    if E::KIND == Kind::F32 {
+fn in_f32<E: TensorElement>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
+    if E::KIND == ElementDtype::F32 {
         return look(0..rows, bytemuck::cast_slice(x));
     }
     let mut room = buffer::<f32>(rows.min(ROWS) * width);
@@ -258,7 +258,7 @@ fn in_f32<E: Element>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(R
     });
 }
 
-fn fused<E: Element>(
+fn fused<E: TensorElement>(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -309,7 +309,7 @@ fn fused<E: Element>(
 }
 
 /// y += x W + bias + residual.
-fn product<E: Element>(
+fn product<E: TensorElement>(
     sizes: &Sizes,
     y: &mut [E],
     [x, weight]: [&Tensor; 2],
@@ -325,7 +325,7 @@ fn product<E: Element>(
 }
 
 /// The lengths of the rows of W + s B A.
-fn norms<E: Element>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Adapted) -> Result<Vec<f32>> {
+fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Adapted) -> Result<Vec<f32>> {
     let (Sizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
     with_wide(a, |a| {
         with_wide(b, |b| {
@@ -342,7 +342,7 @@ fn norms<E: Element>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Adapted)
 }
 
 /// y = product times a factor for each column, + bias + residual.
-fn scale_columns<E: Element>(
+fn scale_columns<E: TensorElement>(
     sizes: &Sizes,
     product: &[E],
     factors: &[f32],
@@ -351,7 +351,7 @@ fn scale_columns<E: Element>(
 ) -> Result<()> {
     let width = sizes.outputs;
     with_all([bias, residual], NAME, |[bias, residual]: [Option<&[E]>; 2]| {
-        par::for_each_part(sizes.rows, Chunks::new(y, width.max(1)), |i, y| {
+        parallel::for_each_part(sizes.rows, ParallelChunks::new(y, width.max(1)), |i, y| {
             let mut rooms = vec![0f32; 2 * width];
             let (sum, room) = rooms.split_at_mut(width);
             let line = i * width..(i + 1) * width;
@@ -379,14 +379,14 @@ struct Dora<E> {
     dtype: DType,
 }
 
-impl<E: Element> Dora<E> {
+impl<E: TensorElement> Dora<E> {
     /// The gradient of the magnitude by the result's, `g`.
     fn magnitude_gradient(&self, g: &[E]) -> Vec<f32> {
         /// Columns that one task sums.
         const COLUMNS: usize = 128;
         let width = self.norms.len();
         let mut sums = vec![0f32; width];
-        par::for_each_part(width.div_ceil(COLUMNS), Chunks::new(&mut sums, COLUMNS), |i, sums| {
+        parallel::for_each_part(width.div_ceil(COLUMNS), ParallelChunks::new(&mut sums, COLUMNS), |i, sums| {
             let (mut total, mut a, mut b) = ([0f64; COLUMNS], [0f32; COLUMNS], [0f32; COLUMNS]);
             let (first, n) = (i * COLUMNS, sums.len());
             for (g, v) in g.chunks_exact(width).zip(self.product.chunks_exact(width)) {
@@ -414,7 +414,7 @@ struct Backward<E> {
     dora: Option<Dora<E>>,
 }
 
-impl<E: Element> Backward<E> {
+impl<E: TensorElement> Backward<E> {
     fn run(&self, grad: Grad, [x, residual, weight, bias, a, b, magnitude]: &[InputGradSink; 7]) -> Result<()> {
         let sizes = self.adapted.sizes;
         grad.read::<E, _>(NAME, |g| {

@@ -2,7 +2,7 @@
 
 use super::WeightLayout;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
-use crate::kernels::par::{self, Chunks};
+use crate::kernels::parallel::{self, ParallelChunks};
 use crate::precision::{FlatRef, sum_of_squares};
 use std::ops::Range;
 
@@ -61,11 +61,13 @@ impl LowRank<'_> {
     pub fn add_squares(&self, lines: Range<usize>, piece: &[f32], sums: &mut [f64]) {
         let width = self.lines().1;
         match self.layout {
-            WeightLayout::OutIn => par::for_each_part(lines.len(), Chunks::new(&mut sums[lines], 1), |i, sum| {
-                sum[0] += sum_of_squares(FlatRef::F32(&piece[i * width..][..width]));
-            }),
+            WeightLayout::OutIn => {
+                parallel::for_each_part(lines.len(), ParallelChunks::new(&mut sums[lines], 1), |i, sum| {
+                    sum[0] += sum_of_squares(FlatRef::F32(&piece[i * width..][..width]));
+                })
+            }
             WeightLayout::InOut => {
-                par::for_each_part(width.div_ceil(COLUMNS), Chunks::new(sums, COLUMNS), |i, sums| {
+                parallel::for_each_part(width.div_ceil(COLUMNS), ParallelChunks::new(sums, COLUMNS), |i, sums| {
                     for line in piece.chunks_exact(width) {
                         let values = &line[i * COLUMNS..][..sums.len()];
                         sums.iter_mut().zip(values).for_each(|(sum, x)| *sum += f64::from(*x) * f64::from(*x));

@@ -4,9 +4,9 @@ use super::composed;
 use super::in_f32::has_kernels;
 use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::{buffer, count};
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::kernels::{buffer, mac_count};
+use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Layout, Result, Shape, Tensor, bail};
 
 const NAME: &str = "matmul";
@@ -33,12 +33,12 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         with_all::<E, _, 2>([Some(&a.tensor), Some(&b.tensor)], NAME, |[left, right]| {
             let (left, right) = (left.unwrap_or_default(), right.unwrap_or_default());
             let products = || {
-                for_each_part(s.left.len(), Chunks::new(&mut y, s.m * s.n), |i, y| {
+                for_each_part(s.left.len(), ParallelChunks::new(&mut y, s.m * s.n), |i, y| {
                     let (left, right) = (a.matrix(left, s.left[i], [s.m, s.k]), b.matrix(right, s.right[i], [s.k, s.n]));
                     gemm(MatrixMut::new(y, s.m, s.n), left, right, Epilogue::default());
                 })
             };
-            count::on_this_thread([s.left.len(), s.m, s.k, s.n], products);
+            mac_count::on_this_thread([s.left.len(), s.m, s.k, s.n], products);
             Ok(())
         })?;
         let kept = [SavedTensor::of(&a.tensor), SavedTensor::of(&b.tensor)];
@@ -137,7 +137,7 @@ impl Operand {
         Form { transposed: self.transposed, elements: self.tensor.elem_count() }
     }
 
-    fn matrix<'a, E: Element>(&self, all: &'a [E], number: usize, size: [usize; 2]) -> Matrix<'a, E> {
+    fn matrix<'a, E: TensorElement>(&self, all: &'a [E], number: usize, size: [usize; 2]) -> Matrix<'a, E> {
         self.described().matrix(all, number, size)
     }
 }
@@ -151,14 +151,14 @@ struct Form {
 
 impl Form {
     /// A matrix by its number, of `rows` and `columns`.
-    fn matrix<'a, E: Element>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
+    fn matrix<'a, E: TensorElement>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
         let values = &all[number * rows * columns..][..rows * columns];
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
     /// The operand's gradient: for each of its matrices, of `rows` and `columns`, the sum of the products that `factors`
     /// gives for the places of the result's batch where it stands, over `inner`.
-    fn gradient<'a, E: Element>(
+    fn gradient<'a, E: TensorElement>(
         self,
         stands: &[usize],
         [rows, columns, inner]: [usize; 3],
@@ -170,7 +170,7 @@ impl Form {
         stands.iter().enumerate().for_each(|(place, number)| places[*number].push(place));
         let mut sums = vec![0f32; self.elements];
         let products = || {
-            for_each_part(matrices, Chunks::new(&mut sums, each), |number, sum| {
+            for_each_part(matrices, ParallelChunks::new(&mut sums, each), |number, sum| {
                 for place in &places[number] {
                     let (left, right) = factors(*place);
                     let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
@@ -181,7 +181,7 @@ impl Form {
                 }
             })
         };
-        count::on_this_thread([stands.len(), rows, columns, inner], products);
+        mac_count::on_this_thread([stands.len(), rows, columns, inner], products);
         sums
     }
 }

@@ -8,7 +8,7 @@ use crate::kernels::{buffer, norm};
 use crate::nn::on_gpu;
 use crate::nn::remade::remade;
 use crate::nn::{RmsNormOptions, composed};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
 

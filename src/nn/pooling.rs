@@ -4,8 +4,8 @@ use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::buffer;
-use crate::kernels::grid::Windows;
-use crate::tensor::element::{Element, with_element};
+use crate::kernels::pooling::PoolingWindows;
+use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Tensor, ToUsize2, bail};
 
 /// The windows of a pooling: height and width of each setting.
@@ -38,7 +38,7 @@ impl Pooling {
     }
 
     /// The windows over an image, and the numbers of images and channels.
-    fn over(self, op: &'static str, x: &Tensor) -> Result<(Windows, [usize; 2])> {
+    fn over(self, op: &'static str, x: &Tensor) -> Result<(PoolingWindows, [usize; 2])> {
         let &[images, channels, height, width] = x.dims() else {
             bail!("{op}: the input has shape {:?}; it must be [batch, channels, height, width]", x.dims())
         };
@@ -65,7 +65,7 @@ impl Pooling {
         if height.checked_mul(width).is_none_or(|elements| u32::try_from(elements).is_err()) {
             bail!("{op}: an image of {height} x {width} is too large")
         }
-        Ok((Windows { size, result, kernel, stride, padding }, [images, channels]))
+        Ok((PoolingWindows { size, result, kernel, stride, padding }, [images, channels]))
     }
 }
 
@@ -151,7 +151,7 @@ pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
 /// fills in the gradient of the image.
 fn pooled<K: Send + Sync + 'static>(
     name: &'static str,
-    (x, windows, [images, channels]): (&Tensor, Windows, [usize; 2]),
+    (x, windows, [images, channels]): (&Tensor, PoolingWindows, [usize; 2]),
     forward: impl FnOnce(&[f32], &mut [f32]) -> K,
     backward: impl Fn(&[f32], &K, &mut [f32]) + Send + Sync + 'static,
 ) -> Result<Tensor> {

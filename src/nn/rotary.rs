@@ -6,7 +6,7 @@ use crate::kernels::{buffer, rope};
 use crate::nn::on_gpu;
 use crate::nn::positions::Positions;
 use crate::nn::{Sequences, composed, frequencies};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub struct Rotary {
     ctx: usize,
     frequencies: Arc<[f64]>,
-    tables: Arc<rope::Rotary>,
+    tables: Arc<rope::RotaryTable>,
     #[cfg(feature = "cuda")]
     on_gpu: Arc<on_gpu::rotary::Tables>,
 }
@@ -39,7 +39,7 @@ impl Rotary {
         if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
             bail!("rotary: {frequencies:?} are no frequencies; a finite number for each pair of a head is needed")
         }
-        let tables = Arc::new(rope::Rotary::new(ctx, &frequencies));
+        let tables = Arc::new(rope::RotaryTable::new(ctx, &frequencies));
         Ok(Self {
             ctx,
             frequencies: frequencies.into(),

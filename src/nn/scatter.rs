@@ -3,8 +3,8 @@
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
-use crate::kernels::scatter::{NOWHERE, Targets};
-use crate::tensor::element::{Element, with_element};
+use crate::kernels::scatter::{NOWHERE, ScatterTargets};
+use crate::tensor::element::{TensorElement, with_element};
 use candle_core::shape::Dim;
 use candle_core::{DType, Layout, Result, Tensor, bail};
 
@@ -47,7 +47,7 @@ pub fn scatter_add<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim
 }
 
 /// Where each element of the source goes.
-fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<Targets> {
+fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<ScatterTargets> {
     let dim = dim.to_index(init.shape(), op)?;
     let (to, from) = (init.dims(), source.dims());
     let fits = to.len() == from.len() && (0..to.len()).all(|axis| axis == dim || from[axis] <= to[axis]);
@@ -92,10 +92,10 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
             at[axis] = 0;
         }
     }
-    Ok(Targets { places })
+    Ok(ScatterTargets { places })
 }
 
-fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: Targets, adds: bool) -> Result<Tensor> {
+fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterTargets, adds: bool) -> Result<Tensor> {
     let (init, source) = (init.contiguous()?, source.contiguous()?);
     let inputs = OpInputs::of([Some(&init), Some(&source)])?;
     let (shape, dtype) = (init.shape().clone(), init.dtype());

@@ -4,7 +4,7 @@ use crate::graph::OpInputs;
 use crate::kernels::add::add_into;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::tensor::element::{Element, with_all, with_element};
+use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
 /// a + b, elementwise, computed in f32 and rounded once.

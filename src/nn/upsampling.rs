@@ -4,8 +4,8 @@ use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::buffer;
-use crate::kernels::grid::{Pair, Resampling};
-use crate::tensor::element::{Element, with_element};
+use crate::kernels::pooling::{InterpolationPair, Resampling};
+use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Shape, Tensor, bail};
 
 /// A sequence `[batch, channels, length]` of `size` elements, each the nearest one of the input: larger or smaller, by any
@@ -72,14 +72,19 @@ fn are_sizes(op: &'static str, axis: &str, of: usize, to: usize) -> Result<()> {
 }
 
 /// The nearest element for each of the result, as Candle finds it.
-fn nearest(op: &'static str, axis: &str, of: usize, to: usize) -> Result<Vec<Pair>> {
+fn nearest(op: &'static str, axis: &str, of: usize, to: usize) -> Result<Vec<InterpolationPair>> {
     are_sizes(op, axis, of, to)?;
     let scale = of as f64 / to as f64;
     Ok((0..to).map(|at| ((at as f64 * scale) as usize).min(of - 1)).map(|at| (at, at, 0.0)).collect())
 }
 
 /// The two elements around the place of each of the result.
-fn between(op: &'static str, axis: &str, (of, to): (usize, usize), align_corners: bool) -> Result<Vec<Pair>> {
+fn between(
+    op: &'static str,
+    axis: &str,
+    (of, to): (usize, usize),
+    align_corners: bool,
+) -> Result<Vec<InterpolationPair>> {
     are_sizes(op, axis, of, to)?;
     let place = |at: usize| match align_corners {
         true if to == 1 => 0.0,

@@ -16,7 +16,7 @@ use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::element::Element as _;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
-use crate::tensor::element::{Element, with_element, with_elements};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 
 /// Whether a parameter is wider than the activations.
@@ -54,7 +54,12 @@ pub(super) fn follow(y: Tensor, then: Then<'_>) -> Result<Tensor> {
 
 const NAME: &str = "linear (f32 weight)";
 
-fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
+fn linear<E: TensorElement>(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+) -> Result<Tensor> {
     let s = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);

@@ -16,7 +16,7 @@ use super::offload_report::{IoMeter, OffloadReport};
 use super::transfer_buffer::TransferBuffer;
 use crate::config::Aio;
 use crate::error::{Error, OffloadError, Result};
-use crate::timeline::{self, CarriedContext, Lane};
+use crate::timeline::{self, CarriedContext, TimelineLane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -274,7 +274,11 @@ impl FileIoShared {
                 queue = unpoisoned(self.wanted.wait(queue));
             };
             drop(queue);
-            let span = request.carried.span(Lane::File(thread), timeline::Kind::File, request.direction.name());
+            let span = request.carried.span(
+                TimelineLane::File(thread),
+                timeline::EventCategory::File,
+                request.direction.name(),
+            );
             let _span = span.with("bytes", request.len as u64);
             self.carry_out(request, &mut bounce);
         }
@@ -341,7 +345,7 @@ impl<B> FileTransfer<B> {
     fn finish(self) -> Result<Option<B>> {
         let start = Instant::now();
         let mut state = lock(&self.batch.state);
-        let _span = timeline::span(timeline::Kind::Wait, "wait for file");
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait for file");
         while state.left > 0 {
             state = unpoisoned(self.batch.over.wait(state));
         }

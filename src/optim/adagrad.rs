@@ -4,7 +4,7 @@ use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Optimizer, StepContext};
 use crate::config::AdagradConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::Elementwise;
+use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Adagrad with L2 decay.
@@ -68,9 +68,9 @@ impl Optimizer for Adagrad {
     }
 
     #[cfg(feature = "cuda")]
-    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+    fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
         let s = self.constants(ctx);
-        Some(Elementwise::Adagrad([s.grad_scale, s.l2, s.lr, s.eps]))
+        Some(ElementwiseUpdate::Adagrad([s.grad_scale, s.l2, s.lr, s.eps]))
     }
 }
 

@@ -4,7 +4,7 @@ use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::AdamConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::Elementwise;
+use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Adam with decoupled decay (AdamW) or L2 decay.
@@ -107,9 +107,9 @@ impl Optimizer for Adam {
     }
 
     #[cfg(feature = "cuda")]
-    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+    fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
         let s = self.constants(ctx);
-        Some(Elementwise::Adam([
+        Some(ElementwiseUpdate::Adam([
             s.grad_scale,
             s.beta1,
             s.beta2,

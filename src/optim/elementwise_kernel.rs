@@ -4,8 +4,8 @@
 //! widened, its elements are updated, and the half copy is written while all of it is still in that cache, so the
 //! step reads and writes each buffer in memory once.
 
-use crate::kernels::par;
-use crate::kernels::simd::{self, Loop, level};
+use crate::kernels::parallel;
+use crate::kernels::simd::{self, SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, cast};
 
 /// Elements that one thread takes at a time.
@@ -26,7 +26,7 @@ const LINE: usize = 16;
 /// The arithmetic of an optimizer.
 pub(super) trait ElementwiseKernel<const N: usize>: Sync {
     /// Updates `param` and `state` (buffers as long as `param`) with `grad`. It must treat every element alike, and be
-    /// marked `#[inline(always)]`, for it becomes part of a [`Loop`].
+    /// marked `#[inline(always)]`, for it becomes part of a [`SimdLoop`].
     fn update(&self, param: &mut [f32], grad: &[f32], state: [&mut [f32]; N]);
 }
 
@@ -65,7 +65,7 @@ impl<'a, const N: usize> StepSlices<'a, N> {
             return level().run(ChunkPass { slices: self, kernel });
         }
         let (front, back) = self.split_at((len / 2).next_multiple_of(CHUNK));
-        par::join(|| front.update_with(kernel), || back.update_with(kernel));
+        parallel::join(|| front.update_with(kernel), || back.update_with(kernel));
     }
 
     fn split_at(self, mid: usize) -> (Self, Self) {
@@ -98,7 +98,7 @@ struct ChunkPass<'a, 'k, K, const N: usize> {
     kernel: &'k K,
 }
 
-impl<K: ElementwiseKernel<N>, const N: usize> Loop for ChunkPass<'_, '_, K, N> {
+impl<K: ElementwiseKernel<N>, const N: usize> SimdLoop for ChunkPass<'_, '_, K, N> {
     type Output = ();
 
     #[inline(always)]

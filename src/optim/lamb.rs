@@ -3,8 +3,8 @@
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Layerwise, Momentum, Optimizer, OptimizerNeeds, SQUARES_BLOCK, SquareSums, StepContext};
 use crate::config::LambConfig;
-use crate::kernels::par;
-use crate::kernels::simd::{Loop, level};
+use crate::kernels::parallel;
+use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 
 /// Elements whose squares one thread sums in one go.
@@ -106,7 +106,7 @@ impl Layerwise for Lamb {
         assert_eq!(grad.len(), len, "the gradient is not as long as the parameter");
         assert!(state.iter().all(|s| s.len() == len), "an optimizer state is not as long as the parameter");
         let constants = self.constants(ctx);
-        let chunks = par::map(len.div_ceil(CHUNK), |i| {
+        let chunks = parallel::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
             level().run(LambChunkSquares {
                 constants: &constants,
@@ -179,7 +179,7 @@ struct LambChunkSquares<'a> {
     exp_avg_sq: &'a [f32],
 }
 
-impl Loop for LambChunkSquares<'_> {
+impl SimdLoop for LambChunkSquares<'_> {
     type Output = Vec<SquareSums>;
 
     #[inline(always)]

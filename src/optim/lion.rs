@@ -4,7 +4,7 @@ use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::LionConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::Elementwise;
+use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Lion: a step of the learning rate in the direction of a sign, with decoupled decay.
@@ -79,9 +79,17 @@ impl Optimizer for Lion {
     }
 
     #[cfg(feature = "cuda")]
-    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+    fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
         let s = self.constants(ctx);
-        Some(Elementwise::Lion([s.grad_scale, s.beta1, s.beta2, s.one_minus_beta1, s.one_minus_beta2, s.keep, s.lr]))
+        Some(ElementwiseUpdate::Lion([
+            s.grad_scale,
+            s.beta1,
+            s.beta2,
+            s.one_minus_beta1,
+            s.one_minus_beta2,
+            s.keep,
+            s.lr,
+        ]))
     }
 }
 

@@ -12,7 +12,7 @@
 use crate::config::NsMethod;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
-use crate::kernels::par::{self, Chunks};
+use crate::kernels::parallel::{self, ParallelChunks};
 use crate::precision::{FlatRef, sum_of_squares};
 use half::bf16;
 
@@ -106,7 +106,7 @@ fn add_product<E: Element>(
     if a == 0.0 {
         return;
     }
-    par::for_each_part(sum.len().div_ceil(CHUNK), Chunks::new(sum, CHUNK), |i, chunk: &mut [E]| {
+    parallel::for_each_part(sum.len().div_ceil(CHUNK), ParallelChunks::new(sum, CHUNK), |i, chunk: &mut [E]| {
         let (mut wide, mut term, mut rounded) = ([0.0; BLOCK], [0.0; BLOCK], [E::default(); BLOCK]);
         for (j, block) in chunk.chunks_mut(BLOCK).enumerate() {
             let (at, len) = (i * CHUNK + j * BLOCK, block.len());
@@ -124,7 +124,7 @@ fn add_product<E: Element>(
 
 /// Replaces every element.
 fn map<E: Element>(values: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
-    par::for_each_part(values.len().div_ceil(CHUNK), Chunks::new(values, CHUNK), |_, chunk: &mut [E]| {
+    parallel::for_each_part(values.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |_, chunk: &mut [E]| {
         let mut wide = [0.0; BLOCK];
         for block in chunk.chunks_mut(BLOCK) {
             let wide = &mut wide[..block.len()];

@@ -2,7 +2,7 @@
 
 use super::StateFormat;
 #[cfg(feature = "cuda")]
-use crate::cuda::Elementwise;
+use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
 /// The inputs of one optimizer step besides the buffers.
@@ -161,7 +161,7 @@ pub trait Optimizer: Send + Sync {
     /// The constants of this step for that kernel.
     #[cfg(feature = "cuda")]
     #[doc(hidden)]
-    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+    fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
         _ = ctx;
         None
     }

@@ -1,6 +1,6 @@
 //! What is kept of a parameter, by which sub-groups are divided.
 
-use crate::precision::{Nf4Scales, Packing};
+use crate::precision::{Nf4Scales, WeightPacking};
 use candle_core::DType;
 
 /// Which of an optimizer's two halves trains a parameter.
@@ -25,7 +25,7 @@ pub(crate) enum WeightFormat {
     /// In f32, in a 16-bit model.
     F32,
     /// Packed, where parameters are sharded.
-    Packed(Packing),
+    Packed(WeightPacking),
 }
 
 impl WeightFormat {
@@ -35,7 +35,7 @@ impl WeightFormat {
     }
 
     /// How they are packed.
-    pub fn packing(self) -> Option<Packing> {
+    pub fn packing(self) -> Option<WeightPacking> {
         match self {
             Self::Packed(packing) => Some(packing),
             Self::Model | Self::F32 => None,
@@ -49,9 +49,9 @@ impl WeightFormat {
         match self {
             Self::Model => 0,
             Self::F32 => 1,
-            Self::Packed(Packing::Int8) => 2,
-            Self::Packed(Packing::Nf4(Nf4Scales::Bf16)) => 3,
-            Self::Packed(Packing::Nf4(Nf4Scales::DoubleQuantized)) => 4,
+            Self::Packed(WeightPacking::Int8) => 2,
+            Self::Packed(WeightPacking::Nf4(Nf4Scales::Bf16)) => 3,
+            Self::Packed(WeightPacking::Nf4(Nf4Scales::DoubleQuantized)) => 4,
         }
     }
 }

@@ -9,7 +9,7 @@
 
 use super::{Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightFormat};
 use crate::error::{OptimError, Result};
-use crate::precision::Packing;
+use crate::precision::WeightPacking;
 use crate::util::matches;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -170,7 +170,7 @@ pub(crate) struct ParameterGrouping {
     optimizer: Option<Arc<dyn Optimizer>>,
     given: Vec<ParameterGroup>,
     trainable: Option<TrainableFilter>,
-    quantized: Option<(Packing, TrainableFilter)>,
+    quantized: Option<(WeightPacking, TrainableFilter)>,
     kept_modules: Vec<String>,
 }
 
@@ -208,7 +208,7 @@ impl ParameterGrouping {
 
     /// Frozen parameters are packed so where `rule` says so.
     #[must_use]
-    pub fn quantized(self, rule: Option<(Packing, TrainableFilter)>) -> Self {
+    pub fn quantized(self, rule: Option<(WeightPacking, TrainableFilter)>) -> Self {
         Self { quantized: rule, ..self }
     }
 

@@ -4,7 +4,7 @@ use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Optimizer, StepContext};
 use crate::config::SgdConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::Elementwise;
+use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
 /// SGD with momentum, dampening, Nesterov's variant and L2 decay.
@@ -80,11 +80,11 @@ impl Optimizer for Sgd {
     }
 
     #[cfg(feature = "cuda")]
-    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+    fn elementwise(&self, ctx: &StepContext) -> Option<ElementwiseUpdate> {
         Some(match self.constants(ctx) {
-            SgdConstants::Plain(s) => Elementwise::Sgd([s.lr, s.scale, s.l2]),
+            SgdConstants::Plain(s) => ElementwiseUpdate::Sgd([s.lr, s.scale, s.l2]),
             SgdConstants::Momentum(s) => {
-                Elementwise::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.of_grad, s.of_buffer])
+                ElementwiseUpdate::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.of_grad, s.of_buffer])
             }
         })
     }

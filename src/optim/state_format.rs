@@ -1,8 +1,8 @@
 //! How an optimizer's states are kept between two steps.
 
-use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::simd::{Loop, level};
-use crate::precision::dynamic::{BLOCK, DynamicMap, SIGNED, UNSIGNED};
+use crate::kernels::parallel::{ParallelChunks, for_each_part};
+use crate::kernels::simd::{SimdLoop, level};
+use crate::precision::dynamic_map::{BLOCK, DynamicMap, SIGNED, UNSIGNED};
 use std::ops::Range;
 
 /// How an optimizer state is kept between two steps. A step works on f32 whatever the format.
@@ -66,7 +66,7 @@ pub(crate) enum DecodeMode {
 /// The codes and scales (one for each [`BLOCK`] elements) of `values`.
 pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "room for codes and scales");
-    let parts = (Chunks::new(codes, CHUNK), Chunks::new(scales, CHUNK / BLOCK));
+    let parts = (ParallelChunks::new(codes, CHUNK), ParallelChunks::new(scales, CHUNK / BLOCK));
     for_each_part(values.len().div_ceil(CHUNK), parts, |i, (codes, scales)| {
         let values = &values[i * CHUNK..][..codes.len()];
         level().run(EncodeState { map, values, codes, scales });
@@ -76,7 +76,7 @@ pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales:
 /// The values of codes.
 pub(crate) fn decode(map: &DynamicMap, reading: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "as many values as codes");
-    for_each_part(codes.len().div_ceil(CHUNK), Chunks::new(values, CHUNK), |i, values| {
+    for_each_part(codes.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |i, values| {
         let (codes, scales) = (&codes[i * CHUNK..][..values.len()], &scales[i * CHUNK / BLOCK..]);
         level().run(DecodeState { map, reading, codes, scales, values });
     });
@@ -89,7 +89,7 @@ struct EncodeState<'a> {
     scales: &'a mut [f32],
 }
 
-impl Loop for EncodeState<'_> {
+impl SimdLoop for EncodeState<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -109,7 +109,7 @@ struct DecodeState<'a> {
     values: &'a mut [f32],
 }
 
-impl Loop for DecodeState<'_> {
+impl SimdLoop for DecodeState<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -23,7 +23,7 @@ pub use weight_source::{InitialValues, WeightSource};
 use crate::layout::{ShardCut, ShardMesh};
 use crate::memory::LedgerEntry;
 use crate::optim::{OptimizerRole, ParamClass, WeightFormat};
-use crate::precision::Packing;
+use crate::precision::WeightPacking;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
@@ -112,7 +112,7 @@ impl Param {
     }
 
     /// How it is packed, where parameters are sharded.
-    pub fn packing(&self) -> Option<Packing> {
+    pub fn packing(&self) -> Option<WeightPacking> {
         self.weights.packing()
     }
 

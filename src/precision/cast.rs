@@ -4,9 +4,9 @@
 
 use super::{FlatMut, FlatRef};
 use crate::kernels::Element;
-use crate::kernels::par;
-use crate::kernels::simd::{Loop, level};
-use crate::kernels::wide::{self, put};
+use crate::kernels::f32_access::{self, put};
+use crate::kernels::parallel;
+use crate::kernels::simd::{SimdLoop, level};
 use half::bf16;
 
 /// Elements that one thread takes at a time; shorter buffers stay on the calling thread.
@@ -42,17 +42,17 @@ impl FlatMut<'_> {
 
 /// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
 pub(super) fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
-    in_chunks(dst, src, &|dst, src| level().run(Cast { dst, src }));
+    in_chunks(dst, src, &|dst, src| level().run(CastLoop { dst, src }));
 }
 
 /// `dst[i] = src[i] * factor`, computed in f32 and rounded once.
 pub(super) fn copy_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
-    in_chunks(dst, src, &|dst, src| level().run(Scale { dst, src, factor }));
+    in_chunks(dst, src, &|dst, src| level().run(ScaleLoop { dst, src, factor }));
 }
 
 /// `dst[i] += src[i] * factor`, computed in f32 and rounded once.
 pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
-    in_chunks(dst, src, &|dst, src| level().run(AddScaled { dst, src, factor }));
+    in_chunks(dst, src, &|dst, src| level().run(AddScaledLoop { dst, src, factor }));
 }
 
 /// Runs `f` over equal parts of both, on the threads of the pool.
@@ -64,15 +64,15 @@ fn in_chunks(dst: FlatMut<'_>, src: FlatRef<'_>, f: &(impl Fn(FlatMut<'_>, FlatR
     }
     let mid = (len / 2).next_multiple_of(CHUNK);
     let (front, back) = dst.split_at(mid);
-    par::join(|| in_chunks(front, src.slice(0..mid), f), || in_chunks(back, src.slice(mid..len), f));
+    parallel::join(|| in_chunks(front, src.slice(0..mid), f), || in_chunks(back, src.slice(mid..len), f));
 }
 
-struct Cast<'a> {
+struct CastLoop<'a> {
     dst: FlatMut<'a>,
     src: FlatRef<'a>,
 }
 
-impl Loop for Cast<'_> {
+impl SimdLoop for CastLoop<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -88,13 +88,13 @@ impl Loop for Cast<'_> {
     }
 }
 
-struct Scale<'a> {
+struct ScaleLoop<'a> {
     dst: FlatMut<'a>,
     src: FlatRef<'a>,
     factor: f32,
 }
 
-impl Loop for Scale<'_> {
+impl SimdLoop for ScaleLoop<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -104,13 +104,13 @@ impl Loop for Scale<'_> {
     }
 }
 
-struct AddScaled<'a> {
+struct AddScaledLoop<'a> {
     dst: FlatMut<'a>,
     src: FlatRef<'a>,
     factor: f32,
 }
 
-impl Loop for AddScaled<'_> {
+impl SimdLoop for AddScaledLoop<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -144,30 +144,30 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
 }
 
 #[inline(always)]
-fn map_direct<D: Number, S: Number>(dst: &mut [D], src: &[S], f: impl Fn(f32, f32) -> f32) {
+fn map_direct<D: HalfNumber, S: HalfNumber>(dst: &mut [D], src: &[S], f: impl Fn(f32, f32) -> f32) {
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = put(f(d.widen(), s.widen())));
 }
 
-/// Adds `src` to `sum`, in f32. Part of a [`Loop`].
+/// Adds `src` to `sum`, in f32. Part of a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
     map(FlatMut::F32(sum), src, |sum, s| sum + s);
 }
 
 /// A number format that is converted with a few operations on integers, in vectors of any width.
-trait Number: Element {
-    /// As [`crate::kernels::wide::get`], and a nan comes out quiet, as the half crate makes it.
+trait HalfNumber: Element {
+    /// As [`crate::kernels::f32_access::get`], and a nan comes out quiet, as the half crate makes it.
     fn widen(self) -> f32;
 }
 
-impl Number for f32 {
+impl HalfNumber for f32 {
     #[inline(always)]
     fn widen(self) -> f32 {
         self
     }
 }
 
-impl Number for bf16 {
+impl HalfNumber for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         let bits = u32::from(self.to_bits());
@@ -176,23 +176,23 @@ impl Number for bf16 {
     }
 }
 
-/// `src` as f32, exactly. Part of a [`Loop`].
+/// `src` as f32, exactly. Part of a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     match src {
         FlatRef::F32(src) => dst.copy_from_slice(src),
         FlatRef::BF16(src) => map_direct(dst, src, |_, s| s),
-        FlatRef::F16(src) => wide::widen(src, dst),
+        FlatRef::F16(src) => f32_access::widen(src, dst),
     }
 }
 
-/// `src` in the dtype of `dst`, rounded to nearest even. Part of a [`Loop`].
+/// `src` in the dtype of `dst`, rounded to nearest even. Part of a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
     match dst {
         FlatMut::F32(dst) => dst.copy_from_slice(src),
         FlatMut::BF16(dst) => map_direct(dst, src, |_, s| s),
-        FlatMut::F16(dst) => wide::narrow(src, dst),
+        FlatMut::F16(dst) => f32_access::narrow(src, dst),
     }
 }
 
@@ -209,7 +209,7 @@ pub(super) fn scale(dst: FlatMut<'_>, factor: f32) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::kernels::simd::Level;
+    use crate::kernels::simd::InstructionSet;
     use crate::precision::Flat;
     use candle_core::DType;
     use half::f16;
@@ -248,9 +248,9 @@ mod tests {
                     DType::BF16 => Flat::BF16(wide.iter().map(|x| bf16::from_f32(*x)).collect()),
                     _ => Flat::F16(wide.iter().map(|x| f16::from_f32(*x)).collect()),
                 };
-                for level in Level::available() {
+                for level in InstructionSet::available() {
                     let mut dst = Flat::zeros(dtype, src.len());
-                    level.run(Cast { dst: dst.as_mut(), src: src.as_ref() });
+                    level.run(CastLoop { dst: dst.as_mut(), src: src.as_ref() });
                     assert!(bits(&dst) == bits(&expect), "{:?} to {dtype:?} with {level:?}", src.dtype());
                 }
             }

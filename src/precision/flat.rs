@@ -1,6 +1,6 @@
 //! A flat buffer of one floating-point dtype, owned or borrowed: what buckets, shares and the wire are made of.
 
-use super::pages::prefer_huge;
+use super::huge_pages::prefer_huge;
 use candle_core::DType;
 use half::{bf16, f16};
 use std::mem::MaybeUninit;

@@ -1,27 +1,27 @@
 //! Number formats: flat buffers of one dtype, casts, blocks of small integers, packed weights, eight-bit states, loss
 //! scaling, overflow, norms.
 
-mod blocks;
+mod block_quantization;
 pub(crate) mod cast;
-pub(crate) mod dynamic;
-mod elements;
+pub(crate) mod dynamic_map;
+mod element_buffer;
 mod flat;
+mod grad_norm;
+mod huge_pages;
+mod loss_scaler;
 mod nf4;
-mod norm;
-mod packing;
-mod pages;
-mod scaler;
-pub(crate) mod stochastic;
+pub(crate) mod stochastic_rounding;
+mod weight_packing;
 
-pub use blocks::{BLOCK, Ints};
-pub(crate) use elements::Elements;
+pub use block_quantization::{BLOCK, IntFormat};
+pub(crate) use element_buffer::ElementBuffer;
 pub use flat::{Flat, FlatMut, FlatRef};
-pub use nf4::Nf4Scales;
 #[cfg(feature = "cuda")]
-pub(crate) use norm::CHUNK as SQUARES_CHUNK;
-pub(crate) use norm::{LANES, add_squares};
-pub use norm::{gradient_multiplier, has_non_finite, sum_of_squares};
-pub use packing::Packing;
-pub(crate) use pages::prefer_huge;
-pub(crate) use scaler::LossScaler;
-pub use scaler::ScalerState;
+pub(crate) use grad_norm::CHUNK as SQUARES_CHUNK;
+pub(crate) use grad_norm::{LANES, add_squares};
+pub use grad_norm::{gradient_multiplier, has_non_finite, sum_of_squares};
+pub(crate) use huge_pages::prefer_huge;
+pub(crate) use loss_scaler::LossScaler;
+pub use loss_scaler::ScalerState;
+pub use nf4::Nf4Scales;
+pub use weight_packing::WeightPacking;

@@ -7,13 +7,13 @@
 //!
 //! A byte holds two elements, the first in its high half, as bitsandbytes packs them; a block that is not full takes
 //! its whole place all the same. The scale of a block is its largest magnitude. Double-quantized, the scales of 256 blocks
-//! lose their mean and become codes of the [dynamic map](super::dynamic), as in bitsandbytes, which takes the mean over
+//! lose their mean and become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes, which takes the mean over
 //! all of a tensor: here each 256 blocks have their own, so that they can be made without the others.
 
 use super::cast::{narrow, widen};
-use super::dynamic::{SIGNED as SCALES, SMALLEST, largest};
+use super::dynamic_map::{SIGNED as SCALES, SMALLEST, largest};
 use super::{FlatMut, FlatRef};
-use crate::kernels::simd::Loop;
+use crate::kernels::simd::SimdLoop;
 
 /// Elements that share a scale.
 pub(super) const BLOCK: usize = 64;
@@ -96,13 +96,13 @@ impl Nf4Scales {
     }
 }
 
-pub(super) struct Pack<'a> {
+pub(super) struct PackNf4<'a> {
     pub scales: Nf4Scales,
     pub src: FlatRef<'a>,
     pub dst: &'a mut [u8],
 }
 
-impl Loop for Pack<'_> {
+impl SimdLoop for PackNf4<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -142,13 +142,13 @@ impl Loop for Pack<'_> {
     }
 }
 
-pub(super) struct Unpack<'a> {
+pub(super) struct UnpackNf4<'a> {
     pub scales: Nf4Scales,
     pub src: &'a [u8],
     pub dst: FlatMut<'a>,
 }
 
-impl Loop for Unpack<'_> {
+impl SimdLoop for UnpackNf4<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -4,11 +4,11 @@
 //! the CPU, as they run: what a unit recomputes counts again, and of attention only what the causal mask leaves. Not
 //! counted are elementwise operations, norms, and the operations that a model takes from Candle itself.
 
-mod peak;
+mod measured_peak;
 mod report;
 pub(crate) mod spans;
-mod timings;
+mod step_timings;
 
-pub(crate) use peak::peak_flops;
+pub(crate) use measured_peak::peak_flops;
 pub use report::{FlopsProfile, ModuleProfile};
-pub use timings::StepTimings;
+pub use step_timings::StepTimings;

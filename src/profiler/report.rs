@@ -1,7 +1,7 @@
 //! The report of a profile.
 
-use super::spans::{Half, Spent};
-use super::timings::StepTimings;
+use super::spans::{MicroStepHalf, ProfiledCost};
+use super::step_timings::StepTimings;
 use crate::config::FlopsProfiler;
 use crate::param::{ROOT, UnitId};
 use serde::Serialize;
@@ -56,14 +56,14 @@ impl FlopsProfile {
     /// A report of the recorded spans; `units` has name and parameters of each.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
-        spent: &BTreeMap<(Half, UnitId), Spent>,
+        spent: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,
         (step, samples, world_size): (u64, usize, usize),
         timings: StepTimings,
         peak_flops: f64,
     ) -> Self {
         let module = |(unit, (name, parameters))| {
-            let [forward, backward] =
-                [Half::Forward, Half::Backward].map(|half| spent.get(&(half, unit)).copied().unwrap_or_default());
+            let [forward, backward] = [MicroStepHalf::Forward, MicroStepHalf::Backward]
+                .map(|half| spent.get(&(half, unit)).copied().unwrap_or_default());
             ModuleProfile {
                 name,
                 parameters,
@@ -158,10 +158,10 @@ impl FlopsProfile {
             let mut rows = self.at_depth(depth);
             rows.sort_by_key(|row| std::cmp::Reverse(row.forward_macs + row.backward_macs));
             rows.truncate(config.top_modules);
-            text += &format!("\ntop modules at depth {depth}\n{}", Table(&rows, &total));
+            text += &format!("\ntop modules at depth {depth}\n{}", ProfileTable(&rows, &total));
         }
         if config.detailed && *depths.end() > 0 {
-            text += &format!("\nmodules\n{}", Table(&self.at_depth(*depths.end()), &total));
+            text += &format!("\nmodules\n{}", ProfileTable(&self.at_depth(*depths.end()), &total));
         }
         text.trim_end().to_string()
     }
@@ -175,9 +175,9 @@ impl fmt::Display for FlopsProfile {
 }
 
 /// Rows, and the total that their shares are of.
-struct Table<'a>(&'a [ModuleProfile], &'a ModuleProfile);
+struct ProfileTable<'a>(&'a [ModuleProfile], &'a ModuleProfile);
 
-impl fmt::Display for Table<'_> {
+impl fmt::Display for ProfileTable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(rows, total) = self;
         let columns = ["parameters", "fwd MACs", "bwd MACs", "MACs %", "fwd ms", "bwd ms", "FLOP/s"];

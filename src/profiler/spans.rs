@@ -6,7 +6,7 @@
 //!                                                                     the one that made its input
 //! ```
 
-use crate::kernels::count;
+use crate::kernels::mac_count;
 use crate::param::{ROOT, UnitId};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -14,36 +14,36 @@ use std::time::{Duration, Instant};
 
 /// Half of a micro step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Half {
+pub(crate) enum MicroStepHalf {
     Forward,
     Backward,
 }
 
 /// The owner of work.
-type Part = (Half, UnitId);
+type ProfiledPart = (MicroStepHalf, UnitId);
 
 /// Time and multiply-adds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(crate) struct Spent {
+pub(crate) struct ProfiledCost {
     pub time: Duration,
     pub macs: u64,
 }
 
 #[derive(Default)]
-struct Spans {
+struct ProfilerState {
     /// The work that runs, its start, and the thread's count at that time. `None` between the engine's calls.
-    now: Option<(Part, Instant, u64)>,
-    spent: BTreeMap<Part, Spent>,
+    now: Option<(ProfiledPart, Instant, u64)>,
+    spent: BTreeMap<ProfiledPart, ProfiledCost>,
 }
 
 thread_local! {
-    static SPANS: RefCell<Spans> = RefCell::default();
+    static SPANS: RefCell<ProfilerState> = RefCell::default();
 }
 
 /// Goes over to `part`; returns what ran before.
-fn switch(part: Option<Part>) -> Option<Part> {
+fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     SPANS.with_borrow_mut(|spans| {
-        let (time, macs) = (Instant::now(), count::macs());
+        let (time, macs) = (Instant::now(), mac_count::macs());
         let before = std::mem::replace(&mut spans.now, part.map(|part| (part, time, macs)));
         before.map(|(part, since, counted)| {
             let spent = spans.spent.entry(part).or_default();
@@ -55,17 +55,17 @@ fn switch(part: Option<Part>) -> Option<Part> {
 }
 
 /// Returns to what ran before when it is dropped.
-pub(crate) struct Span(Option<Part>);
+pub(crate) struct ProfilerSpan(Option<ProfiledPart>);
 
-impl Drop for Span {
+impl Drop for ProfilerSpan {
     fn drop(&mut self) {
         switch(self.0);
     }
 }
 
 /// Records a half of a micro step, until the result is dropped.
-pub(crate) fn record(half: Half) -> Span {
-    Span(switch(Some((half, ROOT))))
+pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
+    ProfilerSpan(switch(Some((half, ROOT))))
 }
 
 /// Whether this thread records.
@@ -74,22 +74,22 @@ pub(crate) fn is_recording() -> bool {
 }
 
 /// Records for a unit until the result is dropped, if this thread records.
-pub(crate) fn enter(half: Half, unit: UnitId) -> Option<Span> {
-    is_recording().then(|| Span(switch(Some((half, unit)))))
+pub(crate) fn enter(half: MicroStepHalf, unit: UnitId) -> Option<ProfilerSpan> {
+    is_recording().then(|| ProfilerSpan(switch(Some((half, unit)))))
 }
 
 /// A unit's backward begins.
 pub(crate) fn begin_backward(unit: UnitId) {
     if is_recording() {
-        switch(Some((Half::Backward, unit)));
+        switch(Some((MicroStepHalf::Backward, unit)));
     }
 }
 
 /// A unit's input has its gradient: what comes is outside of the unit, unless another one has begun.
 pub(crate) fn end_backward(unit: UnitId) {
-    let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (Half::Backward, unit)));
+    let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));
     if runs {
-        switch(Some((Half::Backward, ROOT)));
+        switch(Some((MicroStepHalf::Backward, ROOT)));
     }
 }
 
@@ -99,6 +99,6 @@ pub(crate) fn clear() {
 }
 
 /// The records since [`clear`].
-pub(crate) fn take() -> BTreeMap<Part, Spent> {
+pub(crate) fn take() -> BTreeMap<ProfiledPart, ProfiledCost> {
     SPANS.take().spent
 }

@@ -17,23 +17,23 @@ const MOST_STACK: usize = 1 << 30;
 
 /// What runs on a thread.
 #[derive(Clone, Copy)]
-struct Work {
+struct ThreadWork {
     /// The subject's name, which outlives the work; empty without work.
     subject: *const str,
     /// A place on the stack, above all frames of the work.
     top: *const u8,
 }
 
-const NOTHING: Work = Work { subject: "", top: std::ptr::null() };
+const NOTHING: ThreadWork = ThreadWork { subject: "", top: std::ptr::null() };
 
 thread_local! {
-    static WORK: Cell<Work> = const { Cell::new(NOTHING) };
+    static WORK: Cell<ThreadWork> = const { Cell::new(NOTHING) };
     static NO_MEMORY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Notes what begins. `subject` lives until [`leave`].
 pub(super) fn enter(subject: &str, top: *const u8) {
-    WORK.set(Work { subject: &raw const *subject, top });
+    WORK.set(ThreadWork { subject: &raw const *subject, top });
 }
 
 pub(super) fn leave() {

@@ -28,7 +28,7 @@ macro_rules! with_number {
 }
 
 /// A number type of whole bytes.
-trait Number: bytemuck::Pod {
+trait LittleEndianNumber: bytemuck::Pod {
     fn of(value: f64) -> Self;
     fn f64(self) -> f64;
     /// The integer, if it is one.
@@ -39,7 +39,7 @@ trait Number: bytemuck::Pod {
 
 macro_rules! integer {
     ($($ty:ty),*) => {$(
-        impl Number for $ty {
+        impl LittleEndianNumber for $ty {
             fn of(value: f64) -> Self {
                 value as Self
             }
@@ -61,7 +61,7 @@ macro_rules! integer {
 
 macro_rules! float {
     ($($ty:ty: $from:expr, $into:expr;)*) => {$(
-        impl Number for $ty {
+        impl LittleEndianNumber for $ty {
             fn of(value: f64) -> Self {
                 $from(value)
             }
@@ -182,7 +182,7 @@ pub(crate) fn variable(device: &Device, dtype: DType, shape: Shape, bytes: &[u8]
 /// Bytes of `dtype` for `values`, rounded once.
 pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
     with_number!(dtype, T, V => {
-        let values: Vec<T> = values.map(<T as Number>::of).collect();
+        let values: Vec<T> = values.map(<T as LittleEndianNumber>::of).collect();
         bytemuck::cast_slice(&values).to_vec()
     }, _ => Vec::new())
 }
@@ -190,7 +190,7 @@ pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8>
 /// The values of `bytes` of `dtype`.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     with_number!(dtype, T, V => {
-        bytemuck::pod_collect_to_vec::<u8, T>(bytes).into_iter().map(Number::f64).collect()
+        bytemuck::pod_collect_to_vec::<u8, T>(bytes).into_iter().map(LittleEndianNumber::f64).collect()
     }, _ => Vec::new())
 }
 
@@ -204,10 +204,10 @@ pub(crate) fn converted(bytes: &[u8], from: DType, to: DType) -> Option<Vec<u8>>
         (false, false) if has_bytes(from) && has_bytes(to) => Some(encode(to, decode(from, bytes).into_iter())),
         (true, true) => {
             let values: Vec<i64> = with_number!(from, T, V => {
-                bytemuck::pod_collect_to_vec::<u8, T>(bytes).into_iter().filter_map(Number::i64).collect()
+                bytemuck::pod_collect_to_vec::<u8, T>(bytes).into_iter().filter_map(LittleEndianNumber::i64).collect()
             }, _ => Vec::new());
             with_number!(to, T, V => {
-                let values: Option<Vec<T>> = values.into_iter().map(<T as Number>::of_i64).collect();
+                let values: Option<Vec<T>> = values.into_iter().map(<T as LittleEndianNumber>::of_i64).collect();
                 values.map(|values| bytemuck::cast_slice(&values).to_vec())
             }, _ => None)
         }

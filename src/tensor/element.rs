@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, DType, Error, Layout, Result, Storage, Tensor, Wit
 use half::{bf16, f16};
 
 /// A storage dtype of the layers: f32, bf16 or f16.
-pub(crate) trait Element: WithDType + kernels::Element {
+pub(crate) trait TensorElement: WithDType + kernels::Element {
     /// `data` as a flat buffer.
     fn flat(data: Vec<Self>) -> Flat;
 
@@ -25,7 +25,7 @@ pub(crate) trait Element: WithDType + kernels::Element {
 
 macro_rules! element {
     ($ty:ty, $variant:ident) => {
-        impl Element for $ty {
+        impl TensorElement for $ty {
             fn flat(data: Vec<Self>) -> Flat {
                 Flat::$variant(data)
             }

@@ -1,10 +1,10 @@
 //! A flat buffer in the host's memory or in that of the GPU on which the model computes.
 //!
-//! What decisions do with buffers is the same in both, by [`Elements`], with the same bits. Values are looked at and set through
+//! What decisions do with buffers is the same in both, by [`ElementBuffer`], with the same bits. Values are looked at and set through
 //! the host, where they are not there already.
 
 use crate::error::Result;
-use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
 use candle_core::{DType, Device};
 use std::ops::Range;
 #[cfg(feature = "cuda")]
@@ -12,13 +12,13 @@ use {crate::cuda::DeviceFlat, crate::precision::sum_of_squares, candle_core::Cud
 
 /// Which memory buffers lie in.
 #[derive(Debug, Clone)]
-pub(crate) enum BufferPlace {
+pub(crate) enum BufferDevice {
     Host,
     #[cfg(feature = "cuda")]
     Device(CudaDevice),
 }
 
-impl BufferPlace {
+impl BufferDevice {
     /// The memory of tensors on `device`.
     pub fn of(device: &Device) -> Self {
         match device {
@@ -167,38 +167,38 @@ impl FlatBuffer {
     }
 }
 
-impl Elements for FlatBuffer {
-    type Place = BufferPlace;
+impl ElementBuffer for FlatBuffer {
+    type Place = BufferDevice;
 
-    fn host() -> BufferPlace {
-        BufferPlace::Host
+    fn host() -> BufferDevice {
+        BufferDevice::Host
     }
 
-    fn is_device(place: &BufferPlace) -> bool {
-        !matches!(place, BufferPlace::Host)
+    fn is_device(place: &BufferDevice) -> bool {
+        !matches!(place, BufferDevice::Host)
     }
 
-    fn with_capacity(place: &BufferPlace, dtype: DType, capacity: usize) -> Result<Self> {
+    fn with_capacity(place: &BufferDevice, dtype: DType, capacity: usize) -> Result<Self> {
         Ok(match place {
-            BufferPlace::Host => Self::Host(Flat::with_capacity(dtype, capacity)),
+            BufferDevice::Host => Self::Host(Flat::with_capacity(dtype, capacity)),
             #[cfg(feature = "cuda")]
-            BufferPlace::Device(device) => Self::Device(DeviceFlat::with_capacity(device, dtype, capacity)?),
+            BufferDevice::Device(device) => Self::Device(DeviceFlat::with_capacity(device, dtype, capacity)?),
         })
     }
 
-    fn zeros(place: &BufferPlace, dtype: DType, len: usize) -> Result<Self> {
+    fn zeros(place: &BufferDevice, dtype: DType, len: usize) -> Result<Self> {
         Ok(match place {
-            BufferPlace::Host => Self::Host(Flat::zeros(dtype, len)),
+            BufferDevice::Host => Self::Host(Flat::zeros(dtype, len)),
             #[cfg(feature = "cuda")]
-            BufferPlace::Device(device) => Self::Device(DeviceFlat::zeros(device, dtype, len)?),
+            BufferDevice::Device(device) => Self::Device(DeviceFlat::zeros(device, dtype, len)?),
         })
     }
 
-    fn place(&self) -> BufferPlace {
+    fn place(&self) -> BufferDevice {
         match self {
-            Self::Host(_) => BufferPlace::Host,
+            Self::Host(_) => BufferDevice::Host,
             #[cfg(feature = "cuda")]
-            Self::Device(flat) => BufferPlace::Device(flat.device().clone()),
+            Self::Device(flat) => BufferDevice::Device(flat.device().clone()),
         }
     }
 
@@ -245,15 +245,15 @@ impl Elements for FlatBuffer {
         Ok(())
     }
 
-    fn moved_to(self, place: &BufferPlace) -> Result<Self> {
+    fn moved_to(self, place: &BufferDevice) -> Result<Self> {
         Ok(match (self, place) {
-            (buffer @ Self::Host(_), BufferPlace::Host) => buffer,
+            (buffer @ Self::Host(_), BufferDevice::Host) => buffer,
             #[cfg(feature = "cuda")]
-            (Self::Host(flat), BufferPlace::Device(device)) => Self::Device(DeviceFlat::of(device, flat.as_ref())?),
+            (Self::Host(flat), BufferDevice::Device(device)) => Self::Device(DeviceFlat::of(device, flat.as_ref())?),
             #[cfg(feature = "cuda")]
-            (Self::Device(flat), BufferPlace::Host) => Self::Host(flat.to_host(0..flat.len())?),
+            (Self::Device(flat), BufferDevice::Host) => Self::Host(flat.to_host(0..flat.len())?),
             #[cfg(feature = "cuda")]
-            (buffer @ Self::Device(_), BufferPlace::Device(_)) => buffer,
+            (buffer @ Self::Device(_), BufferDevice::Device(_)) => buffer,
         })
     }
 

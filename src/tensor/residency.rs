@@ -98,9 +98,9 @@ fn from_storage(storage: CpuStorage) -> Result<Flat> {
 }
 
 /// Exchanges a tensor's storage for another, on whatever device the tensor is. The other lies on the host.
-struct Swap(Mutex<CpuStorage>);
+struct SwapStorage(Mutex<CpuStorage>);
 
-impl InplaceOp1 for Swap {
+impl InplaceOp1 for SwapStorage {
     fn name(&self) -> &'static str {
         "swap-storage"
     }
@@ -130,7 +130,7 @@ fn change(tensor: &Tensor, op: &impl InplaceOp1) -> Result<()> {
 
 /// Puts `storage` into `tensor` and returns what was there.
 pub(super) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
-    let op = Swap(Mutex::new(storage));
+    let op = SwapStorage(Mutex::new(storage));
     change(tensor, &op)?;
     Ok(crate::util::unpoisoned(op.0.into_inner()))
 }
@@ -144,8 +144,8 @@ pub(crate) fn put(tensor: &Tensor, values: Flat) -> Result<()> {
 
 /// Empties a tensor: it keeps shape and dtype, and computing with it becomes an error.
 pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
-    struct Clear;
-    impl InplaceOp1 for Clear {
+    struct ClearStorage;
+    impl InplaceOp1 for ClearStorage {
         fn name(&self) -> &'static str {
             "clear-storage"
         }
@@ -160,18 +160,18 @@ pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
             Ok(())
         }
     }
-    change(tensor, &Clear)
+    change(tensor, &ClearStorage)
 }
 
 /// Fills a tensor that was made absent with `storage`, which lies on the tensor's device.
 pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
-    struct Fill(Mutex<Option<Storage>>);
-    impl Fill {
+    struct FillStorage(Mutex<Option<Storage>>);
+    impl FillStorage {
         fn take(&self) -> Result<Storage> {
             crate::util::lock(&self.0).take().ok_or_else(|| Error::Msg("a storage is put in twice".into()))
         }
     }
-    impl InplaceOp1 for Fill {
+    impl InplaceOp1 for FillStorage {
         fn name(&self) -> &'static str {
             "fill-storage"
         }
@@ -192,7 +192,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
             Ok(())
         }
     }
-    change(tensor, &Fill(Mutex::new(Some(storage))))
+    change(tensor, &FillStorage(Mutex::new(Some(storage))))
 }
 
 /// Lets `change` work on a parameter's values on the host; on another device they travel there and back.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// The subject of an event: its category in the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum EventCategory {
     /// A call of the engine.
     Engine,
     /// Forward or backward of a unit.
@@ -35,7 +35,7 @@ pub(crate) enum Kind {
     Checkpoint,
 }
 
-impl Kind {
+impl EventCategory {
     fn name(self) -> &'static str {
         match self {
             Self::Engine => "engine",
@@ -55,7 +55,7 @@ impl Kind {
 
 /// The row of a rank that an event is shown in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lane {
+pub(crate) enum TimelineLane {
     /// The thread that calls the engine.
     Training,
     /// Collectives, whichever thread carries them out: one at a time.
@@ -88,7 +88,7 @@ pub(crate) enum Lane {
 const LANES: usize = 100;
 const FIRST_FILE: usize = 10;
 
-impl Lane {
+impl TimelineLane {
     /// Its number among those of a rank, from 1 (viewers take 0 for the idle thread).
     pub(super) fn number(self, engine: usize) -> usize {
         engine * LANES
@@ -133,13 +133,13 @@ impl Lane {
 
 /// The work from `start` to `end`.
 #[derive(Debug, Clone)]
-pub(super) struct Event {
+pub(super) struct TimelineEvent {
     pub start: u64,
     pub end: u64,
     pub rank: usize,
     /// The lane's number.
     pub lane: usize,
-    pub kind: Kind,
+    pub kind: EventCategory,
     pub name: &'static str,
     /// The object of the work: a unit, parameters.
     pub of: Option<Arc<str>>,
@@ -147,7 +147,7 @@ pub(super) struct Event {
     pub numbers: [(&'static str, u64); 2],
 }
 
-impl Event {
+impl TimelineEvent {
     /// Appends its line to `text`.
     pub fn write(&self, text: &mut String) {
         let Self { start, end, rank, lane, kind, name, of, numbers } = self;
@@ -169,7 +169,7 @@ impl Event {
 
 /// A line of a part, read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Line<'a> {
+pub(super) enum EventLine<'a> {
     Event {
         start: u64,
         end: u64,
@@ -181,7 +181,7 @@ pub(super) enum Line<'a> {
     Dropped(u64),
 }
 
-impl<'a> Line<'a> {
+impl<'a> EventLine<'a> {
     /// `None`: not a whole line with its end, as a process leaves it that is killed while it writes.
     pub fn read(line: &'a str) -> Option<Self> {
         let line = line.strip_suffix('\n')?;
@@ -202,9 +202,9 @@ impl<'a> Line<'a> {
 mod tests {
     use super::*;
 
-    fn event(of: Option<&str>, numbers: [(&'static str, u64); 2]) -> Event {
-        let (kind, name, of) = (Kind::Collective, "all_gather", of.map(Arc::from));
-        Event { start: 5, end: 9, rank: 3, lane: Lane::Collectives.number(0), kind, name, of, numbers }
+    fn event(of: Option<&str>, numbers: [(&'static str, u64); 2]) -> TimelineEvent {
+        let (kind, name, of) = (EventCategory::Collective, "all_gather", of.map(Arc::from));
+        TimelineEvent { start: 5, end: 9, rank: 3, lane: TimelineLane::Collectives.number(0), kind, name, of, numbers }
     }
 
     #[test]
@@ -217,7 +217,7 @@ mod tests {
             let mut text = String::new();
             event(of, numbers).write(&mut text);
             assert_eq!(text.lines().count(), 1, "{text}");
-            let Some(Line::Event { start: 5, end: 9, rank: 3, lane: 2, rest }) = Line::read(&text) else {
+            let Some(EventLine::Event { start: 5, end: 9, rank: 3, lane: 2, rest }) = EventLine::read(&text) else {
                 panic!("{text}")
             };
             let rest: Value = serde_json::from_str(&format!("{{{rest}}}")).unwrap();
@@ -227,24 +227,30 @@ mod tests {
             assert_eq!(rest["args"].as_object().unwrap().len(), named.clone().count());
             named.for_each(|(name, number)| assert_eq!(rest["args"][name], *number));
         }
-        assert_eq!(Line::read("dropped 12\n"), Some(Line::Dropped(12)));
+        assert_eq!(EventLine::read("dropped 12\n"), Some(EventLine::Dropped(12)));
     }
 
     #[test]
     fn what_is_not_a_whole_line_is_none() {
         let mut text = String::new();
         event(Some("h.3"), [("bytes", 7), ("", 0)]).write(&mut text);
-        (0..text.len()).for_each(|end| assert_eq!(Line::read(&text[..end]), None, "{}", &text[..end]));
-        assert_eq!(Line::read("9 5 0 1 {}\n"), None, "ends before it begins");
-        assert_eq!(Line::read("dropped many\n"), None);
+        (0..text.len()).for_each(|end| assert_eq!(EventLine::read(&text[..end]), None, "{}", &text[..end]));
+        assert_eq!(EventLine::read("9 5 0 1 {}\n"), None, "ends before it begins");
+        assert_eq!(EventLine::read("dropped many\n"), None);
     }
 
     #[test]
     fn lanes_have_names_and_numbers_of_their_own() {
-        let lanes = [Lane::Training, Lane::Collectives, Lane::Checkpoint, Lane::File(0), Lane::File(63)];
+        let lanes = [
+            TimelineLane::Training,
+            TimelineLane::Collectives,
+            TimelineLane::Checkpoint,
+            TimelineLane::File(0),
+            TimelineLane::File(63),
+        ];
         let numbers: Vec<usize> = (0..2).flat_map(|engine| lanes.map(|lane| lane.number(engine))).collect();
         assert_eq!(numbers, [1, 2, 3, 10, 73, 101, 102, 103, 110, 173]);
-        let names: Vec<String> = numbers.into_iter().map(Lane::name_of).collect();
+        let names: Vec<String> = numbers.into_iter().map(TimelineLane::name_of).collect();
         assert_eq!(names[..5], ["training", "collectives", "checkpoint", "files 0", "files 63"]);
         assert_eq!(names[8], "files 0 (engine 2)");
     }

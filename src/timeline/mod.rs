@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   span, section -> events in memory -> [every 250 ms, on a thread] lines of a part -> trace (all parts, sorted)
-//!   (here.rs)        (sink.rs)                                          (sink.rs)         (trace.rs; job.rs: of zerorun)
+//!   (thread_state.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs; job_timeline.rs: of zerorun)
 //! ```
 //!
 //! A span is a guard: what lies between its making and its end is an event. Spans cost one relaxed load while no engine
@@ -11,16 +11,18 @@
 //! that it hands to another thread takes along ([`CarriedContext`]) whose it is and what it is about.
 
 mod event;
-mod here;
-mod job;
+mod event_sink;
+mod job_timeline;
 mod recorder;
-mod sink;
+mod thread_state;
 mod trace;
 
-pub(crate) use event::{Kind, Lane};
-pub(crate) use here::{CarriedContext, Span, about, carry, end_section, enter, is_recording, section, sections, span};
-pub(crate) use job::Job;
-pub(crate) use recorder::Recorder;
+pub(crate) use event::{EventCategory, TimelineLane};
+pub(crate) use job_timeline::JobTimeline;
+pub(crate) use recorder::TimelineRecorder;
+pub(crate) use thread_state::{
+    CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
+};
 
 /// Where this process alone writes its timeline.
 pub(crate) const FILE: &str = "CANDLE_ZERO_TIMELINE";

@@ -1,6 +1,6 @@
 //! An engine that records.
 
-use super::sink::Sink;
+use super::event_sink::EventSink;
 use super::{FILE, PARTS};
 use crate::error::Result;
 use std::path::{Path, PathBuf};
@@ -16,8 +16,8 @@ pub(super) fn any_records() -> bool {
 }
 
 /// Where the events of an engine go.
-pub(super) struct Track {
-    pub sink: Arc<Sink>,
+pub(super) struct EngineTrack {
+    pub sink: Arc<EventSink>,
     pub rank: usize,
     /// Its number among the engines that record for the rank at this time.
     pub engine: usize,
@@ -25,9 +25,9 @@ pub(super) struct Track {
 
 /// Lets the events of an engine be recorded. When the last one of a process that records into a file of its own is
 /// gone, the file is there.
-pub(crate) struct Recorder(Arc<Track>);
+pub(crate) struct TimelineRecorder(Arc<EngineTrack>);
 
-impl Recorder {
+impl TimelineRecorder {
     /// For rank `rank`: into the parts of `zerorun --timeline`, else into `file`, else as the environment says. Where
     /// each rank is a process (`ranks_are_processes`) and no launcher puts their parts together, each writes a file.
     ///
@@ -36,17 +36,17 @@ impl Recorder {
     pub fn open(file: Option<PathBuf>, rank: usize, ranks_are_processes: bool) -> Result<Option<Self>> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
-            (Some(folder), _) => Sink::part(&folder)?,
-            (None, Some(file)) if ranks_are_processes => Sink::whole(&of_rank(&file, rank))?,
-            (None, Some(file)) => Sink::whole(&file)?,
+            (Some(folder), _) => EventSink::part(&folder)?,
+            (None, Some(file)) if ranks_are_processes => EventSink::whole(&of_rank(&file, rank))?,
+            (None, Some(file)) => EventSink::whole(&file)?,
             (None, None) => return Ok(None),
         };
         let engine = sink.join(rank);
         RECORDERS.fetch_add(1, Ordering::Relaxed);
-        Ok(Some(Self(Arc::new(Track { sink, rank, engine }))))
+        Ok(Some(Self(Arc::new(EngineTrack { sink, rank, engine }))))
     }
 
-    pub(super) fn track(&self) -> &Arc<Track> {
+    pub(super) fn track(&self) -> &Arc<EngineTrack> {
         &self.0
     }
 
@@ -58,7 +58,7 @@ impl Recorder {
     }
 }
 
-impl Drop for Recorder {
+impl Drop for TimelineRecorder {
     fn drop(&mut self) {
         RECORDERS.fetch_sub(1, Ordering::Relaxed);
         self.0.sink.leave(self.0.rank, self.0.engine);

@@ -1,6 +1,6 @@
 //! The trace: Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread a lane.
 
-use super::event::{Lane, Line};
+use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
 use crate::files::{AtomicFile, only_earlier};
 use memmap2::Mmap;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// The content of a trace.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Summary {
+pub(crate) struct TraceSummary {
     file: PathBuf,
     pub events: usize,
     pub ranks: usize,
@@ -20,7 +20,7 @@ pub(crate) struct Summary {
     pub dropped: u64,
 }
 
-impl fmt::Display for Summary {
+impl fmt::Display for TraceSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { file, events, ranks, dropped } = self;
         let plural = if *ranks == 1 { "" } else { "s" };
@@ -38,19 +38,19 @@ pub(super) fn check_earlier(file: &Path) -> std::io::Result<()> {
 }
 
 /// Puts the lines of `parts` together into `file`, which appears when it is complete. Times count from `zero`.
-pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Summary> {
+pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<TraceSummary> {
     let wrong = |e: std::io::Error| cannot_write(file, &e);
     let parts: Vec<Option<Mmap>> = parts.iter().map(|part| map(part)).collect::<Result<_, _>>().map_err(wrong)?;
     let mut events = Vec::new();
     let (mut lanes, mut dropped) = (BTreeSet::new(), 0);
     for line in parts.iter().flatten().flat_map(|part| part.split_inclusive(|byte| *byte == b'\n')) {
-        match std::str::from_utf8(line).ok().and_then(Line::read) {
-            Some(Line::Event { start, end, rank, lane, rest }) => {
+        match std::str::from_utf8(line).ok().and_then(EventLine::read) {
+            Some(EventLine::Event { start, end, rank, lane, rest }) => {
                 lanes.insert((rank, lane));
                 // What begins at the same time and ends later lies around the other.
                 events.push((start, std::cmp::Reverse(end), rank, lane, rest));
             }
-            Some(Line::Dropped(count)) => dropped += count,
+            Some(EventLine::Dropped(count)) => dropped += count,
             // A process was killed while it wrote.
             None => {}
         }
@@ -73,12 +73,12 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Sum
         };
         let ranks: BTreeSet<usize> = lanes.iter().map(|(rank, _)| *rank).collect();
         for rank in &ranks {
-            let place = (*rank, Lane::Training.number(0));
+            let place = (*rank, TimelineLane::Training.number(0));
             named(&mut out, "process_name", place, format!("\"name\":\"rank {rank}\""))?;
             named(&mut out, "process_sort_index", place, format!("\"sort_index\":{rank}"))?;
         }
         for (rank, lane) in &lanes {
-            named(&mut out, "thread_name", (*rank, *lane), format!("\"name\":\"{}\"", Lane::name_of(*lane)))?;
+            named(&mut out, "thread_name", (*rank, *lane), format!("\"name\":\"{}\"", TimelineLane::name_of(*lane)))?;
             named(&mut out, "thread_sort_index", (*rank, *lane), format!("\"sort_index\":{lane}"))?;
         }
         for (start, end, rank, lane, rest) in &events {
@@ -93,7 +93,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Sum
     drop(out);
     new.finish().map_err(wrong)?;
     let ranks = lanes.iter().map(|(rank, _)| rank).collect::<BTreeSet<_>>().len();
-    Ok(Summary { file: file.into(), events: events.len(), ranks, dropped })
+    Ok(TraceSummary { file: file.into(), events: events.len(), ranks, dropped })
 }
 
 /// A part in memory; `None` if it is empty.

@@ -1,6 +1,7 @@
 //! `zerorun bench`: measures this machine.
 
-use crate::comm::{self, RankEnv, network};
+use crate::comm::stats::network_bench;
+use crate::comm::{self, RankEnv};
 use crate::config::Aio;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, refused};
 use crate::monitor::Progress;
@@ -86,7 +87,7 @@ impl NetworkBenchArguments {
     fn run(self) -> ExitCode {
         let measured = RankEnv::from_env().and_then(|env| comm::from_env(&env)).and_then(|comm| {
             let bytes = usize::try_from(self.size).unwrap_or(usize::MAX);
-            Ok((comm.rank(), network::measure(&*comm, bytes)?))
+            Ok((comm.rank(), network_bench::measure(&*comm, bytes)?))
         });
         let text = match measured {
             Ok((0, Some(network))) if self.json => {
@@ -110,7 +111,7 @@ impl NetworkBenchArguments {
 }
 
 /// The text form of what was measured between hosts.
-fn network_table(network: &network::Network) -> String {
+fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
     let mut text = format!(
         "{} with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>12}\n",

@@ -3,7 +3,7 @@
 use super::gpu_memory::GpuMemory;
 use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
 use super::model_size_flags::ModelSizeFlags;
-use crate::comm::Kind as Collective;
+use crate::comm::CollectiveKind as Collective;
 use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
@@ -11,7 +11,7 @@ use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
-use crate::precision::{Nf4Scales, Packing};
+use crate::precision::{Nf4Scales, WeightPacking};
 use crate::util::binary;
 use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
@@ -104,7 +104,7 @@ enum FrozenPacking {
     Nf4Double,
 }
 
-impl From<FrozenPacking> for Packing {
+impl From<FrozenPacking> for WeightPacking {
     fn from(packing: FrozenPacking) -> Self {
         match packing {
             FrozenPacking::Int8 => Self::Int8,

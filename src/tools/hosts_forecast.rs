@@ -1,6 +1,6 @@
 //! What `zerorun estimate --hosts` adds: bytes between hosts, the step that they make, and steps of more hosts.
 
-use crate::comm::Kind;
+use crate::comm::CollectiveKind;
 use crate::config::Config;
 use crate::error::{EstimateError, Result};
 use crate::estimate::{Between, Estimate, Forecast, Measured, Network, Row, Setting, Shapes};
@@ -155,7 +155,7 @@ impl HostsForecast {
             let (into, out) = (binary_or_none(bytes_in), binary_or_none(bytes_out));
             _ = writeln!(text, "{name:<24}{calls:>16}{into:>16}{out:>16}");
         };
-        for (kind, between) in Kind::ALL.iter().filter_map(|kind| Some((kind, forecast.between.get(kind)?))) {
+        for (kind, between) in CollectiveKind::ALL.iter().filter_map(|kind| Some((kind, forecast.between.get(kind)?))) {
             line(kind.name(), *between);
         }
         line("sum", forecast.bytes());

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::comm::mpi_library;
 use crate::error::CommError;
-use crate::kernels::{self, Level};
+use crate::kernels::{self, InstructionSet};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
 use clap::Parser;
@@ -130,7 +130,7 @@ impl MachineReport {
             simd_level: MachineSimd {
                 name: level.name(),
                 variable: variable.unwrap_or_else(|| kernels::AUTO.to_owned()),
-                available: Level::available().map(Level::name).collect(),
+                available: InstructionSet::available().map(InstructionSet::name).collect(),
             },
             memory: MachineMemory {
                 total: total.map_or(0, |kib: u64| kib.saturating_mul(1024)),

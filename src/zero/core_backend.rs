@@ -6,29 +6,29 @@ use super::share::share_memory::ShareMemory;
 use super::share::sub_group::SubGroup;
 use super::transfer::device_copy::{CopyKind, DeviceCopy};
 use super::transfer::pending_collective::{CollectiveOp, CollectiveTransport, PendingCollective};
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::memory::Ledger;
 use crate::offload::{FileIo, WindowSettings};
 use crate::param::{Param, ParamId};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
-use crate::tensor::part::with_part;
+use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
+use crate::tensor::host_slice::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use std::ops::Range;
 use std::sync::MutexGuard;
 #[cfg(feature = "cuda")]
-use {crate::tensor::on_device::with_each, candle_core::Storage};
+use {crate::tensor::device_elements::with_each, candle_core::Storage};
 
 impl ShareMemory for RankCore {
     type Buffer = FlatBuffer;
     type Files = FileIo;
 
-    fn share_place(&self) -> &BufferPlace {
+    fn share_place(&self) -> &BufferDevice {
         &self.share_place
     }
 
-    fn model_place(&self) -> &BufferPlace {
+    fn model_place(&self) -> &BufferDevice {
         &self.model_place
     }
 
@@ -76,7 +76,7 @@ impl RankBackend for RankCore {
     fn launch(
         &self,
         collective: CollectiveOp,
-        wire: Wire,
+        wire: WireFormat,
         buffer: FlatBuffer,
         params: &[ParamId],
     ) -> Result<PendingCollective> {
@@ -94,7 +94,7 @@ impl RankBackend for RankCore {
         pending.wait()
     }
 
-    fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<DeviceCopy> {
+    fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
         #[cfg(feature = "cuda")]
         if let Some(copies) = &self.copies {
             return copies.send(kind, buffer, to, capacity);

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::graph::prepared_op::{copy_of, prepared};
 use crate::graph::{Grad, abandon, node_of, once, without_gradients};
 use crate::param::{ParamId, ROOT, UnitId};
-use crate::timeline::{self, Span};
+use crate::timeline::{self, TimelineSpan};
 use crate::util::lock;
 use candle_core::Tensor;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -205,13 +205,13 @@ impl RankCore {
         }
         timeline::end_section();
         self.enter(UnitEvent::Backward(unit))?;
-        timeline::section(timeline::Kind::Unit, "backward", || self.unit_name(unit));
+        timeline::section(timeline::EventCategory::Unit, "backward", || self.unit_name(unit));
         Ok(())
     }
 
     /// A unit's forward in the timeline, from now on.
-    pub(super) fn forward_span(&self, unit: UnitId) -> Span {
-        timeline::span(timeline::Kind::Unit, "forward").of(|| self.unit_name(unit))
+    pub(super) fn forward_span(&self, unit: UnitId) -> TimelineSpan {
+        timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
     }
 
     /// A unit's forward is over.

@@ -9,14 +9,14 @@ use super::share::share_memory::{BufferPlaceOf, ShareMemory};
 use super::share::sub_group::SubGroup;
 use super::transfer::device_copy::CopyKind;
 use super::transfer::pending_collective::CollectiveOp;
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Placement, ShardMesh};
 use crate::memory::{LedgerEntry, MemoryKind, MemoryReport, MemoryTier, ModelBytes, StateBytes};
 use crate::offload::WindowSettings;
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Packing};
+use crate::precision::{ElementBuffer, WeightPacking};
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
@@ -55,7 +55,7 @@ pub(crate) trait RankBackend: ShareMemory {
     fn launch(
         &self,
         collective: CollectiveOp,
-        wire: Wire,
+        wire: WireFormat,
         buffer: Self::Buffer,
         params: &[ParamId],
     ) -> Result<Self::Pending>;
@@ -92,7 +92,7 @@ pub(crate) trait RankBackend: ShareMemory {
     }
 
     /// Begins to join the shards of all places.
-    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+    fn gather(&self, wire: WireFormat, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.mesh() {
             mesh if mesh.copies() == 1 => CollectiveOp::AllGather,
             mesh => CollectiveOp::GatherWithin(mesh.shards()),
@@ -101,7 +101,7 @@ pub(crate) trait RankBackend: ShareMemory {
     }
 
     /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
-    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+    fn reduce(&self, wire: WireFormat, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.mesh() {
             mesh if mesh.copies() == 1 => CollectiveOp::ReduceScatter,
             mesh => CollectiveOp::ReduceToGroups(mesh.shards()),
@@ -157,7 +157,7 @@ pub(crate) trait RankBackend: ShareMemory {
             let add = |sum: &mut StateBytes, more: StateBytes| {
                 *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
             };
-            let packed = |packing: Packing| {
+            let packed = |packing: WeightPacking| {
                 let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
                 StateBytes { whole, own: group.len * size_of::<f32>() }
             };

@@ -19,10 +19,10 @@ use super::share::sub_group::{SubGroup, places};
 use super::transfer::device_copy::DeviceCopyQueues;
 use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
-use crate::comm::gpus::Gpus;
+use crate::comm::gpu_collectives::GpuCollectives;
 use crate::config::ZeroConfig;
 #[cfg(feature = "cuda")]
-use crate::cuda::pool;
+use crate::cuda::memory_pool;
 use crate::error::{EngineError, Error, ParamError, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
@@ -30,7 +30,7 @@ use crate::memory::{Ledger, MemoryReport, MemoryTier};
 use crate::offload::{OffloadReport, OffloadStore};
 use crate::param::gradient_capture::GradientSink;
 use crate::param::{BufferSync, ModelBuffer, Param, ParamId, ROOT, UnitId};
-use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::flat_buffer::BufferDevice;
 use crate::tensor::residency;
 use crate::util::{binary, list, lock, unpoisoned};
 use candle_core::DType;
@@ -55,9 +55,9 @@ pub(crate) struct RankCore {
     /// Where whole parameters are.
     pub(super) tensor_tier: MemoryTier,
     /// Where this rank's share lies, if not in files.
-    pub(super) share_place: BufferPlace,
+    pub(super) share_place: BufferDevice,
     /// Where the model computes.
-    pub(super) model_place: BufferPlace,
+    pub(super) model_place: BufferDevice,
     /// The ways between the host and the GPU on which the model computes.
     #[cfg(feature = "cuda")]
     pub(super) copies: Option<DeviceCopyQueues>,
@@ -69,7 +69,7 @@ pub(crate) struct RankCore {
     pub(super) launches_on: Mutex<ThreadId>,
     /// The GPUs of all ranks, where NCCL joins them.
     #[cfg(feature = "cuda")]
-    pub(super) gpus: OnceLock<Gpus>,
+    pub(super) gpus: OnceLock<GpuCollectives>,
     pub(super) ledger: Ledger,
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<OffloadStore>>,
@@ -232,14 +232,14 @@ impl RankCore {
         let gather = ParamGatherer::new(&params, &leaves, &zero, &share_plan);
         let optional = leaves.optional(&params, &zero);
         let gradients = GradientReducer::new(reduce_plan, zero.reduce_bucket_size, optional);
-        let model_place = params.first().map_or(BufferPlace::Host, |p| BufferPlace::of(p.tensor.device()));
+        let model_place = params.first().map_or(BufferDevice::Host, |p| BufferDevice::of(p.tensor.device()));
         Self {
             comm,
             placement: zero.stage.placement(),
             dtype,
             second_group,
             tensor_tier: params.first().map_or(MemoryTier::Host, |p| MemoryTier::of(p.tensor.device())),
-            share_place: params.first().map_or(BufferPlace::Host, |p| share_plan.devices(p.tensor.device()).states),
+            share_place: params.first().map_or(BufferDevice::Host, |p| share_plan.devices(p.tensor.device()).states),
             #[cfg(feature = "cuda")]
             delayed: Mutex::default(),
             #[cfg(feature = "cuda")]
@@ -290,7 +290,7 @@ impl RankCore {
     pub fn abort(&self, why: &str) {
         self.comm.abort(why);
         #[cfg(feature = "cuda")]
-        self.gpus.get().into_iter().for_each(Gpus::abort);
+        self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
     /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where models compute on them and
@@ -301,12 +301,12 @@ impl RankCore {
     #[cfg(feature = "cuda")]
     pub fn join_gpus(&self) -> Result<()> {
         if let (Some(device), Some(copies)) = (self.model_place.gpu(), &self.copies) {
-            pool::keep(device)?;
+            memory_pool::keep(device)?;
             for kind in self.share_plan.copy_kinds(self.params.iter().any(Param::is_trained)) {
                 copies.prepare(kind)?;
             }
         }
-        if let Some(gpus) = Gpus::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
+        if let Some(gpus) = GpuCollectives::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
             self.gpus.get_or_init(|| gpus);
         }
         Ok(())

@@ -13,7 +13,7 @@ use crate::launch::{self, console};
 use crate::tools;
 use std::process::ExitCode;
 
-pub use crate::sandbox::Bounded;
+pub use crate::sandbox::BoundedAllocator;
 
 /// Exit code for a script that does not compile, the same as cargo's.
 const EXIT_COMPILE: u8 = 101;

@@ -2,9 +2,9 @@
 //! hang.
 
 use candle_core::DType;
-use candle_zero::comm::{Code, Communicator, Kind, Wire, threads};
+use candle_zero::comm::{CollectiveKind, Communicator, InterHostFormat, WireFormat, threads};
 use candle_zero::error::{CommError, Error};
-use candle_zero::precision::{Flat, Ints};
+use candle_zero::precision::{Flat, IntFormat};
 use half::bf16;
 use proptest::prelude::*;
 use std::sync::{Arc, Barrier};
@@ -43,7 +43,7 @@ proptest! {
 }
 
 /// What arrives of `values` that travel as `ints`.
-fn arrived(ints: Ints, values: &[f32], dtype: DType) -> Flat {
+fn arrived(ints: IntFormat, values: &[f32], dtype: DType) -> Flat {
     let sent = Flat::from_f32(values.to_vec(), dtype);
     let mut bytes = vec![0; ints.encoded_len(sent.len())];
     ints.encode(sent.as_ref(), &mut bytes);
@@ -56,12 +56,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn blocks_are_summed_in_rank_order_and_gathered(world in 2usize..5, n in 0usize..300_000, kind in 0usize..4) {
-        let ints = [Ints::Int8, Ints::Int4][kind % 2];
+        let ints = [IntFormat::Int8, IntFormat::Int4][kind % 2];
         // In bf16 what arrives would be rounded once more here than in a sum: gathers alone.
         let dtype = [DType::F32, DType::BF16][kind / 2];
         let of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
         let results = all(world, |comm| {
-            let (rank, wire) = (comm.rank(), Wire::Blocks(ints));
+            let (rank, wire) = (comm.rank(), WireFormat::Blocks(ints));
             let reduced = comm.reduce_scatter_as(wire, Flat::from(of(rank)), 1);
             let whole = comm.all_reduce_as(wire, Flat::from(of(rank)), 2);
             let gathered = comm.all_gather_as(wire, Flat::from_f32(of(rank)[..n].to_vec(), dtype), 3);
@@ -89,9 +89,12 @@ proptest! {
 
 #[test]
 fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
-    let codes = [Ints::Int8, Ints::Int4].map(Code::Blocks).into_iter().chain([Code::Bf16, Code::F16]);
+    let codes = [IntFormat::Int8, IntFormat::Int4]
+        .map(InterHostFormat::Blocks)
+        .into_iter()
+        .chain([InterHostFormat::Bf16, InterHostFormat::F16]);
     for (code, world) in codes.flat_map(|code| [1, 2, 3].map(|world| (code, world))) {
-        let of = |wire: Wire| {
+        let of = |wire: WireFormat| {
             all(world, |comm| {
                 let values =
                     |len: usize| Flat::from((0..len).map(|i| value(comm.rank(), i) * 0.37).collect::<Vec<_>>());
@@ -104,7 +107,7 @@ fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
                 Ok((results, comm.report().data_wire_bytes()))
             })
         };
-        assert!(of(Wire::BetweenHosts(code)) == of(Wire::Exact), "{code:?}, {world} ranks");
+        assert!(of(WireFormat::BetweenHosts(code)) == of(WireFormat::Exact), "{code:?}, {world} ranks");
     }
 }
 
@@ -150,10 +153,10 @@ fn bytes_on_the_wire_are_counted_as_the_formula_says() {
     }) {
         let whole = (n * world * 4) as u64;
         let part = whole * (world as u64 - 1) / world as u64;
-        assert_eq!(report.kind(Kind::ReduceScatter).wire_bytes, part);
-        assert_eq!(report.kind(Kind::AllGather).wire_bytes, part);
-        assert_eq!(report.kind(Kind::AllReduce).wire_bytes, 2 * part);
-        assert_eq!(report.kind(Kind::AllReduce).calls, 1);
+        assert_eq!(report.kind(CollectiveKind::ReduceScatter).wire_bytes, part);
+        assert_eq!(report.kind(CollectiveKind::AllGather).wire_bytes, part);
+        assert_eq!(report.kind(CollectiveKind::AllReduce).wire_bytes, 2 * part);
+        assert_eq!(report.kind(CollectiveKind::AllReduce).calls, 1);
     }
 }
 
@@ -161,9 +164,9 @@ fn bytes_on_the_wire_are_counted_as_the_formula_says() {
 fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_been() {
     // Several pieces, and a last block that is not full.
     let (world, n) = (4, 300_001);
-    for ints in [Ints::Int8, Ints::Int4] {
+    for ints in [IntFormat::Int8, IntFormat::Int4] {
         for report in all(world, |comm| {
-            let wire = Wire::Blocks(ints);
+            let wire = WireFormat::Blocks(ints);
             comm.reduce_scatter_as(wire, Flat::from(vec![1.0; n * world]), 0).wait()?;
             comm.all_gather_as(wire, Flat::zeros(DType::BF16, n), 0).wait()?;
             comm.all_reduce_as(wire, Flat::from(vec![1.0; n * world]), 0).wait()?;
@@ -172,9 +175,9 @@ fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_bee
             let others = world as u64 - 1;
             let (codes, exact) = (ints.encoded_len(n) as u64 * others, (4 * n) as u64 * others);
             let bytes = |kind| (report.kind(kind).wire_bytes, report.kind(kind).exact_bytes);
-            assert_eq!(bytes(Kind::ReduceScatter), (codes, exact));
-            assert_eq!(bytes(Kind::AllGather), (codes, exact / 2));
-            assert_eq!(bytes(Kind::AllReduce), (codes + exact, 2 * exact), "the sums travel exact");
+            assert_eq!(bytes(CollectiveKind::ReduceScatter), (codes, exact));
+            assert_eq!(bytes(CollectiveKind::AllGather), (codes, exact / 2));
+            assert_eq!(bytes(CollectiveKind::AllReduce), (codes + exact, 2 * exact), "the sums travel exact");
             assert_eq!(report.data_wire_bytes(), 3 * codes + exact);
             let text = report.to_string();
             let line = format!("quantized: {} bytes of gradients and weights instead of", 3 * codes + exact);
@@ -186,7 +189,7 @@ fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_bee
 #[test]
 fn a_rank_that_sends_another_form_of_the_same_elements_is_told_apart() {
     let odd = |comm: Arc<dyn Communicator>| {
-        let sum = comm.all_reduce_as(Wire::Blocks(Ints::Int4), Flat::from(vec![1.0; 8]), 7);
+        let sum = comm.all_reduce_as(WireFormat::Blocks(IntFormat::Int4), Flat::from(vec![1.0; 8]), 7);
         assert!(sum.wait().is_err());
     };
     for error in told(odd) {

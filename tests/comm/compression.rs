@@ -5,11 +5,11 @@ use crate::support::tiny::{Outcome, Shape, config, train};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
-use candle_zero::comm::{CommReport, Kind, KindReport, threads};
+use candle_zero::comm::{CollectiveKind, CollectiveKindReport, CommReport, threads};
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
 use candle_zero::layout::{shard_len, shard_range};
 use candle_zero::models::{Gpt, GptConfig};
-use candle_zero::precision::{Flat, Ints};
+use candle_zero::precision::{Flat, IntFormat};
 use serde_json::{Value, json};
 
 const STEPS: usize = 8;
@@ -63,8 +63,8 @@ fn contributions_are_rounded_for_the_wire_and_summed_in_f32() {
         (json!({}), DType::F32, None),
         (json!({}), DType::BF16, None),
         (json!({}), DType::F16, None),
-        (json!({"zero_quantized_gradients": true}), DType::F32, Some(Ints::Int4)),
-        (json!({"zero_quantized_gradients": true}), DType::BF16, Some(Ints::Int4)),
+        (json!({"zero_quantized_gradients": true}), DType::F32, Some(IntFormat::Int4)),
+        (json!({"zero_quantized_gradients": true}), DType::BF16, Some(IntFormat::Int4)),
     ] {
         for len in [SHORT, LONG] {
             let mut expect = vec![];
@@ -292,9 +292,10 @@ fn nano_config(world: usize, [weights, gradients]: [bool; 2], more: Value) -> Va
 }
 
 /// Bytes of a step from peers, of a kind of collective: as they travelled, and as they would have.
-fn bytes_per_step([first, last]: &[CommReport; 2], steps: usize, kind: Kind) -> (f64, f64) {
-    let of =
-        |bytes: fn(KindReport) -> u64| (bytes(last.kind(kind)) - bytes(first.kind(kind))) as f64 / (steps - 1) as f64;
+fn bytes_per_step([first, last]: &[CommReport; 2], steps: usize, kind: CollectiveKind) -> (f64, f64) {
+    let of = |bytes: fn(CollectiveKindReport) -> u64| {
+        (bytes(last.kind(kind)) - bytes(first.kind(kind))) as f64 / (steps - 1) as f64
+    };
     (of(|k| k.wire_bytes), of(|k| k.exact_bytes))
 }
 
@@ -304,7 +305,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     let run = |quantized| train_nano(2, &nano_config(2, quantized, json!({})), STEPS).1;
     let (exact, both) = (run([false; 2]), run([true; 2]));
     let mut total = (0.0, 0.0);
-    for (kind, least) in [(Kind::AllGather, 3.8), (Kind::ReduceScatter, 7.3)] {
+    for (kind, least) in [(CollectiveKind::AllGather, 3.8), (CollectiveKind::ReduceScatter, 7.3)] {
         let (bytes, would_be) = bytes_per_step(&both, STEPS, kind);
         let (without, same) = bytes_per_step(&exact, STEPS, kind);
         assert_eq!(without, same);
@@ -318,7 +319,7 @@ fn int8_weights_and_int4_gradients_are_more_than_4_times_fewer_bytes() {
     assert!(total.0 / total.1 > 4.0);
     // Half as many where gradients travel in 16 bits.
     let bf16 = train_nano(2, &nano_config(2, [false; 2], json!({"communication_data_type": "bf16"})), STEPS).1;
-    let gradients = |reports| bytes_per_step(reports, STEPS, Kind::ReduceScatter).0;
+    let gradients = |reports| bytes_per_step(reports, STEPS, CollectiveKind::ReduceScatter).0;
     assert_eq!(gradients(&exact), 2.0 * gradients(&bf16));
 }
 
@@ -351,7 +352,10 @@ fn training_300_steps_ends_within_a_percent_of_the_exact_loss() {
         println!("| {} to {to} | {} |", to - 19, row.join(" | "));
     }
     let bytes = |(_, reports): &(_, [CommReport; 2])| -> f64 {
-        [Kind::AllGather, Kind::ReduceScatter].map(|kind| bytes_per_step(reports, STEPS, kind).0).iter().sum()
+        [CollectiveKind::AllGather, CollectiveKind::ReduceScatter]
+            .map(|kind| bytes_per_step(reports, STEPS, kind).0)
+            .iter()
+            .sum()
     };
     let row: Vec<String> = results.iter().map(|r| format!("{:.0}", bytes(r))).collect();
     println!("| bytes a step | {} |", row.join(" | "));

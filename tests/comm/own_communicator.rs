@@ -3,10 +3,10 @@
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
-use candle_zero::comm::{Code, Communicator, Pending, Wire, threads};
+use candle_zero::comm::{Communicator, InterHostFormat, Pending, WireFormat, threads};
 use candle_zero::error::{CommError, Error};
 use candle_zero::memory::MemoryReport;
-use candle_zero::precision::{Flat, FlatMut, FlatRef, Ints};
+use candle_zero::precision::{Flat, FlatMut, FlatRef, IntFormat};
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -113,8 +113,8 @@ impl Communicator for Least {
 struct Full(Network);
 
 impl Full {
-    fn exact(wire: Wire) -> std::result::Result<(), CommError> {
-        if wire == Wire::Exact { Ok(()) } else { Err(CommError::other("this network carries exact elements")) }
+    fn exact(wire: WireFormat) -> std::result::Result<(), CommError> {
+        if wire == WireFormat::Exact { Ok(()) } else { Err(CommError::other("this network carries exact elements")) }
     }
 }
 
@@ -133,7 +133,7 @@ impl Communicator for Full {
 
     fn abort(&self, _: &str) {}
 
-    fn all_gather_as(&self, wire: Wire, mut shard: Flat, _: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, wire: WireFormat, mut shard: Flat, _: u64) -> Pending<Flat> {
         self.0.launch(move |wires| {
             Self::exact(wire)?;
             wires.to.iter().try_for_each(|to| to.send(shard.as_ref().to_flat())).map_err(gone)?;
@@ -145,7 +145,7 @@ impl Communicator for Full {
         })
     }
 
-    fn reduce_scatter_as(&self, wire: Wire, mut input: Flat, _: u64) -> Pending<Flat> {
+    fn reduce_scatter_as(&self, wire: WireFormat, mut input: Flat, _: u64) -> Pending<Flat> {
         let chunk = input.len() / self.0.size;
         self.0.launch(move |wires| {
             Self::exact(wire)?;
@@ -247,8 +247,9 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
         on_ranks(world, |comm| {
             let (rank, world) = (comm.rank(), comm.size());
             let mut results = vec![];
-            let between_hosts = [Code::Blocks(Ints::Int4), Code::Bf16, Code::F16].map(Wire::BetweenHosts);
-            let wires = [Wire::Exact, Wire::Blocks(Ints::Int8), Wire::Blocks(Ints::Int4)];
+            let between_hosts = [InterHostFormat::Blocks(IntFormat::Int4), InterHostFormat::Bf16, InterHostFormat::F16]
+                .map(WireFormat::BetweenHosts);
+            let wires = [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)];
             for wire in wires.into_iter().chain(between_hosts) {
                 for dtype in [DType::F32, DType::BF16] {
                     let values = |len: usize| {

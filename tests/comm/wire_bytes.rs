@@ -1,7 +1,7 @@
 //! Bytes on the wire per step: 2, 2, 2, 3 Psi (N-1)/N at stages 0 to 3, padding listed apart.
 
 use crate::support::tiny::{Outcome, Shape, VOCAB, WIDTH, config, train};
-use candle_zero::comm::{CommReport, Kind};
+use candle_zero::comm::{CollectiveKind, CommReport};
 use candle_zero::layout::shard_len;
 use serde_json::{Value, json};
 
@@ -60,14 +60,14 @@ fn parameters_kept_for_their_backward_save_a_gather() {
 fn every_kind_of_collective_is_counted_apart() {
     let zero = || json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0});
     for (stage, kinds) in [
-        (0, vec![Kind::AllReduce, Kind::Control]),
-        (1, vec![Kind::ReduceScatter, Kind::AllGather, Kind::Control]),
-        (2, vec![Kind::ReduceScatter, Kind::AllGather, Kind::Control]),
-        (3, vec![Kind::ReduceScatter, Kind::AllGather, Kind::Control]),
+        (0, vec![CollectiveKind::AllReduce, CollectiveKind::Control]),
+        (1, vec![CollectiveKind::ReduceScatter, CollectiveKind::AllGather, CollectiveKind::Control]),
+        (2, vec![CollectiveKind::ReduceScatter, CollectiveKind::AllGather, CollectiveKind::Control]),
+        (3, vec![CollectiveKind::ReduceScatter, CollectiveKind::AllGather, CollectiveKind::Control]),
     ] {
         let outcome = train(2, SHAPE, &config(stage, 1, zero(), json!({"gradient_check": false})), 2).remove(0);
         assert_eq!(outcome.comm.kinds.keys().copied().collect::<Vec<_>>(), kinds, "stage {stage}");
         // One vote per step, one look at each other's model at the start, one at the parameters without a gradient.
-        assert_eq!(outcome.comm.kind(Kind::Control).calls, 4);
+        assert_eq!(outcome.comm.kind(CollectiveKind::Control).calls, 4);
     }
 }

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
-use candle_zero::comm::{Communicator, Kind as Collective, threads};
+use candle_zero::comm::{CollectiveKind as Collective, Communicator, threads};
 use candle_zero::error::{EngineError, Error};
 use candle_zero::memory::MemoryKind;
 use candle_zero::optim::ParameterGroup;

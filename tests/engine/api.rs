@@ -4,7 +4,7 @@ use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
-use candle_zero::comm::{CommReport, Communicator, Kind as Collective, Pending, Wire, threads};
+use candle_zero::comm::{CollectiveKind as Collective, CommReport, Communicator, Pending, WireFormat, threads};
 use candle_zero::error::{EngineError, Error};
 use candle_zero::memory::MemoryKind;
 use candle_zero::precision::Flat;
@@ -276,17 +276,17 @@ impl Communicator for Recording {
         self.inner.size()
     }
 
-    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+    fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         self.note("all-reduce", input.len());
         self.inner.all_reduce_as(wire, input, tag)
     }
 
-    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+    fn reduce_scatter_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         self.note("reduce", input.len());
         self.inner.reduce_scatter_as(wire, input, tag)
     }
 
-    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
         self.note("gather", shard.len() * self.size());
         self.inner.all_gather_as(wire, shard, tag)
     }

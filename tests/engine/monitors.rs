@@ -3,7 +3,7 @@
 use crate::support::processes::{self, example, start, stderr, wait_for, zerorun};
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Tensor};
-use candle_zero::comm::{Kind, threads};
+use candle_zero::comm::{CollectiveKind, threads};
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::monitor::{CsvMonitor, Event, JsonLines, Monitor};
 use candle_zero::profiler::FlopsProfile;
@@ -155,16 +155,16 @@ fn the_comms_logger_counts_what_the_report_counts() {
         for (kind, counted) in &report.kinds {
             let of_kind: Vec<_> = rows.iter().filter(|row| row.kind == *kind).collect();
             assert_eq!(of_kind.iter().map(|row| row.calls).sum::<u64>(), counted.calls, "{kind:?}");
-            let parts = if *kind == Kind::ReduceScatter { 2 } else { 1 };
-            let size = if *kind == Kind::Control { 8 } else { 4 };
+            let parts = if *kind == CollectiveKind::ReduceScatter { 2 } else { 1 };
+            let size = if *kind == CollectiveKind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
             // Control messages may end within a number.
-            let rest = if *kind == Kind::Control { 8 * counted.calls } else { 1 };
+            let rest = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
             let left = (counted.elements * size).checked_sub(bytes * parts);
             assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);
             assert!(of_kind.iter().all(|row| row.total_ms > 0.0 && row.bus_gbps <= row.algorithm_gbps));
         }
-        assert!(rows.iter().any(|row| row.kind == Kind::AllGather && row.bus_gbps > 0.0));
+        assert!(rows.iter().any(|row| row.kind == CollectiveKind::AllGather && row.bus_gbps > 0.0));
     }
     assert!(train(json!({})).iter().all(|(summary, _)| summary.is_none()));
 }

@@ -6,7 +6,7 @@ use candle_zero::comm::threads;
 use candle_zero::finetune::{AdaptedValues, is_quantized};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::is_adapter;
-use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ struct Run {
 struct Case {
     model: &'static str,
     lora: &'static str,
-    packing: Option<Packing>,
+    packing: Option<WeightPacking>,
     world: usize,
     config: Value,
 }
@@ -73,7 +73,7 @@ fn assert_same(a: &Run, b: &Run, what: &str) {
     assert!(a.adapter == b.adapter, "{what}: other bits of the adapter");
 }
 
-const NF4: Packing = Packing::Nf4(Nf4Scales::DoubleQuantized);
+const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
 fn stage(stage: u8) -> Value {
     json!({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})

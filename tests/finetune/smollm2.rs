@@ -4,7 +4,7 @@
 use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Tensor};
-use candle_zero::comm::Solo;
+use candle_zero::comm::SoloCommunicator;
 use candle_zero::finetune::{AdaptedValues, Adapter, AdapterTensor, Base};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{LoraConfig, is_adapter};
@@ -102,7 +102,7 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
     });
     let mut engine = Engine::builder()
-        .communicator(Arc::new(Solo::default()))
+        .communicator(Arc::new(SoloCommunicator::default()))
         .device(Device::Cpu)
         .initial_values(Arc::new(values))
         .trainable(|name, _| is_adapter(name))

@@ -6,8 +6,8 @@ use crate::support::processes::{
 };
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
-use candle_zero::comm::{self, Code, Communicator, Kind, RankEnv, Wire, threads};
-use candle_zero::precision::{Flat, FlatRef, Ints};
+use candle_zero::comm::{self, CollectiveKind, Communicator, InterHostFormat, RankEnv, WireFormat, threads};
+use candle_zero::precision::{Flat, FlatRef, IntFormat};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::path::Path;
@@ -461,7 +461,7 @@ fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
 }
 
 /// One of each collective, launched together.
-fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: Wire) -> candle_zero::Result<Vec<Flat>> {
+fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat) -> candle_zero::Result<Vec<Flat>> {
     let (rank, world) = (comm.rank(), comm.size());
     let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
     let whole = comm.all_reduce_as(wire, data(rank, n + 1, dtype), 2);
@@ -475,7 +475,7 @@ fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: Wire) -> c
 }
 
 /// What stands for `values`, in f32, on another host.
-fn crossed(code: Code, values: &Flat) -> Flat {
+fn crossed(code: InterHostFormat, values: &Flat) -> Flat {
     let mut arrived = Flat::zeros(DType::F32, values.len());
     let rounded = |dtype: DType| {
         let mut rounded = Flat::zeros(dtype, values.len());
@@ -483,13 +483,13 @@ fn crossed(code: Code, values: &Flat) -> Flat {
         rounded
     };
     match code {
-        Code::Blocks(ints) => {
+        InterHostFormat::Blocks(ints) => {
             let mut codes = vec![0; ints.encoded_len(values.len())];
             ints.encode(values.as_ref(), &mut codes);
             ints.decode(&codes, arrived.as_mut());
         }
-        Code::Bf16 => arrived.as_mut().copy_cast(rounded(DType::BF16).as_ref()),
-        Code::F16 => arrived.as_mut().copy_cast(rounded(DType::F16).as_ref()),
+        InterHostFormat::Bf16 => arrived.as_mut().copy_cast(rounded(DType::BF16).as_ref()),
+        InterHostFormat::F16 => arrived.as_mut().copy_cast(rounded(DType::F16).as_ref()),
     }
     arrived
 }
@@ -511,7 +511,7 @@ fn added<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
 }
 
 /// The sum of chunk `owner` of `parts`, one of each rank, on hosts of so many ranks whose sums cross as codes.
-fn sum_of_hosts(code: Code, counts: &[usize], parts: &[Flat], owner: usize) -> Flat {
+fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: usize) -> Flat {
     let (world, dtype) = (parts.len(), parts[0].dtype());
     let chunk = parts[0].len() / world;
     let mut first = 0;
@@ -532,15 +532,16 @@ fn sum_of_hosts(code: Code, counts: &[usize], parts: &[Flat], owner: usize) -> F
 fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     let (rank, world) = (comm.rank(), comm.size());
     let several = counts.len() > 1;
-    let ints = [(DType::F32, Ints::Int8), (DType::F32, Ints::Int4), (DType::BF16, Ints::Int4)];
-    let codes = ints.map(|(dtype, ints)| (dtype, Code::Blocks(ints))).into_iter().chain([
-        (DType::F32, Code::Bf16),
-        (DType::F32, Code::F16),
-        (DType::BF16, Code::F16),
+    let ints = [(DType::F32, IntFormat::Int8), (DType::F32, IntFormat::Int4), (DType::BF16, IntFormat::Int4)];
+    let codes = ints.map(|(dtype, ints)| (dtype, InterHostFormat::Blocks(ints))).into_iter().chain([
+        (DType::F32, InterHostFormat::Bf16),
+        (DType::F32, InterHostFormat::F16),
+        (DType::BF16, InterHostFormat::F16),
     ]);
     for (dtype, code) in codes {
         for n in [0, 1, 5, 999, 70_001, 400_000] {
-            let (wire, what) = (Wire::BetweenHosts(code), format!("rank {rank} of {counts:?}: {n} {dtype:?} {code:?}"));
+            let (wire, what) =
+                (WireFormat::BetweenHosts(code), format!("rank {rank} of {counts:?}: {n} {dtype:?} {code:?}"));
             let before = comm.report();
             let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
             let whole = comm.all_reduce_as(wire, data(rank, n + 1, dtype), 2);
@@ -548,10 +549,11 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
             let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
             assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
             // Bytes of codes come from each other host once.
-            let (report, kind) = (comm.report(), Kind::ReduceScatter);
-            let taken = |of: fn(&comm::KindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;
+            let (report, kind) = (comm.report(), CollectiveKind::ReduceScatter);
+            let taken =
+                |of: fn(&comm::CollectiveKindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;
             let bytes = match code {
-                Code::Blocks(ints) => ints.encoded_len(n),
+                InterHostFormat::Blocks(ints) => ints.encoded_len(n),
                 _ => 2 * n,
             };
             let others = counts.len() - 1;
@@ -594,12 +596,12 @@ fn as_a_rank() {
             // Every rank runs the same with as many threads.
             let sizes: &[usize] = if world > 8 { &[999, 20_011] } else { &[0, 1, 5, 999, 70_001, 400_000] };
             for (dtype, wire) in [
-                (DType::F32, Wire::Exact),
-                (DType::BF16, Wire::Exact),
-                (DType::F16, Wire::Exact),
-                (DType::F32, Wire::Blocks(Ints::Int8)),
-                (DType::BF16, Wire::Blocks(Ints::Int8)),
-                (DType::BF16, Wire::Blocks(Ints::Int4)),
+                (DType::F32, WireFormat::Exact),
+                (DType::BF16, WireFormat::Exact),
+                (DType::F16, WireFormat::Exact),
+                (DType::F32, WireFormat::Blocks(IntFormat::Int8)),
+                (DType::BF16, WireFormat::Blocks(IntFormat::Int8)),
+                (DType::BF16, WireFormat::Blocks(IntFormat::Int4)),
             ] {
                 for n in sizes.iter().copied() {
                     let here = collectives(&*comm, n, dtype, wire).unwrap();
@@ -611,8 +613,8 @@ fn as_a_rank() {
             let before = comm.report();
             let n = 60_000;
             comm.reduce_scatter(data(rank, n * world, DType::F32), 1).wait().unwrap();
-            let bytes =
-                comm.report().kind(Kind::ReduceScatter).wire_bytes - before.kind(Kind::ReduceScatter).wire_bytes;
+            let bytes = comm.report().kind(CollectiveKind::ReduceScatter).wire_bytes
+                - before.kind(CollectiveKind::ReduceScatter).wire_bytes;
             let expected = if way == "raw" { 4 * n * (world - 1) } else { bytes_in_a_chain(&counts, rank, n) };
             assert_eq!(bytes, expected as u64, "rank {rank} of {counts:?}");
             println!("rank {rank} of {world} has the same bits");

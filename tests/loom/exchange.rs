@@ -1,34 +1,38 @@
 //! The protocol between ranks, run by loom in every order that the memory model allows.
 //!
-//! `src/comm/pieces.rs` and `src/comm/state.rs` are compiled here as they are; `shm.rs` gives them memory that loom
+//! `src/comm/shm/pieces.rs` and `src/comm/shm/rank_state.rs` are compiled here as they are; `region.rs` gives them memory that loom
 //! watches. The last tests plant an error in that memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 
-#[path = "../../src/comm/pieces.rs"]
+#[path = "../../src/comm/shm/pieces.rs"]
 #[allow(dead_code)]
 mod pieces;
-mod shm;
-#[path = "../../src/comm/state.rs"]
+#[path = "../../src/comm/shm/rank_state.rs"]
 #[allow(dead_code)]
-mod state;
+mod rank_state;
+mod region;
 
-use pieces::{Patience, Pieces};
-use shm::{Plant, Region, Sleep};
-use state::{Failure, Fault};
+use pieces::{PieceSlots, SpinLimits};
+use rank_state::{PeerFailure, RankFault};
+use region::{Plant, SharedMemoryRegion, Sleep};
 use std::sync::Arc;
 
 /// A wait that never sleeps: loom runs another thread at each turn.
-const AWAKE: Patience = Patience { spins: 1000, yields: 0 };
+const AWAKE: SpinLimits = SpinLimits { spins: 1000, yields: 0 };
 /// A wait that looks once before it sleeps.
-const SLEEPY: Patience = Patience { spins: 1, yields: 0 };
+const SLEEPY: SpinLimits = SpinLimits { spins: 1, yields: 0 };
 
 /// What a rank does in the memory that all share.
-type Rank = fn(Arc<Region>, usize);
+type Rank = fn(Arc<SharedMemoryRegion>, usize);
 
 /// Runs `rank(region, r)` for every rank r of a job in every order with at most so many `switches` away from a thread
 /// that could go on; in every order at all where that is None.
-fn in_every_order(switches: Option<usize>, region: impl Fn() -> Region + Send + Sync + 'static, rank: Rank) {
+fn in_every_order(
+    switches: Option<usize>,
+    region: impl Fn() -> SharedMemoryRegion + Send + Sync + 'static,
+    rank: Rank,
+) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = switches;
     model.max_branches = 10_000;
@@ -50,18 +54,18 @@ fn byte(rank: usize, k: u64) -> u8 {
     (16 * (rank as u64 + 1) + k) as u8
 }
 
-fn wait_for(pieces: &Pieces, peer: usize, patience: Patience) -> Result<(), Failure> {
-    if pieces.spin_for(peer, patience) { Ok(()) } else { pieces.sleep_for(peer, || None) }
+fn wait_for(pieces: &PieceSlots, peer: usize, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
+    if pieces.spin_for(peer, spin_limits) { Ok(()) } else { pieces.sleep_for(peer, || None) }
 }
 
 /// Publishes piece `k` and waits for that of every peer, which it reads: first each as it comes, as a check of headers
 /// does, then all of them.
-fn exchange(pieces: &mut Pieces, k: u64, patience: Patience) -> Result<(), Failure> {
+fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
     let rank = pieces.rank();
     pieces.publish([k], 1, |slot| slot[0] = byte(rank, k));
     let peers = || (0..pieces.region().world_size()).filter(|peer| *peer != rank);
     for peer in peers() {
-        wait_for(pieces, peer, patience)?;
+        wait_for(pieces, peer, spin_limits)?;
         assert_eq!(pieces.header(peer), [k], "header of rank {peer}");
     }
     for peer in peers() {
@@ -71,10 +75,10 @@ fn exchange(pieces: &mut Pieces, k: u64, patience: Patience) -> Result<(), Failu
 }
 
 /// Every rank exchanges `count` pieces.
-fn all_exchange(region: Arc<Region>, rank: usize, count: u64, patience: Patience) {
-    let mut pieces = Pieces::new(region, rank, 0);
+fn all_exchange(region: Arc<SharedMemoryRegion>, rank: usize, count: u64, spin_limits: SpinLimits) {
+    let mut pieces = PieceSlots::new(region, rank, 0);
     for k in 1..=count {
-        exchange(&mut pieces, k, patience).unwrap();
+        exchange(&mut pieces, k, spin_limits).unwrap();
     }
 }
 
@@ -83,7 +87,7 @@ fn all_exchange(region: Arc<Region>, rank: usize, count: u64, patience: Patience
 fn two_ranks_see_each_others_pieces_in_every_order() {
     in_every_order(
         None,
-        || Region::new(2, Sleep::Never, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::Never, Plant::None),
         |region, rank| all_exchange(region, rank, 3, AWAKE),
     );
 }
@@ -92,7 +96,7 @@ fn two_ranks_see_each_others_pieces_in_every_order() {
 fn three_ranks_see_each_others_pieces() {
     in_every_order(
         Some(1),
-        || Region::new(3, Sleep::UntilWoken, Plant::None),
+        || SharedMemoryRegion::new(3, Sleep::UntilWoken, Plant::None),
         |region, rank| all_exchange(region, rank, 3, SLEEPY),
     );
 }
@@ -102,7 +106,7 @@ fn three_ranks_see_each_others_pieces() {
 fn a_rank_that_sleeps_is_woken_by_the_piece_that_it_waits_for() {
     in_every_order(
         Some(4),
-        || Region::new(2, Sleep::UntilWoken, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::UntilWoken, Plant::None),
         |region, rank| all_exchange(region, rank, 3, SLEEPY),
     );
 }
@@ -111,16 +115,16 @@ fn a_rank_that_sleeps_is_woken_by_the_piece_that_it_waits_for() {
 fn a_rank_that_waits_is_told_why_its_peer_gave_up() {
     in_every_order(
         None,
-        || Region::new(2, Sleep::Nap, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::Nap, Plant::None),
         |region, rank| {
             region.start(rank).unwrap();
             if rank == 0 {
                 region.abort(0, "no disk");
                 return;
             }
-            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let mut pieces = PieceSlots::new(region.clone(), rank, 0);
             let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
-            assert_eq!(failure, Failure { peer: 0, fault: Fault::GaveUp, why: "no disk".into() });
+            assert_eq!(failure, PeerFailure { peer: 0, fault: RankFault::GaveUp, why: "no disk".into() });
         },
     );
 }
@@ -130,7 +134,7 @@ fn a_rank_that_waits_is_told_why_its_peer_gave_up() {
 fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
     in_every_order(
         Some(4),
-        || Region::new(2, Sleep::Nap, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::Nap, Plant::None),
         |region, rank| {
             region.start(rank).unwrap();
             all_exchange(region.clone(), rank, 2, SLEEPY);
@@ -144,10 +148,10 @@ fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
 fn a_piece_arrives_although_its_rank_gives_up_right_after_it() {
     in_every_order(
         Some(4),
-        || Region::new(2, Sleep::Nap, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::Nap, Plant::None),
         |region, rank| {
             region.start(rank).unwrap();
-            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let mut pieces = PieceSlots::new(region.clone(), rank, 0);
             if rank == 0 {
                 pieces.publish([1], 1, |slot| slot[0] = byte(0, 1));
                 region.abort(0, "no disk");
@@ -162,17 +166,17 @@ fn a_piece_arrives_although_its_rank_gives_up_right_after_it() {
 fn a_rank_that_leaves_too_early_is_blamed() {
     in_every_order(
         None,
-        || Region::new(2, Sleep::Nap, Plant::None),
+        || SharedMemoryRegion::new(2, Sleep::Nap, Plant::None),
         |region, rank| {
             region.start(rank).unwrap();
             if rank == 0 {
                 region.finish(0);
                 return;
             }
-            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let mut pieces = PieceSlots::new(region.clone(), rank, 0);
             let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
-            assert_eq!(failure, Failure { peer: 0, fault: Fault::Left, why: String::new() });
-            assert_eq!(region.first_failure(), Some((0, Fault::Left)));
+            assert_eq!(failure, PeerFailure { peer: 0, fault: RankFault::Left, why: String::new() });
+            assert_eq!(region.first_failure(), Some((0, RankFault::Left)));
         },
     );
 }
@@ -182,25 +186,25 @@ fn a_rank_that_leaves_too_early_is_blamed() {
 fn every_rank_is_told_the_failure_that_came_first() {
     in_every_order(
         Some(2),
-        || Region::new(3, Sleep::Nap, Plant::None),
+        || SharedMemoryRegion::new(3, Sleep::Nap, Plant::None),
         |region, rank| {
             region.start(rank).unwrap();
             if rank == 0 {
                 region.abort(0, "no disk");
                 return;
             }
-            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let mut pieces = PieceSlots::new(region.clone(), rank, 0);
             let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
             region.abort(rank, "echo");
-            assert_eq!(failure, Failure { peer: 0, fault: Fault::GaveUp, why: "no disk".into() });
-            assert_eq!(region.first_failure(), Some((0, Fault::GaveUp)));
+            assert_eq!(failure, PeerFailure { peer: 0, fault: RankFault::GaveUp, why: "no disk".into() });
+            assert_eq!(region.first_failure(), Some((0, RankFault::GaveUp)));
         },
     );
 }
 
 /// What loom finds in a job of two ranks in which `plant` is wrong: `None` if it finds nothing.
 fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
-    let check = || in_every_order(Some(3), move || Region::new(2, sleep, plant), rank);
+    let check = || in_every_order(Some(3), move || SharedMemoryRegion::new(2, sleep, plant), rank);
     let panic = std::panic::catch_unwind(check).err()?;
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     Some(text.unwrap_or("a panic without a text").to_string())

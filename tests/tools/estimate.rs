@@ -1,7 +1,7 @@
 //! An estimate before a run equals what the engine then counts, to the byte.
 
 use candle_core::{Device, Tensor};
-use candle_zero::comm::{CommReport, Kind as Collective, threads};
+use candle_zero::comm::{CollectiveKind as Collective, CommReport, threads};
 use candle_zero::config::Config;
 use candle_zero::error::{Error, ParamError};
 use candle_zero::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
@@ -9,7 +9,7 @@ use candle_zero::estimate::{Collectives, Estimate, Setting, Shapes, UnitRule};
 use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
 use candle_zero::offload::{DiskAccess, OffloadReport};
-use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -198,17 +198,17 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
         (&["h.0.*", "h.2.*"], |name| name.starts_with("h.0.") || name.starts_with("h.2."));
     let matrices: (&[&str], fn(&str) -> bool) =
         (&["h.*.weight"], |name| name.starts_with("h.") && name.ends_with(".weight"));
-    let nf4 = Some(Packing::Nf4(Nf4Scales::Bf16));
+    let nf4 = Some(WeightPacking::Nf4(Nf4Scales::Bf16));
     let kept = json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_*"]}});
     for ((patterns, is_frozen), packing, zero, world, more) in [
         (base, None, json!({"stage": 0}), 2, bf16()),
         (base, None, json!({"stage": 1}), 2, bf16()),
         (others, nf4, json!({"stage": 2}), 3, json!({})),
         (base, nf4, json!({"stage": 3}), 2, bf16()),
-        (base, Some(Packing::Int8), json!({"stage": 3, "stage3_param_persistence_threshold": 400}), 3, json!({})),
+        (base, Some(WeightPacking::Int8), json!({"stage": 3, "stage3_param_persistence_threshold": 400}), 3, json!({})),
         (
             others,
-            Some(Packing::Nf4(Nf4Scales::DoubleQuantized)),
+            Some(WeightPacking::Nf4(Nf4Scales::DoubleQuantized)),
             json!({"stage": 3, "stage3_max_reuse_distance": 0}),
             2,
             bf16(),

@@ -9,7 +9,7 @@ use candle_zero::nn::{
     cross_entropy, is_adapter, without_adapters,
 };
 use candle_zero::optim::ParameterGroup;
-use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
@@ -139,7 +139,7 @@ fn adapters_give_the_same_bits_at_every_stage_and_place() {
 
 #[test]
 fn adapters_over_a_packed_base_give_the_same_bits_at_every_stage() {
-    for packing in [Packing::Int8, Packing::Nf4(Nf4Scales::DoubleQuantized)] {
+    for packing in [WeightPacking::Int8, WeightPacking::Nf4(Nf4Scales::DoubleQuantized)] {
         for more in [json!({}), json!({"bf16": {"enabled": true}})] {
             let run = |stage, zero| {
                 let packs = |name: &str, shape: &[usize]| shape.len() == 2 && !is_adapter(name);

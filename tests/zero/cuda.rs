@@ -9,7 +9,7 @@ use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, ba
 use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
-use candle_zero::comm::{Communicator, Kind as Collective, threads};
+use candle_zero::comm::{CollectiveKind as Collective, Communicator, threads};
 use candle_zero::memory::{MemoryKind, MemoryReport};
 use serde_json::{Value, json};
 use std::process::Command;

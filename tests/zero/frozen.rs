@@ -5,7 +5,7 @@ use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
-use candle_zero::comm::{Kind as Collective, threads};
+use candle_zero::comm::{CollectiveKind as Collective, threads};
 use candle_zero::error::{EngineError, Error, ParamError};
 use candle_zero::memory::MemoryKind;
 use candle_zero::optim::ParameterGroup;

@@ -8,7 +8,7 @@ use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::{Communicator, threads};
 use candle_zero::nn::{self, Dropout, SyncBatchNorm, cross_entropy, in_training, sync_batch_norm};
 use candle_zero::optim::ParameterGroup;
-use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, EngineBuilder};
 use proptest::prelude::*;
@@ -212,7 +212,7 @@ struct Program {
     clipping: f64,
     rule: usize,
     groups: usize,
-    packing: Option<Packing>,
+    packing: Option<WeightPacking>,
     persistence_threshold: usize,
     calls: Vec<Call>,
     /// The engine that trains first, and those that go on after each checkpoint.
@@ -393,8 +393,12 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 const OPTIMIZERS: [&str; 9] = ["AdamW", "Adam", "Lion", "SGD", "Lamb", "Adagrad", "Muon", "AdamW8bit", "Lion8bit"];
-const PACKINGS: [Option<Packing>; 4] =
-    [None, Some(Packing::Int8), Some(Packing::Nf4(Nf4Scales::Bf16)), Some(Packing::Nf4(Nf4Scales::DoubleQuantized))];
+const PACKINGS: [Option<WeightPacking>; 4] = [
+    None,
+    Some(WeightPacking::Int8),
+    Some(WeightPacking::Nf4(Nf4Scales::Bf16)),
+    Some(WeightPacking::Nf4(Nf4Scales::DoubleQuantized)),
+];
 
 prop_compose! {
     fn program()(

@@ -3,16 +3,17 @@
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{Device, Tensor};
 use candle_zero::checkpoint::LoadOptions;
-use candle_zero::comm::{Kind as Collective, threads};
+use candle_zero::comm::{CollectiveKind as Collective, threads};
 use candle_zero::error::{Error, ParamError};
 use candle_zero::memory::MemoryKind;
 use candle_zero::models::{Gpt, GptConfig};
-use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
 
-const PACKINGS: [Packing; 3] = [Packing::Int8, Packing::Nf4(Nf4Scales::Bf16), Packing::Nf4(Nf4Scales::DoubleQuantized)];
+const PACKINGS: [WeightPacking; 3] =
+    [WeightPacking::Int8, WeightPacking::Nf4(Nf4Scales::Bf16), WeightPacking::Nf4(Nf4Scales::DoubleQuantized)];
 const STEPS: usize = 4;
 
 fn trains(name: &str, _: &[usize]) -> bool {
@@ -23,7 +24,7 @@ fn quantizes(name: &str, shape: &[usize]) -> bool {
     shape.len() == 2 && !trains(name, shape)
 }
 
-fn with(builder: EngineBuilder, packing: Packing) -> EngineBuilder {
+fn with(builder: EngineBuilder, packing: WeightPacking) -> EngineBuilder {
     builder.trainable(trains).quantized(packing, quantizes)
 }
 
@@ -31,7 +32,7 @@ fn zero() -> Value {
     json!({"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0})
 }
 
-fn run(world: usize, units: bool, config: &Value, packing: Packing) -> Vec<Outcome> {
+fn run(world: usize, units: bool, config: &Value, packing: WeightPacking) -> Vec<Outcome> {
     let shape = Shape { units, layers: 3, ..Shape::default() };
     train_with(world, shape, config, STEPS, |builder| with(builder, packing))
 }
@@ -64,11 +65,11 @@ fn a_quantized_base_gives_the_same_bits_at_every_stage_and_place() {
 }
 
 /// Bytes of packed elements, counted once more: codes, and scales of blocks.
-fn packed_bytes(packing: Packing, elements: usize) -> usize {
+fn packed_bytes(packing: WeightPacking, elements: usize) -> usize {
     match packing {
-        Packing::Int8 => elements + 4 * elements.div_ceil(128),
-        Packing::Nf4(Nf4Scales::Bf16) => elements.div_ceil(64) * (32 + 2),
-        Packing::Nf4(Nf4Scales::DoubleQuantized) => {
+        WeightPacking::Int8 => elements + 4 * elements.div_ceil(128),
+        WeightPacking::Nf4(Nf4Scales::Bf16) => elements.div_ceil(64) * (32 + 2),
+        WeightPacking::Nf4(Nf4Scales::DoubleQuantized) => {
             elements.div_ceil(64) * (32 + 1) + elements.div_ceil(64).div_ceil(256) * 8
         }
     }
@@ -108,7 +109,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
             let (report, moved) = ranks.unwrap().remove(0).unwrap();
             let bytes = report.row(MemoryKind::Parameters).bytes.held as f64;
             let each = bytes * world as f64 / report.parameters as f64;
-            let limit = if packing == Packing::Int8 { 1.1 } else { 0.56 };
+            let limit = if packing == WeightPacking::Int8 { 1.1 } else { 0.56 };
             println!("{packing:?}, world {world}: {each:.4} bytes a parameter at rest, {moved} bytes on the wire");
             assert!(each <= limit, "{packing:?}, world {world}: {each} bytes a parameter\n{report}");
             assert!(report.frozen * 100 > report.parameters * 99, "{report}");
@@ -117,7 +118,7 @@ fn a_quantized_base_is_packed_at_rest_and_on_the_wire() {
                 // embeddings once.
                 let whole = packed_bytes(packing, report.parameters) as f64;
                 assert!((moved as f64) < whole * 1.1 && moved > 0, "{packing:?}: {moved} bytes of {whole}");
-                assert!(moved < report.parameters as u64 * 4 / if packing == Packing::Int8 { 3 } else { 6 });
+                assert!(moved < report.parameters as u64 * 4 / if packing == WeightPacking::Int8 { 3 } else { 6 });
             }
         }
     }
@@ -136,7 +137,7 @@ fn of_a_quantized_base_no_more_than_the_blocks_at_work_are_ever_unpacked() {
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
             // The last block is behind trained norms, so that all blocks have a backward.
             let builder = builder.trainable(|name, _| name.contains("ln_"));
-            let builder = builder.quantized(Packing::Nf4(Nf4Scales::DoubleQuantized), is_packed);
+            let builder = builder.quantized(WeightPacking::Nf4(Nf4Scales::DoubleQuantized), is_packed);
             let mut engine = builder.initialize(|vb| Gpt::new(&sizes, vb), config.clone())?;
             for step in 0..3u32 {
                 let ids =
@@ -199,7 +200,7 @@ fn a_quantized_base_is_saved_and_loaded_to_the_bit_at_another_stage_and_number_o
 #[test]
 fn a_matrix_whose_elements_do_not_divide_into_blocks_has_a_shorter_last_one() {
     // 37 rows of 12: 444 elements are six blocks of 64 and one of 60.
-    let outcome = run(2, true, &config(3, 1, zero(), json!({})), Packing::Nf4(Nf4Scales::Bf16));
+    let outcome = run(2, true, &config(3, 1, zero(), json!({})), WeightPacking::Nf4(Nf4Scales::Bf16));
     let file = safetensors::SafeTensors::deserialize(&outcome[0].exported).unwrap();
     let embed = file.tensor("embed.weight").unwrap();
     let values: Vec<f32> = embed.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
@@ -216,7 +217,7 @@ fn a_matrix_whose_elements_do_not_divide_into_blocks_has_a_shorter_last_one() {
 fn a_parameter_that_is_quantized_and_trained_is_an_error_that_names_it() {
     let build = |comm| {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).trainable(trains);
-        let builder = builder.quantized(Packing::Int8, |_, shape| shape.len() == 2);
+        let builder = builder.quantized(WeightPacking::Int8, |_, shape| shape.len() == 2);
         let shape = Shape { layers: 1, ..Shape::default() };
         builder.initialize(|vb| Tiny::new(shape, vb), config(3, 1, json!({}), json!({}))).map(drop)
     };

@@ -2,7 +2,7 @@
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
-use candle_zero::comm::{Communicator, Pending, Wire, threads};
+use candle_zero::comm::{Communicator, Pending, WireFormat, threads};
 use candle_zero::memory::MemoryKind;
 use candle_zero::precision::Flat;
 use candle_zero::{Engine, Result};
@@ -41,12 +41,12 @@ impl Communicator for OnHosts {
         first..first + HERE
     }
 
-    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
         self.gathered.from_all.fetch_add(shard.len(), Ordering::Relaxed);
         self.inner.all_gather_as(wire, shard, tag)
     }
 
-    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_within_as(&self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         self.gathered.within.fetch_add(shard.len(), Ordering::Relaxed);
         self.inner.all_gather_within_as(wire, ranks, shard, tag)
     }

@@ -12,7 +12,7 @@ use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
 use crate::checkpoint::rank_agreement::failed_elsewhere;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{CollectiveFailure, agree};
 use crate::error::Result;
 use crate::notice::say;
 use std::path::Path;
@@ -66,7 +66,7 @@ impl CheckpointUpload {
     ///
     /// # Errors
     /// What could not be sent, on all ranks; a failed collective.
-    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), Failure> {
+    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), CollectiveFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
         // A thread that ends without a word has failed, and says how at its end.
         let sent = self.sent.recv().unwrap_or(Ok(()));

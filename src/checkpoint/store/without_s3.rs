@@ -2,7 +2,7 @@
 
 use super::{DownloadedCheckpoint, UploadRequest};
 use crate::comm::Communicator;
-use crate::comm::agree::Failure;
+use crate::comm::agree::CollectiveFailure;
 use crate::error::{CheckpointError, Result};
 
 /// A copy on its way: there is none.
@@ -13,7 +13,7 @@ impl CheckpointUpload {
         check(&sending.url).map(|()| None)
     }
 
-    pub fn wait(self, _: &dyn Communicator) -> Result<(), Failure> {
+    pub fn wait(self, _: &dyn Communicator) -> Result<(), CollectiveFailure> {
         match self {}
     }
 }
@@ -24,6 +24,10 @@ pub(crate) fn check(url: &str) -> Result<()> {
     Err(CheckpointError::Store { url: url.to_owned(), problem }.into())
 }
 
-pub(crate) fn fetch(_: &dyn Communicator, url: &str, _: Option<&str>) -> Result<Option<DownloadedCheckpoint>, Failure> {
-    check(url).map(|()| None).map_err(Failure::InStep)
+pub(crate) fn fetch(
+    _: &dyn Communicator,
+    url: &str,
+    _: Option<&str>,
+) -> Result<Option<DownloadedCheckpoint>, CollectiveFailure> {
+    check(url).map(|()| None).map_err(CollectiveFailure::InStep)
 }

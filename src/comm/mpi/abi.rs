@@ -10,7 +10,7 @@ use std::ffi::c_int;
 
 /// An interface of MPI as compiled programs see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Abi {
+pub(super) enum MpiAbi {
     /// That of the standard, since MPI 5.0.
     Standard,
     /// MPICH's.
@@ -20,28 +20,28 @@ pub(super) enum Abi {
 }
 
 /// A handle. Handles of 32 bits are in its low half.
-pub(super) type Handle = usize;
+pub(super) type MpiHandle = usize;
 
 /// A handle as a library has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Value {
-    Number(Handle),
+pub(super) enum AbiHandle {
+    Number(MpiHandle),
     /// The address of this symbol.
     Symbol(&'static str),
 }
 
 /// The constants of an ABI.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Constants {
-    pub world: Value,
-    pub byte: Value,
-    pub errors_return: Value,
+pub(super) struct AbiConstants {
+    pub world: AbiHandle,
+    pub byte: AbiHandle,
+    pub errors_return: AbiHandle,
     pub status_ignore: usize,
     /// The level of threads at which one thread at a time, whichever it is, may call the library.
     pub serialized: c_int,
 }
 
-impl Abi {
+impl MpiAbi {
     pub(super) const ALL: [Self; 3] = [Self::Standard, Self::Mpich, Self::OpenMpi];
 
     /// The names under which the system's loader knows a library, the usual one first.
@@ -55,26 +55,26 @@ impl Abi {
     }
 
     /// Its values: of MPI 5.0's mpi.h, MPICH's and Open MPI's.
-    pub(super) fn constants(self) -> Constants {
+    pub(super) fn constants(self) -> AbiConstants {
         match self {
-            Self::Standard => Constants {
-                world: Value::Number(0x101),
-                byte: Value::Number(0x247),
-                errors_return: Value::Number(0x143),
+            Self::Standard => AbiConstants {
+                world: AbiHandle::Number(0x101),
+                byte: AbiHandle::Number(0x247),
+                errors_return: AbiHandle::Number(0x143),
                 status_ignore: 0,
                 serialized: 2048,
             },
-            Self::Mpich => Constants {
-                world: Value::Number(0x4400_0000),
-                byte: Value::Number(0x4c00_010d),
-                errors_return: Value::Number(0x5400_0001),
+            Self::Mpich => AbiConstants {
+                world: AbiHandle::Number(0x4400_0000),
+                byte: AbiHandle::Number(0x4c00_010d),
+                errors_return: AbiHandle::Number(0x5400_0001),
                 status_ignore: 1,
                 serialized: 2,
             },
-            Self::OpenMpi => Constants {
-                world: Value::Symbol("ompi_mpi_comm_world"),
-                byte: Value::Symbol("ompi_mpi_byte"),
-                errors_return: Value::Symbol("ompi_mpi_errors_return"),
+            Self::OpenMpi => AbiConstants {
+                world: AbiHandle::Symbol("ompi_mpi_comm_world"),
+                byte: AbiHandle::Symbol("ompi_mpi_byte"),
+                errors_return: AbiHandle::Symbol("ompi_mpi_errors_return"),
                 status_ignore: 0,
                 serialized: 2,
             },

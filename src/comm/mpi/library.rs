@@ -1,7 +1,7 @@
 //! The MPI library of this machine, found and loaded when the program runs: nothing of it is needed to build.
 
-use super::abi::{Abi, Handle, Value};
-use crate::comm::env::SHM_FD;
+use super::abi::{AbiHandle, MpiAbi, MpiHandle};
+use crate::comm::rank_env::SHM_FD;
 use crate::error::CommError;
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_NOW, Symbol};
 use std::error::Error as _;
@@ -13,46 +13,47 @@ const LIBRARY: &str = "CANDLE_ZERO_MPI_LIBRARY";
 /// Bytes of the longest text that any of the libraries writes.
 const TEXT: usize = 8192;
 
-type InitThread = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
-type OfComm = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
-type SetErrhandler = unsafe extern "C" fn(Handle, Handle) -> c_int;
-type Transfer = unsafe extern "C" fn(*mut c_void, c_int, Handle, c_int, c_int, Handle, *mut u64) -> c_int;
-type Test = unsafe extern "C" fn(*mut u64, *mut c_int, usize) -> c_int;
-type Allgather = unsafe extern "C" fn(*const c_void, c_int, Handle, *mut c_void, c_int, Handle, Handle) -> c_int;
-type ErrorString = unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int;
-type Version = unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int;
-type Abort = unsafe extern "C" fn(Handle, c_int) -> c_int;
-type Plain = unsafe extern "C" fn() -> c_int;
+type InitThreadFn = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
+type CommQueryFn = unsafe extern "C" fn(MpiHandle, *mut c_int) -> c_int;
+type SetErrhandlerFn = unsafe extern "C" fn(MpiHandle, MpiHandle) -> c_int;
+type MpiTransferFn = unsafe extern "C" fn(*mut c_void, c_int, MpiHandle, c_int, c_int, MpiHandle, *mut u64) -> c_int;
+type TestFn = unsafe extern "C" fn(*mut u64, *mut c_int, usize) -> c_int;
+type AllgatherFn =
+    unsafe extern "C" fn(*const c_void, c_int, MpiHandle, *mut c_void, c_int, MpiHandle, MpiHandle) -> c_int;
+type ErrorStringFn = unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int;
+type LibraryVersionFn = unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int;
+type AbortFn = unsafe extern "C" fn(MpiHandle, c_int) -> c_int;
+type FinalizeFn = unsafe extern "C" fn() -> c_int;
 
 /// A loaded library: its functions, and its handles and constants.
 ///
-/// Handles are passed as [`Handle`] to every library. One that takes a number of 32 bits finds it in the low half of the
+/// Handles are passed as [`MpiHandle`] to every library. One that takes a number of 32 bits finds it in the low half of the
 /// register (System V on x86-64, AAPCS64), which is all that these conventions promise it, and one that writes a request of
 /// 32 bits writes the low half of a `u64`.
-pub(super) struct Library {
+pub(super) struct MpiLibrary {
     path: PathBuf,
-    abi: Abi,
-    pub(super) world: Handle,
-    pub(super) byte: Handle,
-    errors_return: Handle,
+    abi: MpiAbi,
+    pub(super) world: MpiHandle,
+    pub(super) byte: MpiHandle,
+    errors_return: MpiHandle,
     pub(super) status_ignore: usize,
-    init_thread: Symbol<InitThread>,
-    comm_rank: Symbol<OfComm>,
-    comm_size: Symbol<OfComm>,
-    set_errhandler: Symbol<SetErrhandler>,
-    pub(super) isend: Symbol<Transfer>,
-    pub(super) irecv: Symbol<Transfer>,
-    pub(super) test: Symbol<Test>,
-    pub(super) allgather: Symbol<Allgather>,
-    error_string: Symbol<ErrorString>,
-    version: Symbol<Version>,
-    pub(super) abort: Symbol<Abort>,
-    pub(super) finalize: Symbol<Plain>,
+    init_thread: Symbol<InitThreadFn>,
+    comm_rank: Symbol<CommQueryFn>,
+    comm_size: Symbol<CommQueryFn>,
+    set_errhandler: Symbol<SetErrhandlerFn>,
+    pub(super) isend: Symbol<MpiTransferFn>,
+    pub(super) irecv: Symbol<MpiTransferFn>,
+    pub(super) test: Symbol<TestFn>,
+    pub(super) allgather: Symbol<AllgatherFn>,
+    error_string: Symbol<ErrorStringFn>,
+    version: Symbol<LibraryVersionFn>,
+    pub(super) abort: Symbol<AbortFn>,
+    pub(super) finalize: Symbol<FinalizeFn>,
     // Unloaded never: the library has threads and handlers of its own.
     _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
-impl Library {
+impl MpiLibrary {
     /// The library that the variable names, or the first that is found: where the system looks, then beside the `mpirun` that
     /// started this process or that is on the PATH.
     ///
@@ -67,11 +68,11 @@ impl Library {
             // SAFETY: nothing is read at the address.
             let open_mpi = unsafe { loaded.get::<*mut c_void>(c"ompi_mpi_comm_world") }.is_ok();
             let abi = if standard {
-                Abi::Standard
+                MpiAbi::Standard
             } else if open_mpi {
-                Abi::OpenMpi
+                MpiAbi::OpenMpi
             } else {
-                Abi::Mpich
+                MpiAbi::Mpich
             };
             return Self::of(loaded, path, abi);
         }
@@ -90,7 +91,7 @@ impl Library {
         Err(broken.unwrap_or_else(|| none(tried.join(", "))))
     }
 
-    fn of(loaded: Loaded, path: PathBuf, abi: Abi) -> Result<Self, CommError> {
+    fn of(loaded: Loaded, path: PathBuf, abi: MpiAbi) -> Result<Self, CommError> {
         let lacks = |name: &CStr| CommError::MpiLacks {
             library: path.display().to_string(),
             symbol: name.to_string_lossy().into_owned(),
@@ -101,13 +102,13 @@ impl Library {
                 unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
             };
         }
-        let handle = |value: Value| match value {
-            Value::Number(number) => Ok(number),
-            Value::Symbol(name) => {
+        let handle = |value: AbiHandle| match value {
+            AbiHandle::Number(number) => Ok(number),
+            AbiHandle::Symbol(name) => {
                 let name = std::ffi::CString::new(name).unwrap_or_default();
                 // SAFETY: nothing is read at the address, which is the handle.
                 let symbol = unsafe { loaded.get::<*mut c_void>(&name) }.map_err(|_| lacks(&name))?;
-                Ok(symbol.into_raw() as Handle)
+                Ok(symbol.into_raw() as MpiHandle)
             }
         };
         let constants = abi.constants();
@@ -219,12 +220,12 @@ fn under_zerorun() -> bool {
 }
 
 /// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
-fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<Abi> {
+fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
         // Zerorun lets ranks meet as MPICH's process managers do, and Open MPI's library knows its own alone.
-        (true, _) => vec![Abi::Standard, Abi::Mpich],
-        (_, true) => vec![Abi::OpenMpi, Abi::Standard, Abi::Mpich],
-        _ => Abi::ALL.to_vec(),
+        (true, _) => vec![MpiAbi::Standard, MpiAbi::Mpich],
+        (_, true) => vec![MpiAbi::OpenMpi, MpiAbi::Standard, MpiAbi::Mpich],
+        _ => MpiAbi::ALL.to_vec(),
     }
 }
 
@@ -248,9 +249,9 @@ mod tests {
 
     #[test]
     fn under_open_mpi_its_own_library_is_looked_for_first() {
-        assert_eq!(preferred(true, false)[0], Abi::OpenMpi);
-        assert_eq!(preferred(false, false)[0], Abi::Standard);
-        assert!(!preferred(true, true).contains(&Abi::OpenMpi), "which zerorun cannot let its ranks meet by");
+        assert_eq!(preferred(true, false)[0], MpiAbi::OpenMpi);
+        assert_eq!(preferred(false, false)[0], MpiAbi::Standard);
+        assert!(!preferred(true, true).contains(&MpiAbi::OpenMpi), "which zerorun cannot let its ranks meet by");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
 //! Everything is sent and received without blocking and looked after in turns, so that a wait can end with an error when a
-//! rank is gone: no call here waits for another process, but for [`Link::gather`] at the start.
+//! rank is gone: no call here waits for another process, but for [`MpiLink::gather`] at the start.
 
-use super::library::Library;
+use super::library::MpiLibrary;
 use crate::error::CommError;
 use crate::util::lock;
 use std::collections::VecDeque;
@@ -14,26 +14,26 @@ use std::time::Duration;
 
 /// What a message is. Messages of one kind between two ranks arrive in the order in which they were sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Tag {
+pub(super) enum MessageTag {
     /// Which collective a rank is in.
     Header = 1,
     /// Elements.
     Data = 2,
     /// A rank that gives up or leaves.
-    Notice = 3,
+    Status = 3,
     /// A host that lives.
     Beat = 4,
     /// Elements, where MPI's own large messages are measured.
     Plain = 5,
 }
 
-impl Tag {
+impl MessageTag {
     /// The most bytes that go as one message of MPI's. Libraries send up to 64 KiB at once; a longer message they announce, and
     /// send when the other side, which may be busy, has asked for it.
     fn packet_bytes(self) -> usize {
         match self {
             Self::Plain => c_int::MAX as usize,
-            Self::Header | Self::Data | Self::Notice | Self::Beat => 60 << 10,
+            Self::Header | Self::Data | Self::Status | Self::Beat => 60 << 10,
         }
     }
 }
@@ -46,8 +46,8 @@ const TURN: Duration = Duration::from_millis(500);
 const TURNS: usize = 8;
 
 /// This process among those that MPI joins.
-pub(super) struct Link {
-    library: Library,
+pub(super) struct MpiLink {
+    library: MpiLibrary,
     rank: usize,
     size: usize,
     /// Held during each call: the library is promised one thread at a time.
@@ -56,13 +56,13 @@ pub(super) struct Link {
     failed: AtomicBool,
 }
 
-impl Link {
+impl MpiLink {
     /// Finds and begins MPI. Once per process.
     ///
     /// # Errors
-    /// Those of [`Library::find`] and [`Library::init`].
+    /// Those of [`MpiLibrary::find`] and [`MpiLibrary::init`].
     pub(super) fn start() -> Result<Self, CommError> {
-        let library = Library::find()?;
+        let library = MpiLibrary::find()?;
         let (rank, size) = library.init()?;
         Ok(Self { library, rank, size, calling: Mutex::new(()), failed: AtomicBool::new(false) })
     }
@@ -94,18 +94,29 @@ impl Link {
     }
 
     /// Begins to send.
-    pub(super) fn send(self: &Arc<Self>, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<Transfer, CommError> {
+    pub(super) fn send(self: &Arc<Self>, to: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<MpiTransfer, CommError> {
         self.begin(to, tag, bytes, true)
     }
 
     /// Begins to receive `len` bytes.
-    pub(super) fn receive(self: &Arc<Self>, from: usize, tag: Tag, len: usize) -> Result<Transfer, CommError> {
+    pub(super) fn receive(
+        self: &Arc<Self>,
+        from: usize,
+        tag: MessageTag,
+        len: usize,
+    ) -> Result<MpiTransfer, CommError> {
         self.begin(from, tag, vec![0; len], false)
     }
 
-    fn begin(self: &Arc<Self>, peer: usize, tag: Tag, bytes: Vec<u8>, sends: bool) -> Result<Transfer, CommError> {
+    fn begin(
+        self: &Arc<Self>,
+        peer: usize,
+        tag: MessageTag,
+        bytes: Vec<u8>,
+        sends: bool,
+    ) -> Result<MpiTransfer, CommError> {
         let memory = Box::into_raw(bytes.into_boxed_slice());
-        let mut transfer = Transfer { link: self.clone(), requests: VecDeque::new(), memory };
+        let mut transfer = MpiTransfer { link: self.clone(), requests: VecDeque::new(), memory };
         let (byte, world) = (self.library.byte, self.library.world);
         let peer = c_int::try_from(peer).expect("a rank of MPI");
         let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
@@ -116,7 +127,7 @@ impl Link {
             let count = (len - start).min(tag.packet_bytes()) as c_int;
             let mut request = 0u64;
             // SAFETY: `memory` holds `count` bytes from `start` on, and nobody else touches them until the request is done, as
-            // `Transfer` gives them back only then and never frees them before.
+            // `MpiTransfer` gives them back only then and never frees them before.
             let code = unsafe {
                 let packet = memory.cast::<u8>().add(start);
                 call(packet.cast(), count, byte, peer, tag as c_int, world, &mut request)
@@ -153,8 +164,8 @@ impl Link {
 }
 
 /// A message on its way.
-pub(super) struct Transfer {
-    link: Arc<Link>,
+pub(super) struct MpiTransfer {
+    link: Arc<MpiLink>,
     /// Those of its packets that are not done, in order.
     requests: VecDeque<u64>,
     /// Made from a box. Where a transfer is dropped on its way, which only happens after a failure, it is left to MPI for good.
@@ -162,9 +173,9 @@ pub(super) struct Transfer {
 }
 
 // SAFETY: the memory is this value's, and MPI's calls are made under the link's lock.
-unsafe impl Send for Transfer {}
+unsafe impl Send for MpiTransfer {}
 
-impl Transfer {
+impl MpiTransfer {
     /// Whether it has been done. To ask also moves all others on.
     pub(super) fn is_done(&mut self) -> Result<bool, CommError> {
         while let Some(request) = self.requests.front_mut() {

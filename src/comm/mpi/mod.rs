@@ -2,50 +2,50 @@
 //!
 //! ```text
 //!   mpirun, srun or zerorun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
-//!   queue -> tiers -> raw, chain, host_sums, gather -> crossing: exchange of this host's ranks + messages of link to other hosts
+//!   queue -> hierarchical -> direct_reduce, chain_reduce, host_sum_reduce, all_gather -> inter_host: exchange of this host's ranks + messages of link to other hosts
 //!   end of the process: the others are told, MPI ends
 //! ```
 //!
-//! Where no launcher of this library watches the hosts, the ranks do: see [`pulse`].
+//! Where no launcher of this library watches the hosts, the ranks do: see [`heartbeat`].
 //!
 //! The library is loaded only where an MPI launcher has started the ranks. Whatever MPI reports is an error value here; a
 //! rank that waits for another host looks meanwhile for ranks that have given up.
 
 mod abi;
-mod chain;
-mod crossing;
-mod gather;
-mod here;
-mod host_sums;
-mod hosts;
+mod all_gather;
+mod chain_reduce;
+mod chain_roles;
+mod direct_reduce;
+mod heartbeat;
+mod hierarchical;
+mod host_sum_reduce;
+mod inter_host;
+mod intra_host;
 mod library;
 mod link;
-mod notices;
-mod partial;
-mod passage;
 #[cfg(feature = "cli")]
-mod probe;
-mod pulse;
-mod raw;
-mod roles;
-mod sameness;
-mod tiers;
+mod message_bench;
+mod partial_sum;
+mod peer_status;
+mod preflight;
+mod topology;
 mod traffic;
+mod traffic_plan;
 
-pub(crate) use passage::{EvenHosts, Passage};
-pub(super) use tiers::Tiers;
+pub(super) use hierarchical::HierarchicalCollectives;
+pub(crate) use traffic_plan::{InterHostTransfer, UniformHosts};
 
-use super::env::RankEnv;
-use super::exchange::Exchange;
-use super::shm::Region;
-use super::state::Fault;
+use super::rank_env::RankEnv;
+use super::shm::exchange::ShmExchange;
+use super::shm::rank_state::RankFault;
+use super::shm::region::SharedMemoryRegion;
 use crate::error::{CommError, Error, Result};
-use crossing::Crossing;
-use hosts::Hosts;
-use link::Link;
-use notices::Notices;
-use pulse::Pulse;
+use heartbeat::HostHeartbeat;
+use inter_host::InterHostExchange;
+use link::MpiLink;
+use peer_status::PeerStatus;
 use std::sync::{Arc, Mutex, OnceLock};
+use topology::HostTopology;
 
 /// The library that would be used here: its file, and what it says of its version.
 ///
@@ -53,30 +53,30 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// None is found, it cannot be loaded, or it lacks a function.
 #[cfg(feature = "cli")]
 pub(crate) fn found_library() -> std::result::Result<String, CommError> {
-    Ok(library::Library::find()?.name())
+    Ok(library::MpiLibrary::find()?.name())
 }
 
-/// This process' place among the ranks of all hosts.
+/// This process among the ranks of all hosts.
 #[derive(Clone)]
-pub(super) struct Place {
-    link: Arc<Link>,
-    hosts: Arc<Hosts>,
-    notices: Arc<Notices>,
-    region: Arc<Region>,
+pub(super) struct MpiRank {
+    link: Arc<MpiLink>,
+    hosts: Arc<HostTopology>,
+    peer_status: Arc<PeerStatus>,
+    region: Arc<SharedMemoryRegion>,
     /// Where this rank watches other hosts.
-    pulse: Arc<Mutex<Option<Pulse>>>,
+    heartbeat: Arc<Mutex<Option<HostHeartbeat>>>,
 }
 
-/// The place that is given up when the process ends.
-static ENTERED: OnceLock<Place> = OnceLock::new();
+/// The rank that leaves when the process ends.
+static ENTERED: OnceLock<MpiRank> = OnceLock::new();
 
-impl Place {
-    /// Begins MPI and meets the other ranks: this place, and the memory of this host's ranks. Once per process.
+impl MpiRank {
+    /// Begins MPI and meets the other ranks: this rank, and the memory of this host's ranks. Once per process.
     ///
     /// # Errors
     /// No library, another one than that of the launcher, hosts whose ranks are mixed, MPI's and the system's.
-    pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<Region>)> {
-        let link = Link::start()?;
+    pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<SharedMemoryRegion>)> {
+        let link = MpiLink::start()?;
         if (link.rank(), link.size()) != (env.rank, env.world_size) {
             let (rank, world) = (env.rank, env.world_size);
             let (mpi_rank, mpi_world, library) = (link.rank(), link.size(), link.library());
@@ -84,9 +84,9 @@ impl Place {
         }
         // Launchers of several hosts compare them before they start ranks.
         let compared = env.shm_fd.is_some();
-        let hosts = Hosts::meet(&link).and_then(|hosts| {
+        let hosts = HostTopology::meet(&link).and_then(|hosts| {
             if !compared {
-                sameness::check(&link, &hosts)?;
+                preflight::check(&link, &hosts)?;
             }
             Ok(hosts)
         });
@@ -99,22 +99,22 @@ impl Place {
         })?;
         let region = match env.shm_fd {
             // Zerorun's, which it has made for the ranks that it starts on this host.
-            Some(fd) => Arc::new(Region::inherit(fd, hosts.here().len())?),
-            None => hosts::share_region(&link, &hosts, env.rank)?,
+            Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.here().len())?),
+            None => topology::share_region(&link, &hosts, env.rank)?,
         };
         let link = Arc::new(link);
-        let notices = Arc::new(Notices::listen(link.clone(), &hosts, region.clone())?);
+        let peer_status = Arc::new(PeerStatus::listen(link.clone(), &hosts, region.clone())?);
         let hosts = Arc::new(hosts);
         // Launchers of several hosts watch each other.
         let watches = env.shm_fd.is_none() && link.rank() == hosts.here().start;
-        let start = || Pulse::start(link.clone(), &hosts, notices.clone(), region.clone());
-        let pulse = Arc::new(Mutex::new(watches.then(start).transpose()?));
-        let place = Self { link, hosts, notices, region: region.clone(), pulse };
-        if ENTERED.set(place.clone()).is_ok() {
+        let start = || HostHeartbeat::start(link.clone(), &hosts, peer_status.clone(), region.clone());
+        let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
+        let mpi = Self { link, hosts, peer_status, region: region.clone(), heartbeat };
+        if ENTERED.set(mpi.clone()).is_ok() {
             // SAFETY: the function unwinds nowhere, and only calls MPI.
             unsafe { atexit(leave) };
         }
-        Ok((place, region))
+        Ok((mpi, region))
     }
 
     /// The first rank of this host.
@@ -127,14 +127,20 @@ impl Place {
         self.hosts.world_size()
     }
 
-    pub(super) fn tiers(&self, local: Exchange, timeout: std::time::Duration) -> Tiers {
-        Tiers::new(Crossing::new(local, self.link.clone(), self.hosts.clone(), self.notices.clone(), timeout))
+    pub(super) fn collectives(&self, local: ShmExchange, timeout: std::time::Duration) -> HierarchicalCollectives {
+        HierarchicalCollectives::new(InterHostExchange::new(
+            local,
+            self.link.clone(),
+            self.hosts.clone(),
+            self.peer_status.clone(),
+            timeout,
+        ))
     }
 
     /// Waits until those of other hosts have left too, as MPI's end would, unless one of them gives up.
     fn wait_for_others(&self) {
         while !self.link.has_failed() {
-            match (self.notices.all_told(), self.notices.failure()) {
+            match (self.peer_status.all_told(), self.peer_status.failure()) {
                 (Ok(true), Ok(None)) => return,
                 (Ok(false), Ok(None)) => std::thread::sleep(std::time::Duration::from_millis(1)),
                 _ => self.link.fail(),
@@ -148,17 +154,17 @@ impl Place {
         // Others are told of the first failure, not of its echo.
         match self.region.first_failure() {
             // Only of these there is a text; what a rank says of others' failures names them.
-            Some((rank, fault @ (Fault::Died | Fault::GaveUp))) if self.first() + rank != self.link.rank() => {
-                self.notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
+            Some((rank, fault @ (RankFault::Died | RankFault::GaveUp))) if self.first() + rank != self.link.rank() => {
+                self.peer_status.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
             }
-            _ => self.notices.give_up(&self.hosts, self.link.rank(), why),
+            _ => self.peer_status.give_up(&self.hosts, self.link.rank(), why),
         }
     }
 }
 
-/// This process' place, once it has joined.
+/// This process, once it has joined.
 #[cfg(feature = "cli")]
-pub(super) fn entered() -> Option<&'static Place> {
+pub(super) fn entered() -> Option<&'static MpiRank> {
     ENTERED.get()
 }
 
@@ -169,15 +175,15 @@ unsafe extern "C" {
 
 /// Tells the others that this rank leaves, and ends MPI.
 extern "C" fn leave() {
-    if let Some(place) = ENTERED.get() {
-        place.region.finish(place.link.rank() - place.first());
-        place.notices.leave(&place.hosts);
-        place.wait_for_others();
-        let pulse = crate::util::lock(&place.pulse).take();
-        if !place.link.has_failed() {
+    if let Some(mpi) = ENTERED.get() {
+        mpi.region.finish(mpi.link.rank() - mpi.first());
+        mpi.peer_status.leave(&mpi.hosts);
+        mpi.wait_for_others();
+        let heartbeat = crate::util::lock(&mpi.heartbeat).take();
+        if !mpi.link.has_failed() {
             // Nothing of MPI's may be called while it ends.
-            pulse.into_iter().for_each(|pulse| pulse.stop(&place.link));
+            heartbeat.into_iter().for_each(|heartbeat| heartbeat.stop(&mpi.link));
         }
-        place.link.end();
+        mpi.link.end();
     }
 }

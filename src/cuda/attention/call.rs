@@ -1,9 +1,9 @@
 //! What the launches of one attention are given: sizes, strides and tiles.
 
-use super::format::Format;
-use super::launches::{self, Launch, Launches};
-use crate::cuda::load::Function;
-use crate::kernels::attention::{Heads, Rule, Span};
+use super::element::AttentionElement;
+use super::tile_launch::{self, TileLaunch, TileLaunches};
+use crate::cuda::kernel_module::KernelFunction;
+use crate::kernels::attention::{AttentionRule, AttentionShape, SequenceSpan};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaView, DevicePtr, DeviceRepr, LaunchArgs, PushKernelArg,
 };
@@ -11,7 +11,7 @@ use candle_core::{CudaDevice, Result};
 
 /// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
 #[derive(Debug)]
-pub(super) struct Rows<'a, E> {
+pub(super) struct DeviceHeadRows<'a, E> {
     pub values: CudaView<'a, E>,
     pub stride: usize,
 }
@@ -19,7 +19,7 @@ pub(super) struct Rows<'a, E> {
 /// kernels/attention.cuh has the same struct.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Sizes {
+pub(super) struct AttentionSizes {
     time: u32,
     rows: u32,
     heads: u32,
@@ -42,27 +42,31 @@ pub(super) struct Sizes {
 }
 
 // SAFETY: C's layout, with nothing between the fields, of which all bits are values.
-unsafe impl DeviceRepr for Sizes {}
+unsafe impl DeviceRepr for AttentionSizes {}
 
 /// What the launches of one attention have in common.
-pub(super) struct Call<'a> {
+pub(super) struct AttentionCall<'a> {
     device: &'a CudaDevice,
-    rule: &'a Rule<'a>,
-    h: &'a Heads,
-    pub sizes: Sizes,
+    rule: &'a AttentionRule<'a>,
+    h: &'a AttentionShape,
+    pub sizes: AttentionSizes,
     width: usize,
-    pub how: Launches,
+    pub how: TileLaunches,
 }
 
-impl<'a> Call<'a> {
+impl<'a> AttentionCall<'a> {
     /// Panics if rows do not lie within their views.
-    pub fn new<E: Format>(
+    pub fn new<E: AttentionElement>(
         device: &'a CudaDevice,
-        (h, rule): (&'a Heads, &'a Rule<'a>),
-        rows: [&Rows<'_, E>; 3],
+        (h, rule): (&'a AttentionShape, &'a AttentionRule<'a>),
+        rows: [&DeviceHeadRows<'_, E>; 3],
     ) -> Result<Self> {
-        let Some(width) = launches::width(h.head) else {
-            candle_core::bail!("attention: heads of {} elements on a GPU; {} are the most", h.head, launches::WIDTHS[4])
+        let Some(width) = tile_launch::width(h.head) else {
+            candle_core::bail!(
+                "attention: heads of {} elements on a GPU; {} are the most",
+                h.head,
+                tile_launch::WIDTHS[4]
+            )
         };
         let [q, k, v] = rows;
         for (rows, heads) in [(q, h.heads), (k, h.kv_heads), (v, h.kv_heads)] {
@@ -71,12 +75,12 @@ impl<'a> Call<'a> {
         }
         let stream = device.cuda_stream();
         let piece = 16 / size_of::<E>();
-        let in_pieces = |rows: &Rows<'_, E>| {
+        let in_pieces = |rows: &DeviceHeadRows<'_, E>| {
             rows.stride.is_multiple_of(piece) && rows.values.device_ptr(&stream).0.is_multiple_of(16)
         };
         let (to_powers, cap) = rule.to_powers();
         let u32 = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
-        let sizes = Sizes {
+        let sizes = AttentionSizes {
             time: u32(h.time)?,
             rows: u32(h.batch * h.time)?,
             heads: u32(h.heads)?,
@@ -93,39 +97,39 @@ impl<'a> Call<'a> {
             inner: cap.map_or(0.0, |cap| cap.inner),
             outer: cap.map_or(1.0, |cap| cap.outer),
             to_powers,
-            ..Sizes::default()
+            ..AttentionSizes::default()
         };
-        Ok(Self { device, rule, h, sizes, width, how: Launches::of(width, size_of::<E>()) })
+        Ok(Self { device, rule, h, sizes, width, how: TileLaunches::of(width, size_of::<E>()) })
     }
 
-    pub fn function<E: Format>(&self, kernel: &str, how: Launch) -> Result<Function> {
+    pub fn function<E: AttentionElement>(&self, kernel: &str, how: TileLaunch) -> Result<KernelFunction> {
         let name = format!("attention_{kernel}_{}_{}", E::SUFFIX, self.width);
         E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
     }
 
     /// Tiles of `own` positions, which begin where a sequence begins.
-    pub fn tiles(&self, own: usize) -> Result<Tiles> {
+    pub fn tiles(&self, own: usize) -> Result<TileTable> {
         let Some(_) = self.rule.starts else {
-            return Ok(Tiles { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
+            return Ok(TileTable { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
         };
         let spans = self.rule.spans(self.h);
-        let of_span = |span: &Span| {
+        let of_span = |span: &SequenceSpan| {
             let (first, len) = (span.first as u32, span.len as u32);
             (0..len).step_by(own).flat_map(move |start| [first, len, start])
         };
         let list: Vec<u32> = spans.iter().flat_map(of_span).collect();
-        Ok(Tiles { count: list.len() / 3, list: Some(self.device.clone_htod(&list)?) })
+        Ok(TileTable { count: list.len() / 3, list: Some(self.device.clone_htod(&list)?) })
     }
 }
 
 /// The tiles of own rows: {first position of the sequence, its length, first position of the tile}.
-pub(super) struct Tiles {
+pub(super) struct TileTable {
     /// Nothing where each row is a sequence: kernels know those.
     list: Option<CudaSlice<u32>>,
     pub count: usize,
 }
 
-impl Tiles {
+impl TileTable {
     /// Gives the list to a kernel, or a null pointer.
     pub fn give<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
         match &self.list {

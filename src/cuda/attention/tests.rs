@@ -1,11 +1,11 @@
 #![allow(clippy::unwrap_used)]
 //! Attention on a GPU against the host's kernels.
 
-use super::launches::Launches;
+use super::tile_launch::TileLaunches;
 use super::*;
 use crate::kernels::attention as host;
 use crate::kernels::element::Element;
-use crate::kernels::wide::{get, put};
+use crate::kernels::f32_access::{get, put};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::ValidAsZeroBits;
 use half::{bf16, f16};
@@ -27,8 +27,8 @@ fn widened<E: Element>(values: &[E]) -> Vec<f32> {
 
 /// A fused projection and the gradient of the result.
 struct Case<E> {
-    h: Heads,
-    rule: Rule<'static>,
+    h: AttentionShape,
+    rule: AttentionRule<'static>,
     starts: Option<Vec<Vec<usize>>>,
     qkv: Vec<E>,
     dout: Vec<E>,
@@ -37,16 +37,16 @@ struct Case<E> {
 /// Result, log-sum-exp in powers of 2, gradient of the projection.
 type Outcome<E> = (Vec<E>, Vec<f32>, Vec<E>);
 
-impl<E: Element + Format + ValidAsZeroBits> Case<E> {
-    fn new(h: Heads, rule: Rule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
+impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
+    fn new(h: AttentionShape, rule: AttentionRule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
         let stride = (h.heads + 2 * h.kv_heads) * h.head;
         let rows = h.batch * h.time;
         let (qkv, dout) = (numbers(rows * stride, 1, 2.0), numbers(rows * h.heads * h.head, 2, 1.0));
         Self { h, rule, starts, qkv, dout }
     }
 
-    fn rule(&self) -> Rule<'_> {
-        Rule { starts: self.starts.as_deref(), ..self.rule }
+    fn rule(&self) -> AttentionRule<'_> {
+        AttentionRule { starts: self.starts.as_deref(), ..self.rule }
     }
 
     fn columns(&self) -> [Range<usize>; 3] {
@@ -63,11 +63,11 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = device.clone_htod(&self.qkv).unwrap();
         let dout = device.clone_htod(&self.dout).unwrap();
-        let rows = || self.columns().map(|c| Rows { values: qkv.slice(c.start..), stride: self.stride() });
+        let rows = || self.columns().map(|c| DeviceHeadRows { values: qkv.slice(c.start..), stride: self.stride() });
         let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grad = device.alloc_zeros::<E>(self.qkv.len()).unwrap();
         let given = (out.slice(..), &lse, dout.slice(..));
-        backward_of(device, (h, rule), rows(), given, Gradients::Fused(&mut grad)).unwrap();
+        backward_of(device, (h, rule), rows(), given, QkvGradients::Fused(&mut grad)).unwrap();
         (device.clone_dtoh(&out).unwrap(), device.clone_dtoh(&lse).unwrap(), device.clone_dtoh(&grad).unwrap())
     }
 
@@ -79,11 +79,11 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
         };
         let qkv = self.columns().map(|c| device.clone_htod(&part(&c)).unwrap());
         let dout = device.clone_htod(&self.dout).unwrap();
-        let rows = || [0, 1, 2].map(|i| Rows { values: qkv[i].slice(..), stride: self.columns()[i].len() });
+        let rows = || [0, 1, 2].map(|i| DeviceHeadRows { values: qkv[i].slice(..), stride: self.columns()[i].len() });
         let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grads = [0, 1, 2].map(|i| device.alloc_zeros::<E>(qkv[i].len()).unwrap());
         let given = (out.slice(..), &lse, dout.slice(..));
-        backward_of(device, (h, rule), rows(), given, Gradients::Apart(grads.each_mut())).unwrap();
+        backward_of(device, (h, rule), rows(), given, QkvGradients::Apart(grads.each_mut())).unwrap();
         let grads = grads.map(|grad| device.clone_dtoh(&grad).unwrap());
         let row = |t: usize| {
             self.columns().into_iter().zip(&grads).flat_map(move |(c, grad)| grad[t * c.len()..][..c.len()].to_vec())
@@ -96,12 +96,12 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
     fn reference(&self) -> Outcome<f32> {
         let (h, rule) = (&self.h, &self.rule());
         let (qkv, dout) = (widened(&self.qkv), widened(&self.dout));
-        let rows = || self.columns().map(|c| host::Rows::new(&qkv[c.start..], self.stride()));
+        let rows = || self.columns().map(|c| host::MultiHeadRows::new(&qkv[c.start..], self.stride()));
         let mut out = vec![0f32; dout.len()];
         let mut lse = vec![0f32; h.batch * h.heads * h.time];
         host::forward(h, rule, rows(), &mut out, &mut lse);
         let mut grad = vec![0f32; qkv.len()];
-        let gradients = host::RowsMut::columns(&mut grad, self.stride(), self.columns());
+        let gradients = host::MultiHeadRowsMut::columns(&mut grad, self.stride(), self.columns());
         host::backward(h, rule, rows(), (&out, &lse, &dout), gradients);
         lse.iter_mut().for_each(|lse| *lse *= std::f32::consts::LOG2_E);
         (out, lse, grad)
@@ -119,12 +119,12 @@ fn difference<E: Element>(got: &[E], want: &[f32]) -> f32 {
         / largest
 }
 
-fn heads((batch, time, heads, kv_heads, head): (usize, usize, usize, usize, usize)) -> Heads {
-    Heads { batch, time, heads, kv_heads, head }
+fn heads((batch, time, heads, kv_heads, head): (usize, usize, usize, usize, usize)) -> AttentionShape {
+    AttentionShape { batch, time, heads, kv_heads, head }
 }
 
 /// Sizes for every width of the kernels, with vectors and without.
-fn sizes() -> Vec<Heads> {
+fn sizes() -> Vec<AttentionShape> {
     [
         (1, 1, 1, 1, 1),
         (2, 5, 2, 2, 8),
@@ -139,17 +139,17 @@ fn sizes() -> Vec<Heads> {
     .to_vec()
 }
 
-fn rules(h: &Heads) -> Vec<(Rule<'static>, Option<Vec<Vec<usize>>>)> {
-    let usual = Rule::causal(h.head);
-    let window = |window| Rule { window: Some(window), ..usual };
-    let capped = Rule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
-    let both_ways = Rule { bidirectional: true, ..usual };
+fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usize>>>)> {
+    let usual = AttentionRule::causal(h.head);
+    let window = |window| AttentionRule { window: Some(window), ..usual };
+    let capped = AttentionRule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
+    let both_ways = AttentionRule { bidirectional: true, ..usual };
     let starts = |row: usize| (0..h.time).filter(|t| *t == 0 || [3, 4, 60 + row].contains(t)).collect();
     let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
-    let windowed_cap = Rule { window: Some(20), ..capped };
+    let windowed_cap = AttentionRule { window: Some(20), ..capped };
     vec![
         (usual, None),
-        (Rule { bidirectional: true, ..capped }, None),
+        (AttentionRule { bidirectional: true, ..capped }, None),
         (window(1), None),
         (window(12), None),
         (window(64), None),
@@ -159,7 +159,7 @@ fn rules(h: &Heads) -> Vec<(Rule<'static>, Option<Vec<Vec<usize>>>)> {
     ]
 }
 
-fn results_and_gradients_are_those_of_the_host<E: Element + Format + ValidAsZeroBits>(accuracy: [f32; 3]) {
+fn results_and_gradients_are_those_of_the_host<E: Element + AttentionElement + ValidAsZeroBits>(accuracy: [f32; 3]) {
     let Some(device) = gpu() else { return };
     let mut worst = [0f32; 3];
     for (n, h) in sizes().into_iter().enumerate() {
@@ -193,17 +193,17 @@ fn results_and_gradients_are_those_of_the_host_in_f16() {
 
 #[test]
 fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
-    fn check<E: Format>(device: &CudaDevice) {
-        let mut figures = device.alloc_zeros::<u32>(6 * launches::WIDTHS.len()).unwrap();
+    fn check<E: AttentionElement>(device: &CudaDevice) {
+        let mut figures = device.alloc_zeros::<u32>(6 * tile_launch::WIDTHS.len()).unwrap();
         let name = format!("attention_launches_{}", E::SUFFIX);
         let function = E::KERNELS.function(device, &name).unwrap();
         let mut arguments = function.builder();
         arguments.arg(&mut figures);
         // SAFETY: the kernel writes 6 numbers for each width.
-        unsafe { arguments.launch(launches::one_thread()) }.unwrap();
+        unsafe { arguments.launch(tile_launch::one_thread()) }.unwrap();
         let figures = device.clone_dtoh(&figures).unwrap();
-        for (width, of_kernel) in launches::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
-            let Launches { forward, backward } = Launches::of(width, size_of::<E>());
+        for (width, of_kernel) in tile_launch::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
+            let TileLaunches { forward, backward } = TileLaunches::of(width, size_of::<E>());
             let ours = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
             assert_eq!(ours.iter().map(|n| *n as u32).collect::<Vec<_>>(), of_kernel, "{} {width}", E::SUFFIX);
             assert!(forward.bytes.max(backward.bytes) <= 99 << 10, "{} {width}: {ours:?}", E::SUFFIX);
@@ -217,7 +217,7 @@ fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
 
 #[test]
 fn two_runs_have_the_same_bits_in_one_buffer_and_in_three() {
-    fn check<E: Element + Format + ValidAsZeroBits + PartialEq>(device: &CudaDevice) {
+    fn check<E: Element + AttentionElement + ValidAsZeroBits + PartialEq>(device: &CudaDevice) {
         let h = heads((2, 70, 4, 2, 24));
         for (rule, starts) in rules(&h).into_iter().step_by(3) {
             let case = Case::<E>::new(h, rule, starts);
@@ -230,12 +230,12 @@ fn two_runs_have_the_same_bits_in_one_buffer_and_in_three() {
     check::<bf16>(&device);
 }
 
-impl<E: Element + Format + ValidAsZeroBits> Case<E> {
+impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
     /// Some positions, over all rows, as a sequence of their own.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {
-            h: Heads { batch: 1, time, ..self.h },
+            h: AttentionShape { batch: 1, time, ..self.h },
             rule: self.rule,
             starts: None,
             qkv: self.qkv[first * stride..][..time * stride].to_vec(),
@@ -246,7 +246,7 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
 
 #[test]
 fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() {
-    fn check<E: Element + Format + ValidAsZeroBits + PartialEq>(device: &CudaDevice) {
+    fn check<E: Element + AttentionElement + ValidAsZeroBits + PartialEq>(device: &CudaDevice) {
         let h = heads((2, 90, 2, 1, 24));
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::new(h, rule, starts);
@@ -274,7 +274,7 @@ fn a_key_that_is_no_number_stays_in_the_rows_that_see_it() {
     let Some(device) = gpu() else { return };
     let h = heads((1, 100, 1, 1, 16));
     for window in [None, Some(8)] {
-        let mut case = Case::<f32>::new(h, Rule { window, ..Rule::causal(16) }, None);
+        let mut case = Case::<f32>::new(h, AttentionRule { window, ..AttentionRule::causal(16) }, None);
         let stride = case.stride();
         case.qkv[40 * stride + 16] = f32::NAN;
         let (out, lse, _) = case.run(&device);
@@ -288,7 +288,7 @@ fn a_key_that_is_no_number_stays_in_the_rows_that_see_it() {
 #[test]
 fn scores_far_apart_neither_overflow_nor_vanish() {
     let Some(device) = gpu() else { return };
-    let mut case = Case::<f32>::new(heads((1, 70, 2, 1, 16)), Rule::causal(16), None);
+    let mut case = Case::<f32>::new(heads((1, 70, 2, 1, 16)), AttentionRule::causal(16), None);
     case.qkv.iter_mut().for_each(|x| *x *= 10.0);
     let (got, want) = (case.run(&device), case.reference());
     let errors = (difference(&got.0, &want.0), difference(&got.1, &want.1), difference(&got.2, &want.2));

@@ -1,6 +1,6 @@
 // Activations and what they gate, element by element: computed in f32, rounded once.
 #include "activations.cuh"
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 // y = f(x)
 #define FORWARD(name, F, t, T)                                                                                 \

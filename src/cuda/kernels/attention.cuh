@@ -11,7 +11,7 @@
 // (attention_f32.cuh) or tensor cores (attention_cores.cuh), is a type with the same functions.
 #pragma once
 
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 #include <float.h>
 

@@ -1,7 +1,7 @@
 // The cross entropy of rows of logits against one target each, and its gradient: a block takes a row, in f32. Sums have the order
-// of rows.cuh; that of a mean is over 256 threads in f64.
-#include "numbers.cuh"
-#include "rows.cuh"
+// of row_reductions.cuh; that of a mean is over 256 threads in f64.
+#include "element_types.cuh"
+#include "row_reductions.cuh"
 
 // The target of a row that does not count.
 #define IGNORED 0xFFFFFFFFu

@@ -1,6 +1,6 @@
 // Dropout with the bits of src/kernels/dropout.rs: word i of Philox4x32-10's counter 16 group + lane belongs to position
 // 64 group + 16 i + lane.
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t seed) {
     uint4 c = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};

@@ -1,6 +1,6 @@
 // Lookup of a table's rows, and the gradient of the table: each row that was looked up is summed by threads of its own, in f32 and
 // in the order of its positions. No atomics.
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 #define NO_ROW 0xFFFFFFFFu
 

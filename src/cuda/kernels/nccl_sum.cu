@@ -1,6 +1,6 @@
-// The sum over ranks of elements that have come from them: in rank order in f32, rounded once, as src/comm/collectives.rs
+// The sum over ranks of elements that have come from them: in rank order in f32, rounded once, as src/comm/shm/collectives.rs
 // sums on the host, with the same bits.
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 // to[i] = the element i of rank 0 + that of rank 1 + ...: this rank's are `own`, those of its peers lie in `pieces`, in rank
 // order and `stride` elements apart. `to` may be `own`.

@@ -1,10 +1,10 @@
 // Layer normalization and root-mean-square normalization of rows, as src/kernels/norm.rs computes them on the host: a block takes
-// a row, and its sums have the order of rows.cuh; sums over rows have that of columns.cuh.
+// a row, and its sums have the order of row_reductions.cuh; sums over rows have that of column_sums.cuh.
 //
 // Parameters have the rows' format or are f32. `one` is added to the weight.
-#include "columns.cuh"
-#include "numbers.cuh"
-#include "rows.cuh"
+#include "column_sums.cuh"
+#include "element_types.cuh"
+#include "row_reductions.cuh"
 
 template <class T>
 __device__ __forceinline__ float parameter(const void *values, int is_f32, size_t i) {

@@ -1,6 +1,6 @@
 // The step of an optimizer, as src/optim/{adam,lion,adagrad,sgd}.rs do it on the host, with the same bits: products, sums,
 // quotients and roots are rounded one by one, in the order of those files. One launch does the steps of many arrays.
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 // The constants of a step, in the order of src/cuda/optimizer.rs, and what it does to an element p and its states s with the
 // gradient g.

@@ -1,6 +1,6 @@
 // Rotary positions: element i of a head's first half and element i of its second half are a pair, turned by the angle of their
 // row's position. cos and sin are [positions, half]. Backward turns by -1 times the angle.
-#include "numbers.cuh"
+#include "element_types.cuh"
 
 // Row r is at position positions[r], or else at first + r modulo time.
 #define TURN(t, T)                                                                                             \

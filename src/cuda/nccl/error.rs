@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Why a wait is over before its time, as the caller's own detection of failures has found it.
-pub(crate) type Failure = Arc<dyn std::error::Error + Send + Sync>;
+pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 
 /// Errors of collectives between GPUs. Cloned, because every later collective fails as the first one did.
 ///
@@ -34,7 +34,7 @@ pub(crate) enum NcclError {
     Silent { rank: usize, op: &'static str, waited: Duration },
     /// What the caller's own detection says.
     #[error(transparent)]
-    Told(Failure),
+    Told(CallerFailure),
     /// This rank has given up.
     #[error("rank {rank} has given up before: it takes part in no collective between GPUs any more")]
     GaveUp { rank: usize },

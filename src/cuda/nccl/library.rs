@@ -23,17 +23,17 @@ pub(super) const SUM: c_int = 0;
 const UNSET: c_int = c_int::MIN;
 
 /// A communicator of the library.
-pub(super) type Comm = *mut c_void;
+pub(super) type RawNcclComm = *mut c_void;
 
 /// What ranks meet by: ncclUniqueId, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Id(pub(super) [u8; 128]);
+pub(super) struct NcclUniqueId(pub(super) [u8; 128]);
 
 /// ncclConfig_t as NCCL 2.14 has it. Later versions read as much as `size` says and take what `version` does not have from
 /// their defaults.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -42,43 +42,43 @@ pub(super) struct Config {
     unset: c_int,
 }
 
-impl Config {
+impl NcclConfig {
     /// Calls return before they are done: a peer that does not come cannot hold one.
     pub(super) const NOT_BLOCKING: Self =
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET };
 }
 
-type AsyncError = unsafe extern "C" fn(Comm, *mut c_int) -> c_int;
-type OfComm = unsafe extern "C" fn(Comm) -> c_int;
-type Plain = unsafe extern "C" fn() -> c_int;
-type InitRankConfig = unsafe extern "C" fn(*mut Comm, c_int, Id, c_int, *mut Config) -> c_int;
-type Whole = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, Comm, CUstream) -> c_int;
-type WithOne = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, c_int, Comm, CUstream) -> c_int;
-type Message = unsafe extern "C" fn(CUdeviceptr, usize, c_int, c_int, Comm, CUstream) -> c_int;
+type AsyncErrorFn = unsafe extern "C" fn(RawNcclComm, *mut c_int) -> c_int;
+type CommFn = unsafe extern "C" fn(RawNcclComm) -> c_int;
+type GroupFn = unsafe extern "C" fn() -> c_int;
+type InitRankConfigFn = unsafe extern "C" fn(*mut RawNcclComm, c_int, NcclUniqueId, c_int, *mut NcclConfig) -> c_int;
+type AllGatherFn = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, RawNcclComm, CUstream) -> c_int;
+type ReduceFn = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, c_int, RawNcclComm, CUstream) -> c_int;
+type PeerTransferFn = unsafe extern "C" fn(CUdeviceptr, usize, c_int, c_int, RawNcclComm, CUstream) -> c_int;
 
 /// A loaded library: its functions.
 #[derive(Clone)]
-pub(crate) struct Library {
+pub(crate) struct NcclLibrary {
     path: PathBuf,
     version: c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    last_error: unsafe extern "C" fn(Comm) -> *const c_char,
-    unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
-    pub(super) init_rank_config: InitRankConfig,
-    pub(super) async_error: AsyncError,
-    pub(super) finalize: OfComm,
-    pub(super) destroy: OfComm,
-    pub(super) abort: OfComm,
-    pub(super) group_start: Plain,
-    pub(super) group_end: Plain,
-    pub(super) all_reduce: WithOne,
-    pub(super) reduce_scatter: WithOne,
-    pub(super) all_gather: Whole,
-    pub(super) send: Message,
-    pub(super) receive: Message,
+    last_error: unsafe extern "C" fn(RawNcclComm) -> *const c_char,
+    unique_id: unsafe extern "C" fn(*mut NcclUniqueId) -> c_int,
+    pub(super) init_rank_config: InitRankConfigFn,
+    pub(super) async_error: AsyncErrorFn,
+    pub(super) finalize: CommFn,
+    pub(super) destroy: CommFn,
+    pub(super) abort: CommFn,
+    pub(super) group_start: GroupFn,
+    pub(super) group_end: GroupFn,
+    pub(super) all_reduce: ReduceFn,
+    pub(super) reduce_scatter: ReduceFn,
+    pub(super) all_gather: AllGatherFn,
+    pub(super) send: PeerTransferFn,
+    pub(super) receive: PeerTransferFn,
 }
 
-impl Library {
+impl NcclLibrary {
     /// The library that the variable names, or that the system finds.
     ///
     /// # Errors
@@ -142,7 +142,7 @@ impl Library {
     /// # Errors
     /// The library's own: no network interface, say.
     pub(crate) fn unique_id(&self) -> Result<[u8; 128], NcclError> {
-        let mut id = Id([0; 128]);
+        let mut id = NcclUniqueId([0; 128]);
         // SAFETY: the library writes 128 bytes.
         let code = unsafe { (self.unique_id)(&mut id) };
         self.check("ncclGetUniqueId", code)?;
@@ -205,9 +205,9 @@ mod tests {
 
     #[test]
     fn a_missing_library_and_one_that_is_not_nccl_are_told() {
-        let missing = Library::open(Path::new("libno_such_nccl.so.2")).err().map(|error| error.to_string());
+        let missing = NcclLibrary::open(Path::new("libno_such_nccl.so.2")).err().map(|error| error.to_string());
         assert!(missing.is_some_and(|why| why.contains("libno_such_nccl.so.2: cannot open shared object file")));
-        let other = Library::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
+        let other = NcclLibrary::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
         assert_eq!(
             other.as_deref(),
             Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or older than 2.14")

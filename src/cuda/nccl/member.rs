@@ -1,9 +1,9 @@
 //! What a rank's collectives share: NCCL's communicator, the stream that they run on, memory for what comes from peers, and the
 //! error that has ended them.
 
-use super::error::{Failure, NcclError};
-use super::library::{Comm, Config, IN_PROGRESS, Id, Library, SUCCESS, SUM};
-use crate::cuda::Moment;
+use super::error::{CallerFailure, NcclError};
+use super::library::{IN_PROGRESS, NcclConfig, NcclLibrary, NcclUniqueId, RawNcclComm, SUCCESS, SUM};
+use crate::cuda::TimedEvent;
 use crate::util::lock;
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::WrapErr;
@@ -25,82 +25,83 @@ const PAUSE: Duration = Duration::from_micros(200);
 const LEAVE: Duration = Duration::from_secs(10);
 
 /// What ends a wait for a peer that does not come.
-pub(crate) struct Watch {
+pub(crate) struct FailureWatch {
     /// The longest that the host waits for one collective.
     pub timeout: Duration,
     /// The caller's own detection of failures. It is asked in turns of at most some milliseconds while the host waits.
-    pub is_failed: Box<dyn Fn() -> Option<Failure> + Send + Sync>,
+    pub is_failed: Box<dyn Fn() -> Option<CallerFailure> + Send + Sync>,
 }
 
 /// Where a collective takes another way.
 #[derive(Clone, Copy)]
-pub(super) struct Limits {
+pub(super) struct NcclBufferLimits {
     /// Bytes up to which an exact all-reduce is one exchange of the whole.
     pub short: usize,
     /// Bytes of peers' elements, or of codes, that lie in memory at a time.
     pub room: usize,
 }
 
-pub(super) struct Member {
-    pub library: Library,
+pub(super) struct NcclMember {
+    pub library: NcclLibrary,
     pub device: CudaDevice,
     pub rank: usize,
     pub size: usize,
-    pub limits: Limits,
+    pub limits: NcclBufferLimits,
     /// Collectives run here, in the order of their launches.
     pub wire: Arc<CudaStream>,
     /// Nothing runs here: it shows what time the GPU has.
     pub idle: Arc<CudaStream>,
     pub keeps_times: AtomicBool,
-    watch: Watch,
-    state: Mutex<State>,
+    watch: FailureWatch,
+    state: Mutex<NcclCommState>,
 }
 
-struct State {
-    comm: Option<Handle>,
+struct NcclCommState {
+    comm: Option<OwnedNcclComm>,
     /// Why there is no communicator any more.
     failure: Option<NcclError>,
     /// What has come from peers and is not yet summed, and codes. On the wire stream alone, where one collective follows the other.
     room: Option<CudaSlice<u8>>,
 }
 
-struct Handle(Comm);
+struct OwnedNcclComm(RawNcclComm);
 
 // SAFETY: NCCL's communicators belong to no thread; calls are made one at a time, under the lock of the state.
-unsafe impl Send for Handle {}
+unsafe impl Send for OwnedNcclComm {}
 
-impl Member {
+impl NcclMember {
     /// # Errors
     /// The library's; a peer that does not come.
     pub fn join(
-        library: &Library,
+        library: &NcclLibrary,
         device: &CudaDevice,
         (rank, size): (usize, usize),
         id: [u8; 128],
-        watch: Watch,
-        limits: Limits,
+        watch: FailureWatch,
+        limits: NcclBufferLimits,
     ) -> Result<Self> {
         // A context of cudarc's own beside Candle's, of the same device and primary context: with a second stream in Candle's,
         // cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
-        let state = Mutex::new(State { comm: None, failure: None, room: None });
+        let state = Mutex::new(NcclCommState { comm: None, failure: None, room: None });
         let (library, device, keeps_times) = (library.clone(), device.clone(), AtomicBool::new(false));
         let member = Self { library, device, rank, size, limits, wire, idle, keeps_times, watch, state };
         let library = &member.library;
-        let mut comm: Comm = std::ptr::null_mut();
+        let mut comm: RawNcclComm = std::ptr::null_mut();
         let (ranks, place) = (size as c_int, rank as c_int);
         // SAFETY: the library writes a communicator, and reads the configuration before it returns.
-        let code =
-            unsafe { (library.init_rank_config)(&mut comm, ranks, Id(id), place, &mut { Config::NOT_BLOCKING }) };
+        let code = unsafe {
+            (library.init_rank_config)(&mut comm, ranks, NcclUniqueId(id), place, &mut { NcclConfig::NOT_BLOCKING })
+        };
         if comm.is_null() {
             library.check("ncclCommInitRankConfig", code)?;
         }
-        let mut turn = Turn { member: &member, state: lock(&member.state), comm };
-        turn.state.comm = Some(Handle(comm));
-        let joined = turn.done("ncclCommInitRankConfig", "the meeting", code);
-        turn.end(joined)?;
+        let mut launch = NcclLaunch { member: &member, state: lock(&member.state), comm };
+        launch.state.comm = Some(OwnedNcclComm(comm));
+        let joined = launch.done("ncclCommInitRankConfig", "the meeting", code);
+        launch.end(joined)?;
         Ok(member)
     }
 
@@ -108,10 +109,10 @@ impl Member {
     ///
     /// # Errors
     /// There is none any more.
-    pub fn turn(&self) -> Result<Turn<'_>> {
+    pub fn begin_launch(&self) -> Result<NcclLaunch<'_>> {
         let state = lock(&self.state);
         match (&state.failure, &state.comm) {
-            (None, Some(Handle(comm))) => Ok(Turn { member: self, comm: *comm, state }),
+            (None, Some(OwnedNcclComm(comm))) => Ok(NcclLaunch { member: self, comm: *comm, state }),
             (failure, _) => Err(failure.clone().unwrap_or(NcclError::GaveUp { rank: self.rank })),
         }
     }
@@ -120,9 +121,9 @@ impl Member {
     ///
     /// # Errors
     /// The driver's.
-    pub fn moment(&self) -> Result<Option<Moment>> {
+    pub fn timed_event(&self) -> Result<Option<TimedEvent>> {
         let keeps = self.keeps_times.load(Ordering::Relaxed);
-        Ok(if keeps { Some(Moment::behind(&self.wire)?) } else { None })
+        Ok(if keeps { Some(TimedEvent::behind(&self.wire)?) } else { None })
     }
 
     /// Waits on the host for what is before an event on the wire stream.
@@ -134,9 +135,9 @@ impl Member {
         let waited = self.poll(op, self.watch.timeout, || {
             // First: what an abort has let go on is seen after its failure.
             let done = event.try_is_complete().w()?;
-            let turn = self.turn()?;
+            let launch = self.begin_launch()?;
             if !done {
-                self.state_of(turn.comm, op)?;
+                self.state_of(launch.comm, op)?;
             }
             Ok(done)
         });
@@ -149,16 +150,16 @@ impl Member {
         self.fail_locked(&mut lock(&self.state), why);
     }
 
-    fn fail_locked(&self, state: &mut State, why: &NcclError) {
+    fn fail_locked(&self, state: &mut NcclCommState, why: &NcclError) {
         state.failure.get_or_insert_with(|| why.clone());
-        if let Some(Handle(comm)) = state.comm.take() {
+        if let Some(OwnedNcclComm(comm)) = state.comm.take() {
             // SAFETY: a living communicator, taken out of its only place.
             unsafe { (self.library.abort)(comm) };
         }
     }
 
     /// Whether the communicator has done what it was called for.
-    fn state_of(&self, comm: Comm, op: &'static str) -> Result<bool> {
+    fn state_of(&self, comm: RawNcclComm, op: &'static str) -> Result<bool> {
         let mut code = SUCCESS;
         // SAFETY: a living communicator and a place for a number.
         let answer = unsafe { (self.library.async_error)(comm, &mut code) };
@@ -196,7 +197,7 @@ impl Member {
     }
 
     /// Leaves the communicator once everything on the wire is done.
-    fn leave(&self, comm: Comm) -> Result<()> {
+    fn leave(&self, comm: RawNcclComm) -> Result<()> {
         const OP: &str = "the farewell";
         self.wire.context().bind_to_thread().w()?;
         let limit = self.watch.timeout.min(LEAVE);
@@ -215,9 +216,9 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for NcclMember {
     fn drop(&mut self) {
-        let Some(Handle(comm)) = lock(&self.state).comm.take() else { return };
+        let Some(OwnedNcclComm(comm)) = lock(&self.state).comm.take() else { return };
         // SAFETY: a living communicator, taken out of its only place. Without others' collectives under way a destroy is short;
         // where those have not ended, a peer has failed, or this rank panics, an abort is.
         unsafe {
@@ -230,13 +231,13 @@ impl Drop for Member {
 }
 
 /// A launch: the communicator, for one thread alone.
-pub(super) struct Turn<'a> {
-    pub member: &'a Member,
-    state: MutexGuard<'a, State>,
-    comm: Comm,
+pub(super) struct NcclLaunch<'a> {
+    pub member: &'a NcclMember,
+    state: MutexGuard<'a, NcclCommState>,
+    comm: RawNcclComm,
 }
 
-impl Turn<'_> {
+impl NcclLaunch<'_> {
     /// Whether the launch has gone well; else no rank can know which collectives this one takes part in, and it ends.
     pub fn end<T>(mut self, result: Result<T>) -> Result<T> {
         if let Err(why) = &result {
@@ -331,7 +332,7 @@ impl Turn<'_> {
         self.done("ncclGroupEnd", op, end)
     }
 
-    fn library(&self) -> &Library {
+    fn library(&self) -> &NcclLibrary {
         &self.member.library
     }
 

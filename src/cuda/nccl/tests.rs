@@ -1,8 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::comm::{Communicator, Wire, threads};
-use crate::precision::{Flat, Ints};
+use crate::comm::{Communicator, WireFormat, threads};
+use crate::precision::{Flat, IntFormat};
 use candle_core::backend::BackendDevice;
 use libloading::os::unix::Library as Loaded;
 use std::process::Command;
@@ -14,13 +14,13 @@ const SEED: &str = "MOCK_CUDA_SEED";
 const CHILD: &str = "CANDLE_ZERO_TEST_NCCL_CHILD";
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 /// So small that a few hundred elements take every way.
-const SMALL: Limits = Limits { short: 64, room: 1536 };
+const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, room: 1536 };
 
 /// The library, if there are so many devices that threads of one process can use together.
-fn nccl(devices: usize) -> Option<Library> {
+fn nccl(devices: usize) -> Option<NcclLibrary> {
     CudaDevice::new(devices - 1).ok()?;
     let can = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
-    Library::find().ok().filter(|_| can)
+    NcclLibrary::find().ok().filter(|_| can)
 }
 
 /// The device of a rank: with a stream of the thread, or one of its own, for which cudarc keeps events of each buffer.
@@ -33,15 +33,15 @@ fn is_stand_in() -> bool {
     unsafe { Loaded::this().get::<*const ()>(c"mock_cuda_live_bytes") }.is_ok()
 }
 
-fn watch(seconds: f32) -> Watch {
-    Watch { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
+fn watch(seconds: f32) -> FailureWatch {
+    FailureWatch { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
 }
 
 /// Runs `work` as so many ranks, each a thread with a device of its own.
 fn on_ranks<T: Send>(
-    library: &Library,
+    library: &NcclLibrary,
     size: usize,
-    watch: impl Fn(usize) -> Watch + Sync,
+    watch: impl Fn(usize) -> FailureWatch + Sync,
     work: impl Fn(NcclComm) -> T + Sync,
 ) -> Vec<T> {
     let (id, watch, work) = (library.unique_id().unwrap(), &watch, &work);
@@ -71,7 +71,7 @@ fn on_device(comm: &NcclComm, values: &Flat) -> DeviceFlat {
     DeviceFlat::of(device, values.as_ref()).unwrap()
 }
 
-fn result(launched: Launched) -> Flat {
+fn result(launched: PendingNcclCollective) -> Flat {
     let result = launched.settle().unwrap();
     result.to_host(0..result.len()).unwrap()
 }
@@ -79,8 +79,8 @@ fn result(launched: Launched) -> Flat {
 /// Lengths of chunks: none, less than there are ranks, odd ones of one piece and of several.
 const LENGTHS: [usize; 5] = [0, 1, 3, 129, 517];
 
-fn has_the_bits_of_the_host(library: &Library, size: usize, codes: Option<Ints>) {
-    let (wire, sums) = codes.map_or_else(Default::default, |ints| (Wire::Blocks(ints), Sums::Coded(ints)));
+fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<IntFormat>) {
+    let (wire, sums) = codes.map_or_else(Default::default, |ints| (WireFormat::Blocks(ints), NcclSumMode::Coded(ints)));
     let on_host = |comm: &dyn Communicator, dtype, n: usize| {
         let chunks = comm.reduce_scatter_as(wire, numbers(comm.rank(), n * size, dtype), 0).wait().unwrap();
         let whole = comm.all_reduce_as(wire, numbers(comm.rank(), n * size + 1, dtype), 0).wait().unwrap();
@@ -122,7 +122,7 @@ fn exact_sums_have_the_bits_of_the_host() {
 
 #[test]
 fn what_travels_as_integers_has_the_bits_of_the_host() {
-    for (size, ints) in [1, 2, 4].into_iter().flat_map(|size| [(size, Ints::Int8), (size, Ints::Int4)]) {
+    for (size, ints) in [1, 2, 4].into_iter().flat_map(|size| [(size, IntFormat::Int8), (size, IntFormat::Int4)]) {
         let Some(library) = nccl(size) else { return };
         has_the_bits_of_the_host(&library, size, Some(ints));
     }
@@ -132,7 +132,7 @@ fn what_travels_as_integers_has_the_bits_of_the_host() {
 fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
     let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
     if std::env::var_os(CHILD).is_some() {
-        for codes in [None, Some(Ints::Int4)] {
+        for codes in [None, Some(IntFormat::Int4)] {
             has_the_bits_of_the_host(&library, 3, codes);
         }
         return is_gathered_in_any_order(&library);
@@ -148,7 +148,7 @@ fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
 }
 
 /// Launches that are dropped, or whose buffers go at once, while others use the memory again.
-fn is_gathered_in_any_order(library: &Library) {
+fn is_gathered_in_any_order(library: &NcclLibrary) {
     let ended = on_ranks(
         library,
         2,
@@ -214,10 +214,10 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
                     assert_eq!(result(gathered), whole(n));
                     // Small integers, whose sums are exact in any order.
                     let input = on_device(&comm, &whole(n));
-                    let sum = result(comm.reduce_scatter(Sums::Fast, input).unwrap());
+                    let sum = result(comm.reduce_scatter(NcclSumMode::Fast, input).unwrap());
                     let of = |i: usize| (size * ((rank * n + i) / n.max(1) + (rank * n + i) % 5)) as f32;
                     assert_eq!(sum, Flat::from_f32((0..n).map(of).collect(), dtype));
-                    let sum = result(comm.all_reduce(Sums::Fast, on_device(&comm, &shard)).unwrap());
+                    let sum = result(comm.all_reduce(NcclSumMode::Fast, on_device(&comm, &shard)).unwrap());
                     let of = |i: usize| (0..size).map(|r| (r + (r * n + i) % 5) as f32).sum();
                     assert_eq!(sum, Flat::from_f32((0..n).map(of).collect(), dtype));
                 },
@@ -227,19 +227,19 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
 }
 
 /// Whether the streams of a rank go on, and its collectives do not.
-fn is_ended(comm: &NcclComm, launched: Launched, why: &NcclError) {
+fn is_ended(comm: &NcclComm, launched: PendingNcclCollective, why: &NcclError) {
     let text = why.to_string();
     assert_eq!(launched.settle().map(drop).unwrap_err().to_string(), text);
     let values = on_device(comm, &numbers(0, 5, DType::F32));
     assert_eq!(values.to_host(0..5).unwrap(), numbers(0, 5, DType::F32));
-    assert_eq!(comm.all_reduce(Sums::Exact, values).map(drop).unwrap_err().to_string(), text);
+    assert_eq!(comm.all_reduce(NcclSumMode::Exact, values).map(drop).unwrap_err().to_string(), text);
     comm.0.wire.synchronize().unwrap();
 }
 
 #[test]
 fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
     let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
-    for sums in [Sums::Exact, Sums::Fast] {
+    for sums in [NcclSumMode::Exact, NcclSumMode::Fast] {
         on_ranks(
             &library,
             4,
@@ -280,9 +280,9 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
         let is_failed = move || {
             is_dead
                 .load(Ordering::Relaxed)
-                .then(|| Failure::from(Box::<dyn std::error::Error + Send + Sync>::from("rank 1 died")))
+                .then(|| CallerFailure::from(Box::<dyn std::error::Error + Send + Sync>::from("rank 1 died")))
         };
-        Watch { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
+        FailureWatch { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
     };
     on_ranks(&library, 2, told, |comm| {
         if comm.rank() == 0 {
@@ -357,7 +357,8 @@ fn a_collective_is_settled_by_another_thread() {
         |_| watch(60.0),
         |comm| {
             for len in [1000, 3000] {
-                let launched = comm.all_reduce(Sums::Exact, on_device(&comm, &numbers(0, len, DType::F32))).unwrap();
+                let launched =
+                    comm.all_reduce(NcclSumMode::Exact, on_device(&comm, &numbers(0, len, DType::F32))).unwrap();
                 let sum = std::thread::scope(|scope| scope.spawn(|| result(launched)).join().unwrap());
                 let mut twice = numbers(0, len, DType::F32);
                 twice.as_mut().scale(2.0);
@@ -385,12 +386,12 @@ fn room_for_what_comes_from_peers_is_bounded() {
         |_| watch(60.0),
         |comm| {
             let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
-            result(comm.reduce_scatter(Sums::Exact, input).unwrap());
+            result(comm.reduce_scatter(NcclSumMode::Exact, input).unwrap());
             assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
             // Codes come into the same room, in pieces.
             let input = || on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
-            result(comm.reduce_scatter(Sums::Coded(Ints::Int4), input()).unwrap());
-            result(comm.all_gather(Some(Ints::Int8), input()).unwrap());
+            result(comm.reduce_scatter(NcclSumMode::Coded(IntFormat::Int4), input()).unwrap());
+            result(comm.all_gather(Some(IntFormat::Int8), input()).unwrap());
             assert_eq!(comm.0.room_bytes(), SMALL.room);
         },
     );

@@ -59,9 +59,9 @@ impl Arrays {
     }
 
     /// Adds a step on the device.
-    fn add(&mut self, steps: &mut Steps<'_>, rule: &Elementwise, gradient: &DeviceFlat) {
+    fn add(&mut self, steps: &mut MultiTensorStep<'_>, rule: &ElementwiseUpdate, gradient: &DeviceFlat) {
         let part = |flat| DeviceFlat::part_mut(flat, self.part.clone()).unwrap();
-        let mut slices: Vec<DeviceMut<'_>> = self.on_device.iter_mut().map(part).collect();
+        let mut slices: Vec<DeviceFlatMut<'_>> = self.on_device.iter_mut().map(part).collect();
         let param = slices.remove(0);
         let half = self.half_on_device.as_mut().map(part);
         // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
@@ -110,7 +110,7 @@ fn compare(
         let of = |arrays: &Arrays| Flat::from_f32(numbers(arrays.host[0].len(), 1 + number), grad);
         let gradients: Vec<Flat> = all.iter().map(of).collect();
         let uploaded: Vec<_> = gradients.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
-        let mut steps = Steps::new(device);
+        let mut steps = MultiTensorStep::new(device);
         all.iter_mut().zip(&uploaded).for_each(|(arrays, gradient)| arrays.add(&mut steps, &rule, gradient));
         assert_eq!(steps.launches.len(), 1, "one launch for all");
         steps.run().unwrap();
@@ -143,7 +143,7 @@ fn arrays_of_equal_constants_and_dtypes_share_a_launch() {
     let config = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
     let optimizer = from_config(&OptimizerConfig::Lion(config));
     let mut all = Vec::new();
-    let mut steps = Steps::new(&device);
+    let mut steps = MultiTensorStep::new(&device);
     for (i, grad) in [DType::F32, DType::BF16].repeat(6).into_iter().enumerate() {
         // Groups with rates of their own, and copies of both formats.
         let ctx = StepContext::new([1e-2, 1e-3, 1e-4][i / 4], 1);
@@ -177,7 +177,7 @@ fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
     let mut arrays = Arrays::new(&device, 0, (count, 0), None);
     let gradient = Flat::from(numbers(count + 2, 3));
     let uploaded = DeviceFlat::of(&device, gradient.as_ref()).unwrap();
-    let mut steps = Steps::new(&device);
+    let mut steps = MultiTensorStep::new(&device);
     let rule = optimizer.elementwise(&ctx).unwrap();
     for i in 0..count {
         let param = arrays.on_device[0].part_mut(i..i + 1).unwrap();
@@ -204,7 +204,7 @@ fn a_step_of_buffers_that_do_not_fit_is_an_error() {
         let states = states.iter_mut().map(|state| state.part_mut(0..5).unwrap()).collect();
         let half = half.as_mut().map(|(half, len)| half.part_mut(0..*len).unwrap());
         let (param, gradient) = (param.part_mut(0..5).unwrap(), gradient.part(0..grad).unwrap());
-        let mut steps = Steps::new(&device);
+        let mut steps = MultiTensorStep::new(&device);
         // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
         let refused = unsafe { steps.add(&rule, param, &gradient, states, half).is_err() };
         assert_eq!(steps.launches.is_empty(), refused);

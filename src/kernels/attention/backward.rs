@@ -7,26 +7,26 @@
 //! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which does a
 //! whole group, or by [`add_parts`] after tasks that did a [`query_head`] each, with the same bits.
 
-use super::forward::Layout;
-use super::heads::{BAND, BLOCK, Heads, LOG2_E, TILE};
+use super::forward::HeadBufferLayout;
 use super::pack;
-use super::product::Start;
-use super::rule::{Place, Rule};
-use super::scratch::Scratch;
-use super::softmax::{Known, bound, score_gradients};
-use super::strided::{HeadMut, HeadRows, Rows};
-use super::tiles::{Tiles, gather, scatter, scores};
+use super::rule::{AttentionRule, SequenceHead};
+use super::scratch::AttentionScratch;
+use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E, TILE};
+use super::softmax::{BackwardRowStatistics, bound, score_gradients};
+use super::strided::{HeadRows, HeadRowsMut, MultiHeadRows};
+use super::tile_product::ProductInit;
+use super::tiles::{ScoreTiles, gather, scatter, scores};
 use crate::kernels::element::Element;
-use crate::kernels::vector::{OfElements, Vector};
+use crate::kernels::vector::{PackElements, SimdVector};
 use std::iter::repeat_n;
 use std::ops::Range;
 
 /// The inputs of forward, its result, and the result's gradient.
 #[derive(Clone, Copy)]
-pub(super) struct Given<'a, E> {
-    pub q: Rows<'a, E>,
-    pub k: Rows<'a, E>,
-    pub v: Rows<'a, E>,
+pub(super) struct BackwardInputs<'a, E> {
+    pub q: MultiHeadRows<'a, E>,
+    pub k: MultiHeadRows<'a, E>,
+    pub v: MultiHeadRows<'a, E>,
     /// Dense rows of all heads.
     pub out: &'a [E],
     /// `[batch, time, heads]`.
@@ -36,8 +36,8 @@ pub(super) struct Given<'a, E> {
 }
 
 /// The numbers of a part: the sums of dk and, after them, of dv, before they are scaled and rounded.
-pub(super) fn part<T: Tiles>(h: &Heads) -> usize {
-    let layout = Layout::new::<T>(h);
+pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
+    let layout = HeadBufferLayout::new::<T>(h);
     2 * layout.time * layout.width
 }
 
@@ -46,25 +46,33 @@ pub(super) fn part<T: Tiles>(h: &Heads) -> usize {
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
-    at: Place,
-    given: &Given<'_, E>,
-    mut dq: HeadMut<'_, E>,
-    gradients: [HeadMut<'_, E>; 2],
-    scratch: &mut Scratch,
+pub(super) unsafe fn key_head<T: ScoreTiles + PackElements<E>, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    at: SequenceHead,
+    given: &BackwardInputs<'_, E>,
+    mut dq: HeadRowsMut<'_, E>,
+    gradients: [HeadRowsMut<'_, E>; 2],
+    scratch: &mut AttentionScratch,
 ) {
     let part = part::<T>(h);
     let further = if h.group() > 1 { part } else { 0 };
-    let lengths = [part, further, keys_length::<T>(h), BLOCKS * BLOCK * Layout::new::<T>(h).width + 3 * TILE];
+    let lengths = [part, further, keys_length::<T>(h), BLOCKS * BLOCK * HeadBufferLayout::new::<T>(h).width + 3 * TILE];
     let [sums, member_sums, keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = Keys::pack::<T, E>(h, at, given, keys);
+        let keys = PackedKeyHead::pack::<T, E>(h, at, given, keys);
         for member in 0..h.group() {
             let (head, columns) = (at.head * h.group() + member, member * h.head..(member + 1) * h.head);
             let to = if member == 0 { &mut *sums } else { &mut *member_sums };
-            query_gradients::<T, E>((h, rule), Place { head, ..at }, given, &keys, (&mut dq, columns), to, blocks);
+            query_gradients::<T, E>(
+                (h, rule),
+                SequenceHead { head, ..at },
+                given,
+                &keys,
+                (&mut dq, columns),
+                to,
+                blocks,
+            );
             if member > 0 {
                 add::<T::V>(sums, member_sums);
             }
@@ -77,19 +85,19 @@ pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn query_head<T: Tiles + OfElements<E>, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
-    at: Place,
-    given: &Given<'_, E>,
-    mut dq: HeadMut<'_, E>,
+pub(super) unsafe fn query_head<T: ScoreTiles + PackElements<E>, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    at: SequenceHead,
+    given: &BackwardInputs<'_, E>,
+    mut dq: HeadRowsMut<'_, E>,
     part: &mut [f32],
-    scratch: &mut Scratch,
+    scratch: &mut AttentionScratch,
 ) {
-    let lengths = [keys_length::<T>(h), BLOCKS * BLOCK * Layout::new::<T>(h).width + 3 * TILE];
+    let lengths = [keys_length::<T>(h), BLOCKS * BLOCK * HeadBufferLayout::new::<T>(h).width + 3 * TILE];
     let [keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = Keys::pack::<T, E>(h, Place { head: at.head / h.group(), ..at }, given, keys);
+        let keys = PackedKeyHead::pack::<T, E>(h, SequenceHead { head: at.head / h.group(), ..at }, given, keys);
         query_gradients::<T, E>((h, rule), at, given, &keys, (&mut dq, 0..h.head), part, blocks);
     }
 }
@@ -98,10 +106,10 @@ pub(super) unsafe fn query_head<T: Tiles + OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn add_parts<T: Tiles, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
+pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
     (parts, stride): (&mut [f32], usize),
-    gradients: [HeadMut<'_, E>; 2],
+    gradients: [HeadRowsMut<'_, E>; 2],
 ) {
     let len = part::<T>(h);
     let (sums, others) = parts.split_at_mut(stride);
@@ -115,7 +123,7 @@ pub(super) unsafe fn add_parts<T: Tiles, E: Element>(
 
 /// # Safety
 /// The processor has the instructions.
-unsafe fn add<V: Vector>(sums: &mut [f32], others: &[f32]) {
+unsafe fn add<V: SimdVector>(sums: &mut [f32], others: &[f32]) {
     // SAFETY: as the caller promises; whole vectors.
     unsafe {
         V::with(
@@ -131,12 +139,12 @@ unsafe fn add<V: Vector>(sums: &mut [f32], others: &[f32]) {
 
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn write<T: Tiles, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
+unsafe fn write<T: ScoreTiles, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
     sums: &[f32],
-    [mut dk, mut dv]: [HeadMut<'_, E>; 2],
+    [mut dk, mut dv]: [HeadRowsMut<'_, E>; 2],
 ) {
-    let width = Layout::new::<T>(h).width;
+    let width = HeadBufferLayout::new::<T>(h).width;
     let (dk_sums, dv_sums) = sums.split_at(sums.len() / 2);
     // SAFETY: as the caller promises.
     unsafe {
@@ -146,28 +154,28 @@ unsafe fn write<T: Tiles, E: Element>(
 }
 
 /// A key head's keys and values, packed.
-struct Keys<'a> {
+struct PackedKeyHead<'a> {
     keys: &'a [f32],
     /// The keys as words across.
     across: &'a [f32],
     values: &'a [f32],
 }
 
-fn keys_length<T: Tiles>(h: &Heads) -> usize {
-    let layout = Layout::new::<T>(h);
+fn keys_length<T: ScoreTiles>(h: &AttentionShape) -> usize {
+    let layout = HeadBufferLayout::new::<T>(h);
     (1 + T::DEPTH) * layout.time * layout.words
 }
 
-impl<'a> Keys<'a> {
+impl<'a> PackedKeyHead<'a> {
     /// # Safety
     /// The processor has the instructions of `T`.
-    unsafe fn pack<T: Tiles + OfElements<E>, E: Element>(
-        h: &Heads,
-        at: Place,
-        given: &Given<'_, E>,
+    unsafe fn pack<T: ScoreTiles + PackElements<E>, E: Element>(
+        h: &AttentionShape,
+        at: SequenceHead,
+        given: &BackwardInputs<'_, E>,
         memory: &'a mut [f32],
     ) -> Self {
-        let Layout { words, width, time, .. } = Layout::new::<T>(h);
+        let HeadBufferLayout { words, width, time, .. } = HeadBufferLayout::new::<T>(h);
         let [k, v] = [given.k, given.v].map(|rows| rows.of(at.first, at.head, h.head));
         let (keys, rest) = memory.split_at_mut(time * words);
         let (values, across) = rest.split_at_mut(time * words);
@@ -192,16 +200,16 @@ const BLOCKS: usize = 5;
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
-    at: Place,
-    given: &Given<'_, E>,
-    Keys { keys, across, values }: &Keys<'_>,
-    (dq, dq_columns): (&mut HeadMut<'_, E>, Range<usize>),
+unsafe fn query_gradients<T: ScoreTiles + PackElements<E>, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    at: SequenceHead,
+    given: &BackwardInputs<'_, E>,
+    PackedKeyHead { keys, across, values }: &PackedKeyHead<'_>,
+    (dq, dq_columns): (&mut HeadRowsMut<'_, E>, Range<usize>),
     part: &mut [f32],
     memory: &mut [f32],
 ) {
-    let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
+    let HeadBufferLayout { words, width, columns, depth, time } = HeadBufferLayout::new::<T>(h);
     let (dk_sums, dv_sums) = part.split_at_mut(time * width);
     let (tiles, blocks) = memory.split_at_mut(3 * TILE);
     let (p, tiles) = tiles.split_at_mut(TILE);
@@ -210,8 +218,8 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
     let (q_block, dout_block) = blocks.split_at_mut(2 * BLOCK * width);
     let q = given.q.of(at.first, at.head, h.head);
     let [out, dout] =
-        [given.out, given.dout].map(|data| Rows::new(data, h.heads * h.head).of(at.first, at.head, h.head));
-    let lse = Rows::new(given.lse, h.heads).of(at.first, at.head, 1);
+        [given.out, given.dout].map(|data| MultiHeadRows::new(data, h.heads * h.head).of(at.first, at.head, h.head));
+    let lse = MultiHeadRows::new(given.lse, h.heads).of(at.first, at.head, 1);
     let (scale, cap) = rule.to_powers();
     dk_sums.fill(0.0);
     dv_sums.fill(0.0);
@@ -219,7 +227,7 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
         let n = BLOCK.min(h.time - start);
         let padded = n.next_multiple_of(BAND);
         // Queries that only fill up the block have probabilities 0.
-        let mut known = Known { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
+        let mut known = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
         known.lse.iter_mut().zip(start..start + n).for_each(|(known, t)| *known = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.
         unsafe {
@@ -239,7 +247,7 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
                 let g_keys: &[f32] = if T::DEPTH > 1 { g_keys } else { g };
                 scatter::<T>((&mut dv_sums[first * width..], width), p, dout_across, columns, s);
                 scatter::<T>((&mut dk_sums[first * width..], width), g, q_across, columns, s);
-                let before = if begin { Start::Zero } else { Start::Sums };
+                let before = if begin { ProductInit::Zero } else { ProductInit::Sums };
                 gather::<T>((dq_sums, width), before, g_keys, &across[first * words..], columns, s);
                 begin = false;
             }
@@ -252,7 +260,7 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn pack_block<'a, T: Tiles + OfElements<E>, E: Element>(
+unsafe fn pack_block<'a, T: ScoreTiles + PackElements<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     (words, width, padded): (usize, usize, usize),

@@ -1,28 +1,28 @@
 //! One head's forward: a block of queries at a time, with a running softmax over blocks of keys.
 
-use super::heads::{BAND, BLOCK, Heads, LOG2_E, TILE};
 use super::pack;
-use super::product::Start;
-use super::rule::Rule;
-use super::scratch::Scratch;
-use super::softmax::{Softmax, bound, softmax};
-use super::strided::{HeadMut, HeadRows};
-use super::tiles::{Tiles, gather, scores};
+use super::rule::AttentionRule;
+use super::scratch::AttentionScratch;
+use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E, TILE};
+use super::softmax::{OnlineSoftmax, bound, softmax};
+use super::strided::{HeadRows, HeadRowsMut};
+use super::tile_product::ProductInit;
+use super::tiles::{ScoreTiles, gather, scores};
 use crate::kernels::element::Element;
-use crate::kernels::vector::OfElements;
+use crate::kernels::vector::PackElements;
 
 /// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
+pub(super) unsafe fn one_head<T: ScoreTiles + PackElements<E>, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
     [q, k, v]: [HeadRows<'_, E>; 3],
-    mut out: HeadMut<'_, E>,
-    mut lse: HeadMut<'_, f32>,
-    scratch: &mut Scratch,
+    mut out: HeadRowsMut<'_, E>,
+    mut lse: HeadRowsMut<'_, f32>,
+    scratch: &mut AttentionScratch,
 ) {
-    let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
+    let HeadBufferLayout { words, width, columns, depth, time } = HeadBufferLayout::new::<T>(h);
     let all = time * words;
     let [keys, values, queries, tile, sums] = scratch.pieces([all, all, BLOCK * words, TILE, BLOCK * width]);
     let (scale, cap) = rule.to_powers();
@@ -34,7 +34,7 @@ pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
             let n = BLOCK.min(h.time - start);
             let padded = n.next_multiple_of(BAND);
             pack::transposed::<T, E>(q, start..start + n, words, padded, queries);
-            let mut state = Softmax::new();
+            let mut state = OnlineSoftmax::new();
             let mut begin = true;
             for (first, shape) in rule.tiles(h.time, start, n) {
                 scores::<T>(tile, (&keys[first * words..], words), queries, depth, shape);
@@ -43,7 +43,7 @@ pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
                 }
                 softmax::<T::V>(tile, shape, scale, &mut state);
                 T::to_words_along_keys(tile, shape);
-                let before = if begin { Start::Zero } else { Start::Times(&state.shrink) };
+                let before = if begin { ProductInit::Zero } else { ProductInit::Times(&state.shrink) };
                 gather::<T>((sums, width), before, tile, &values[first * words..], columns, shape);
                 begin = false;
             }
@@ -57,7 +57,7 @@ pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
 }
 
 /// How one head's vectors lie in working memory.
-pub(super) struct Layout {
+pub(super) struct HeadBufferLayout {
     /// Words from row to row of words along the rows.
     pub words: usize,
     /// Words from row to row otherwise.
@@ -70,8 +70,8 @@ pub(super) struct Layout {
     pub time: usize,
 }
 
-impl Layout {
-    pub(super) fn new<T: Tiles>(h: &Heads) -> Self {
+impl HeadBufferLayout {
+    pub(super) fn new<T: ScoreTiles>(h: &AttentionShape) -> Self {
         let width = h.head.next_multiple_of(BAND * T::DEPTH);
         Self {
             words: width / T::DEPTH,

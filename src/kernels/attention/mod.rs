@@ -1,45 +1,45 @@
 //! Attention with grouped heads: softmax(scale q k^T, of the keys that a query sees) v, and its gradients.
 //!
-//! A [`Rule`] says which keys a query sees. The sequences that a row is packed of are attentions of their own: tiles begin
+//! A [`AttentionRule`] says which keys a query sees. The sequences that a row is packed of are attentions of their own: tiles begin
 //! where a sequence begins, so that its results have the bits that it has alone. Each head of a sequence is computed in
-//! square tiles of [`heads::BLOCK`] keys and queries with a running softmax, so that nothing quadratic in time is ever
+//! square tiles of [`shape::BLOCK`] keys and queries with a running softmax, so that nothing quadratic in time is ever
 //! held, and no tile is touched of which no query sees a key. Backward recomputes the probabilities
 //! from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward and one (sequence, key head), or a
 //! query head of it, in backward; the order of sums is the same in each case, so results have the same bits for any
 //! number of threads.
 //!
 //! Everything is written once, over the vectors of a level of SIMD and the words that its products take
-//! ([`tiles::Tiles`]); [`Method::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
+//! ([`tiles::ScoreTiles`]); [`SimdMethod::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
 //! processor's AVX512_BF16 is fast, everything else in f32, to which elements are widened when they are packed.
 
 mod backward;
-mod cached;
-mod forward;
-mod heads;
-mod pack;
 #[cfg(target_arch = "x86_64")]
-mod pairs;
-mod product;
+mod bf16_pairs;
+mod forward;
+mod kv_cache;
+mod pack;
 mod rule;
 mod scratch;
+mod shape;
 mod softmax;
 mod strided;
+mod tile_product;
 mod tiles;
 
-pub use cached::{Cached, capacity_for, forward_cached, keep_keys, keep_values};
-pub use heads::Heads;
-pub use rule::{Rule, Span};
-pub use strided::{Rows, RowsMut};
+pub use kv_cache::{KvCacheView, capacity_for, forward_cached, keep_keys, keep_values};
+pub use rule::{AttentionRule, SequenceSpan};
+pub use shape::AttentionShape;
+pub use strided::{MultiHeadRows, MultiHeadRowsMut};
 
-use crate::kernels::count;
 use crate::kernels::element::Element;
-use crate::kernels::par::{Chunks, Parts, for_each, for_each_part};
+use crate::kernels::mac_count;
+use crate::kernels::parallel::{DisjointParts, ParallelChunks, for_each, for_each_part};
 use crate::kernels::simd::level;
-use crate::kernels::vector::{Method, OfElements, with_words_of};
-use backward::Given;
-use rule::Place;
+use crate::kernels::vector::{PackElements, SimdMethod, with_words_of};
+use backward::BackwardInputs;
+use rule::SequenceHead;
 use scratch::SCRATCH;
-use tiles::Tiles;
+use tiles::ScoreTiles;
 
 /// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v.
 ///
@@ -48,10 +48,16 @@ use tiles::Tiles;
 /// of each query's scores, which [`backward()`] needs.
 ///
 /// Panics if the slices or the rule do not fit the sizes.
-pub fn forward<E: Element>(h: &Heads, rule: &Rule<'_>, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
+pub fn forward<E: Element>(
+    h: &AttentionShape,
+    rule: &AttentionRule<'_>,
+    [q, k, v]: [MultiHeadRows<'_, E>; 3],
+    out: &mut [E],
+    lse: &mut [f32],
+) {
     // Scores, and their sum of values.
-    count::add([2, rule.pairs(h), h.head]);
-    forward_on(Method::of::<E>(level()), (h, rule), [q, k, v], out, lse);
+    mac_count::add([2, rule.pairs(h), h.head]);
+    forward_on(SimdMethod::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
 
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
@@ -61,24 +67,24 @@ pub fn forward<E: Element>(h: &Heads, rule: &Rule<'_>, [q, k, v]: [Rows<'_, E>; 
 ///
 /// Panics if the slices or the rule do not fit the sizes.
 pub fn backward<E: Element>(
-    h: &Heads,
-    rule: &Rule<'_>,
-    [q, k, v]: [Rows<'_, E>; 3],
+    h: &AttentionShape,
+    rule: &AttentionRule<'_>,
+    [q, k, v]: [MultiHeadRows<'_, E>; 3],
     (out, lse, dout): (&[E], &[f32], &[E]),
-    gradients: [RowsMut<'_, E>; 3],
+    gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
-    let given = Given { q, k, v, out, lse, dout };
+    let given = BackwardInputs { q, k, v, out, lse, dout };
     // Scores once more, the probabilities' gradients, and the three results.
-    count::add([5, rule.pairs(h), h.head]);
+    mac_count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
     let whole = whole_groups(h, spans.len(), rayon::current_num_threads());
-    backward_on(Method::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
+    backward_on(SimdMethod::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
 }
 
 fn forward_on<E: Element>(
-    path: Method,
-    (h, rule): (&Heads, &Rule<'_>),
-    [q, k, v]: [Rows<'_, E>; 3],
+    path: SimdMethod,
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    [q, k, v]: [MultiHeadRows<'_, E>; 3],
     out: &mut [E],
     lse: &mut [f32],
 ) {
@@ -87,8 +93,8 @@ fn forward_on<E: Element>(
         return;
     }
     let spans = rule.spans(h);
-    let out = RowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.heads, h.head);
-    let lse = RowsMut::new(lse, h.heads).by_head(h.batch, h.time, h.heads, 1);
+    let out = MultiHeadRowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.heads, h.head);
+    let lse = MultiHeadRowsMut::new(lse, h.heads).by_head(h.batch, h.time, h.heads, 1);
     for_each(spans.len() * h.heads, |task| {
         let (span, head) = (spans[task / h.heads], task % h.heads);
         let of_sequence = span.sizes(h);
@@ -106,17 +112,17 @@ fn forward_on<E: Element>(
 
 /// How many of all sequences' key heads backward computes in one task each. The query heads of the others, the last
 /// ones, are tasks of their own: where there are few key heads for the threads, some threads would have one less.
-fn whole_groups(h: &Heads, sequences: usize, threads: usize) -> usize {
+fn whole_groups(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
     let all = sequences * h.kv_heads;
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
 }
 
 fn backward_on<E: Element>(
-    path: Method,
-    of: (&Heads, &Rule<'_>),
-    given: &Given<'_, E>,
-    parts: (&[Span], usize),
-    gradients: [RowsMut<'_, E>; 3],
+    path: SimdMethod,
+    of: (&AttentionShape, &AttentionRule<'_>),
+    given: &BackwardInputs<'_, E>,
+    parts: (&[SequenceSpan], usize),
+    gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
     of.0.check(given.out.len(), given.lse.len());
     of.0.check(given.dout.len(), given.lse.len());
@@ -126,11 +132,11 @@ fn backward_on<E: Element>(
 }
 
 /// Backward with tiles whose instructions the processor has.
-fn backward_with<T: Tiles + OfElements<E>, E: Element>(
-    (h, rule): (&Heads, &Rule<'_>),
-    given: &Given<'_, E>,
-    (spans, whole): (&[Span], usize),
-    [dq, dk, dv]: [RowsMut<'_, E>; 3],
+fn backward_with<T: ScoreTiles + PackElements<E>, E: Element>(
+    (h, rule): (&AttentionShape, &AttentionRule<'_>),
+    given: &BackwardInputs<'_, E>,
+    (spans, whole): (&[SequenceSpan], usize),
+    [dq, dk, dv]: [MultiHeadRowsMut<'_, E>; 3],
 ) {
     let (all, group) = (spans.len() * h.kv_heads, h.group());
     let dq = dq.by_head(h.batch, h.time, h.heads, h.head);
@@ -139,7 +145,7 @@ fn backward_with<T: Tiles + OfElements<E>, E: Element>(
     let of_group = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
     let part = (whole..all).map(|i| backward::part::<T>(&of_group(i).0.sizes(h))).max().unwrap_or(0);
     let mut parts: Vec<f32> = crate::kernels::buffer((all - whole) * group * part);
-    let each_part = Chunks::new(&mut parts, part);
+    let each_part = ParallelChunks::new(&mut parts, part);
     for_each(whole + (all - whole) * group, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the processor has the instructions; spans do not overlap, and of each the groups before `whole` and
@@ -149,20 +155,20 @@ fn backward_with<T: Tiles + OfElements<E>, E: Element>(
                     let (span, head) = of_group(task);
                     let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
                     let dq = dq.take_some(span, head * group, group);
-                    let (sizes, at) = (span.sizes(h), Place { first: span.first, head });
+                    let (sizes, at) = (span.sizes(h), SequenceHead { first: span.first, head });
                     backward::key_head::<T, E>((&sizes, rule), at, given, dq, gradients, scratch);
                 } else {
                     let (span, kv_head) = of_group(whole + (task - whole) / group);
                     let head = kv_head * group + (task - whole) % group;
                     let (dq, part) = (dq.take_some(span, head, 1), each_part.take(task - whole));
-                    let (sizes, at) = (span.sizes(h), Place { first: span.first, head });
+                    let (sizes, at) = (span.sizes(h), SequenceHead { first: span.first, head });
                     let part = &mut part[..backward::part::<T>(&sizes)];
                     backward::query_head::<T, E>((&sizes, rule), at, given, dq, part, scratch);
                 }
             }
         });
     });
-    for_each_part(all - whole, Chunks::new(&mut parts, group * part), |i, parts| {
+    for_each_part(all - whole, ParallelChunks::new(&mut parts, group * part), |i, parts| {
         let (span, head) = of_group(whole + i);
         // SAFETY: the processor has the instructions; these groups are taken once.
         unsafe {

@@ -1,10 +1,10 @@
 //! Between rows of elements and working memory.
 
-use super::heads::BLOCK;
-use super::strided::{HeadMut, HeadRows};
+use super::shape::BLOCK;
+use super::strided::{HeadRows, HeadRowsMut};
 use crate::kernels::element::Element;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
-use crate::kernels::vector::{MOST_LANES, OfElements, Square, Vector};
+use crate::kernels::vector::{MOST_LANES, PackElements, SimdVector, TransposeBlock};
 use std::ops::Range;
 
 /// How many rows reading and writing are ahead: rows lie on pages of their own, where the processor does not see which
@@ -24,7 +24,7 @@ const LINE: usize = 64;
 
 /// The words of a row from word `w` on.
 #[inline(always)]
-unsafe fn along<W: OfElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
+unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let at = (w * W::DEPTH).min(row.len());
     // SAFETY: the caller is inside of `with`; what remains of the row.
     unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
@@ -34,7 +34,7 @@ unsafe fn along<W: OfElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_rows<W: OfElements<E>, E: Element>(
+pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,
@@ -63,7 +63,7 @@ pub(super) unsafe fn by_rows<W: OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn by_columns<W: OfElements<E>, E: Element>(
+pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     width: usize,
@@ -94,7 +94,7 @@ pub(super) unsafe fn by_columns<W: OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn transposed<W: OfElements<E>, E: Element>(
+pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
     src: HeadRows<'_, E>,
     rows: Range<usize>,
     words: usize,
@@ -111,7 +111,7 @@ pub(super) unsafe fn transposed<W: OfElements<E>, E: Element>(
                 for t in (0..padded).step_by(W::V::LANES) {
                     (0..W::V::LANES).for_each(|i| prefetch(src, rows.start + t + W::V::LANES + i, rows.end));
                     for w in (0..words).step_by(W::V::LANES) {
-                        let mut square: Square<W::V> = [W::V::zero(); MOST_LANES];
+                        let mut square: TransposeBlock<W::V> = [W::V::zero(); MOST_LANES];
                         for (i, x) in square.iter_mut().enumerate().take(W::V::LANES) {
                             if t + i < rows.len() {
                                 *x = along::<W, E>(src.row(rows.start + t + i), w);
@@ -132,10 +132,10 @@ pub(super) unsafe fn transposed<W: OfElements<E>, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn write<V: Vector, E: Element>(
+pub(super) unsafe fn write<V: SimdVector, E: Element>(
     (sums, width): (&[f32], usize),
     factors: impl Iterator<Item = f32>,
-    dst: &mut HeadMut<'_, E>,
+    dst: &mut HeadRowsMut<'_, E>,
     (start, columns): (usize, Range<usize>),
 ) {
     // SAFETY: as the caller promises; a row of sums is a multiple of a vector's.
@@ -163,7 +163,7 @@ pub(super) unsafe fn write<V: Vector, E: Element>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn dots<V: Vector, E: Element>(
+pub(super) unsafe fn dots<V: SimdVector, E: Element>(
     [a, b]: [HeadRows<'_, E>; 2],
     rows: Range<usize>,
     dst: &mut [f32; BLOCK],

@@ -1,10 +1,10 @@
 //! Which keys a query sees, how scores become probabilities, and which tiles follow from that.
 
-use super::heads::{BAND, BLOCK, Heads, LOG2_E};
+use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E};
 
 /// How scores become probabilities, and which keys a query sees.
 #[derive(Debug, Clone, Copy)]
-pub struct Rule<'a> {
+pub struct AttentionRule<'a> {
     /// Factor of the products of queries and keys.
     pub scale: f32,
     /// The c of c tanh(score / c), to which scaled scores are bound.
@@ -17,9 +17,9 @@ pub struct Rule<'a> {
     pub starts: Option<&'a [Vec<usize>]>,
 }
 
-/// How [`Rule::soft_cap`] takes a product x to a score in powers of 2: outer tanh(inner x).
+/// How [`AttentionRule::soft_cap`] takes a product x to a score in powers of 2: outer tanh(inner x).
 #[derive(Debug, Clone, Copy)]
-pub struct Cap {
+pub struct SoftCap {
     /// Factor of the product.
     pub inner: f32,
     /// Factor of the hyperbolic tangent.
@@ -28,48 +28,48 @@ pub struct Cap {
 
 /// A sequence: `len` positions from the one with number `first` on, over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
+pub struct SequenceSpan {
     /// Number of its first position.
     pub first: usize,
     /// Its positions.
     pub len: usize,
 }
 
-impl Span {
+impl SequenceSpan {
     /// The sizes of the sequence alone.
-    pub(super) fn sizes(&self, h: &Heads) -> Heads {
-        Heads { batch: 1, time: self.len, ..*h }
+    pub(super) fn sizes(&self, h: &AttentionShape) -> AttentionShape {
+        AttentionShape { batch: 1, time: self.len, ..*h }
     }
 }
 
 /// A head of the sequence that begins at the position with number `first`, over all rows of positions.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct SequenceHead {
     pub first: usize,
     pub head: usize,
 }
 
 /// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct TileShape {
     pub keys: usize,
     pub queries: usize,
     /// Query i sees keys 0 to i only; else it sees all.
     pub diagonal: bool,
     /// What else is not seen.
-    pub edge: Option<Edge>,
+    pub edge: Option<TileMaskEdge>,
 }
 
 /// A tile's further bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Edge {
+pub(super) struct TileMaskEdge {
     /// Query i sees keys from i + this on.
     pub from: isize,
     /// There are so many keys.
     pub keys: usize,
 }
 
-impl Rule<'_> {
+impl AttentionRule<'_> {
     /// One sequence a row, in which a query sees all keys up to its own; the usual scale of heads of `head` elements.
     pub fn causal(head: usize) -> Self {
         let scale = 1.0 / (head as f32).sqrt();
@@ -77,9 +77,9 @@ impl Rule<'_> {
     }
 
     /// The factor that takes the numbers of a tile to powers of 2, once a cap, if there is one, has been applied to them.
-    pub fn to_powers(self) -> (f32, Option<Cap>) {
+    pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {
-            Some(cap) => (1.0, Some(Cap { inner: self.scale / cap, outer: cap * LOG2_E })),
+            Some(cap) => (1.0, Some(SoftCap { inner: self.scale / cap, outer: cap * LOG2_E })),
             None => (self.scale * LOG2_E, None),
         }
     }
@@ -87,9 +87,9 @@ impl Rule<'_> {
     /// All sequences, in order.
     ///
     /// Panics if they do not fit the sizes.
-    pub fn spans(&self, h: &Heads) -> Vec<Span> {
+    pub fn spans(&self, h: &AttentionShape) -> Vec<SequenceSpan> {
         let Some(rows) = self.starts else {
-            return (0..h.batch).map(|row| Span { first: row * h.time, len: h.time }).collect();
+            return (0..h.batch).map(|row| SequenceSpan { first: row * h.time, len: h.time }).collect();
         };
         assert_eq!(rows.len(), h.batch, "rows of sequences");
         let of_row = |(row, starts): (usize, &Vec<usize>)| {
@@ -97,7 +97,7 @@ impl Rule<'_> {
             let ends: Vec<usize> = starts.iter().skip(1).copied().chain([h.time]).collect();
             let span = move |(start, end): (&usize, usize)| {
                 assert!(*start < end, "a sequence from {start} to {end}");
-                Span { first: row * h.time + start, len: end - start }
+                SequenceSpan { first: row * h.time + start, len: end - start }
             };
             starts.iter().zip(ends).map(span).collect::<Vec<_>>()
         };
@@ -105,11 +105,11 @@ impl Rule<'_> {
     }
 
     /// Pairs of a query and a key that it sees, of all heads.
-    pub(super) fn pairs(&self, h: &Heads) -> usize {
+    pub(super) fn pairs(&self, h: &AttentionShape) -> usize {
         if h.batch * h.time == 0 {
             return 0;
         }
-        let of_span = |Span { len, .. }| {
+        let of_span = |SequenceSpan { len, .. }| {
             let full = self.window.map_or(len, |window| window.min(len));
             if self.bidirectional { len * len } else { full * (full + 1) / 2 + (len - full) * full }
         };
@@ -118,7 +118,12 @@ impl Rule<'_> {
 
     /// The tiles in which the `n` queries from `start` on of a sequence of `time` positions see a key: each one's first key,
     /// and its shape.
-    pub(super) fn tiles(&self, time: usize, start: usize, n: usize) -> impl Iterator<Item = (usize, Shape)> + use<> {
+    pub(super) fn tiles(
+        &self,
+        time: usize,
+        start: usize,
+        n: usize,
+    ) -> impl Iterator<Item = (usize, TileShape)> + use<> {
         let (queries, window, bidirectional) = (n.next_multiple_of(BAND), self.window, self.bidirectional);
         let (from, to) = match (bidirectional, window) {
             (true, _) => (0, time),
@@ -134,7 +139,7 @@ impl Rule<'_> {
                 _ => -(BLOCK as isize),
             };
             let edge = from + n as isize > 1 || (!diagonal && exist < keys);
-            (first, Shape { keys, queries, diagonal, edge: edge.then_some(Edge { from, keys: exist }) })
+            (first, TileShape { keys, queries, diagonal, edge: edge.then_some(TileMaskEdge { from, keys: exist }) })
         })
     }
 }
@@ -143,12 +148,12 @@ impl Rule<'_> {
 mod tests {
     use super::*;
 
-    fn rule(window: Option<usize>, bidirectional: bool) -> Rule<'static> {
-        Rule { window, bidirectional, ..Rule::causal(4) }
+    fn rule(window: Option<usize>, bidirectional: bool) -> AttentionRule<'static> {
+        AttentionRule { window, bidirectional, ..AttentionRule::causal(4) }
     }
 
     /// Whether the tiles let query `q` of a sequence see key `k`, and whether a tile has the pair.
-    fn in_tiles(rule: &Rule<'_>, time: usize, q: usize, k: usize) -> (bool, bool) {
+    fn in_tiles(rule: &AttentionRule<'_>, time: usize, q: usize, k: usize) -> (bool, bool) {
         let start = q / BLOCK * BLOCK;
         let mut found = (false, false);
         for (first, s) in rule.tiles(time, start, BLOCK.min(time - start)) {
@@ -203,9 +208,9 @@ mod tests {
 
     #[test]
     fn pairs_are_those_that_are_seen() {
-        let h = Heads { batch: 2, time: 10, heads: 3, kv_heads: 1, head: 4 };
+        let h = AttentionShape { batch: 2, time: 10, heads: 3, kv_heads: 1, head: 4 };
         let starts = [vec![0, 4], vec![0, 1, 9]];
-        let packed = |rule| Rule { starts: Some(&starts), ..rule };
+        let packed = |rule| AttentionRule { starts: Some(&starts), ..rule };
         assert_eq!(rule(None, false).pairs(&h), 2 * 3 * 55);
         assert_eq!(rule(Some(3), false).pairs(&h), 2 * 3 * 27);
         assert_eq!(packed(rule(None, false)).pairs(&h), 3 * (10 + 21 + 1 + 36 + 1));

@@ -4,13 +4,13 @@ use std::cell::RefCell;
 
 thread_local! {
     /// The working memory of a thread: kept, because its pages cost more to get than a small head to compute.
-    pub(super) static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
+    pub(super) static SCRATCH: RefCell<AttentionScratch> = const { RefCell::new(AttentionScratch::new()) };
 }
 
 /// Working memory, handed out in pieces that start on cache lines.
-pub(super) struct Scratch(Vec<f32>);
+pub(super) struct AttentionScratch(Vec<f32>);
 
-impl Scratch {
+impl AttentionScratch {
     pub(super) const fn new() -> Self {
         Self(Vec::new())
     }

@@ -1,11 +1,11 @@
 //! From scores to probabilities and to the scores' gradients, a vector of queries at a time.
 
-use super::heads::{BAND, BLOCK, TILE};
-use super::rule::{Cap, Edge, Shape};
-use crate::kernels::vector::{Vector, tanh};
+use super::rule::{SoftCap, TileMaskEdge, TileShape};
+use super::shape::{BAND, BLOCK, TILE};
+use crate::kernels::vector::{SimdVector, tanh};
 
 /// The running softmax of a block of queries, in units of powers of 2.
-pub(super) struct Softmax {
+pub(super) struct OnlineSoftmax {
     /// The largest scaled score so far.
     pub max: [f32; BLOCK],
     /// The sum of 2^(score - max).
@@ -14,7 +14,7 @@ pub(super) struct Softmax {
     pub shrink: [f32; BLOCK],
 }
 
-impl Softmax {
+impl OnlineSoftmax {
     pub(super) fn new() -> Self {
         // A number, so that where nothing has been seen yet nothing shrinks to nan.
         Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
@@ -26,16 +26,16 @@ const KEYS: usize = 4;
 
 /// The keys of a tile as a vector of queries sees them: all queries see the keys before `all`, the later ones see those
 /// before `some`, and none see those before `none`, which are in use all the same.
-struct Seen {
+struct VisibleKeys {
     all: usize,
     some: usize,
     none: usize,
 }
 
-impl Seen {
+impl VisibleKeys {
     /// For the queries from `query` on. At an edge any query may miss any key.
     #[inline(always)]
-    fn of<V: Vector>(s: Shape, query: usize) -> Self {
+    fn of<V: SimdVector>(s: TileShape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
         let none = if s.diagonal { query / BAND * BAND + BAND } else { s.keys };
         match (s.edge, s.diagonal) {
@@ -48,21 +48,21 @@ impl Seen {
 }
 
 /// The lanes of queries that see a key, and the others' of another vector.
-trait Mask: Copy {
+trait TileMask: Copy {
     /// For the key with this number in the tile.
     ///
     /// # Safety
     /// Inside of `V::with`.
-    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V;
+    unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V;
 }
 
 /// The diagonal, for queries from this number on.
 #[derive(Clone, Copy)]
-struct Diagonal(usize);
+struct CausalMask(usize);
 
-impl Mask for Diagonal {
+impl TileMask for CausalMask {
     #[inline(always)]
-    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V {
+    unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V {
         // SAFETY: as the caller promises.
         unsafe { x.keep_from_lane(key.saturating_sub(self.0), other) }
     }
@@ -70,15 +70,15 @@ impl Mask for Diagonal {
 
 /// The diagonal, if there is one, and an edge.
 #[derive(Clone, Copy)]
-struct Bounds {
+struct WindowMask {
     query: usize,
     diagonal: bool,
-    edge: Edge,
+    edge: TileMaskEdge,
 }
 
-impl Mask for Bounds {
+impl TileMask for WindowMask {
     #[inline(always)]
-    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V {
+    unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V {
         if key >= self.edge.keys {
             return other;
         }
@@ -87,13 +87,13 @@ impl Mask for Bounds {
         // SAFETY: as the caller promises.
         unsafe {
             let seen = other.keep_from_lane(end.clamp(0, V::LANES as isize) as usize, x);
-            if self.diagonal { Diagonal(self.query).keep(seen, key, other) } else { seen }
+            if self.diagonal { CausalMask(self.query).keep(seen, key, other) } else { seen }
         }
     }
 }
 
 /// Panics unless a shape stays within a tile.
-fn check(tile: &[f32], s: Shape) {
+fn check(tile: &[f32], s: TileShape) {
     assert!(tile.len() >= TILE && s.keys <= BLOCK && s.queries <= BLOCK && (!s.diagonal || s.keys == s.queries));
     assert!(s.keys.is_multiple_of(BAND) && s.queries.is_multiple_of(BAND));
 }
@@ -102,7 +102,7 @@ fn check(tile: &[f32], s: Shape) {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn bound<V: Vector>(tile: &mut [f32], s: Shape, cap: Cap) {
+pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: SoftCap) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries lie within the tile.
     unsafe {
@@ -112,7 +112,7 @@ pub(super) unsafe fn bound<V: Vector>(tile: &mut [f32], s: Shape, cap: Cap) {
                 let (inner, outer) = (V::splat(cap.inner), V::splat(cap.outer));
                 for query in (0..s.queries).step_by(V::LANES) {
                     let tile = tile.as_mut_ptr().add(query);
-                    for key in 0..Seen::of::<V>(s, query).some {
+                    for key in 0..VisibleKeys::of::<V>(s, query).some {
                         let at = tile.add(key * BLOCK);
                         tanh(V::load(at).mul(inner)).mul(outer).store(at);
                     }
@@ -126,7 +126,7 @@ pub(super) unsafe fn bound<V: Vector>(tile: &mut [f32], s: Shape, cap: Cap) {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn softmax<V: Vector>(tile: &mut [f32], s: Shape, scale: f32, state: &mut Softmax) {
+pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scale: f32, state: &mut OnlineSoftmax) {
     check(tile, s);
     // SAFETY: as the caller promises; keys and queries lie within the tile and the state.
     unsafe {
@@ -134,11 +134,11 @@ pub(super) unsafe fn softmax<V: Vector>(tile: &mut [f32], s: Shape, scale: f32, 
             #[inline(always)]
             || {
                 for query in (0..s.queries).step_by(V::LANES) {
-                    let (tile, seen) = (tile.as_mut_ptr().add(query), Seen::of::<V>(s, query));
+                    let (tile, seen) = (tile.as_mut_ptr().add(query), VisibleKeys::of::<V>(s, query));
                     match s.edge {
-                        None => softmax_of::<V>(tile, seen, Diagonal(query), scale, state, query),
+                        None => softmax_of::<V>(tile, seen, CausalMask(query), scale, state, query),
                         Some(edge) => {
-                            let bounds = Bounds { query, diagonal: s.diagonal, edge };
+                            let bounds = WindowMask { query, diagonal: s.diagonal, edge };
                             softmax_of::<V>(tile, seen, bounds, scale, state, query);
                         }
                     }
@@ -149,12 +149,12 @@ pub(super) unsafe fn softmax<V: Vector>(tile: &mut [f32], s: Shape, scale: f32, 
 }
 
 #[inline(always)]
-unsafe fn softmax_of<V: Vector>(
+unsafe fn softmax_of<V: SimdVector>(
     tile: *mut f32,
-    seen: Seen,
-    mask: impl Mask,
+    seen: VisibleKeys,
+    mask: impl TileMask,
     scale: f32,
-    state: &mut Softmax,
+    state: &mut OnlineSoftmax,
     query: usize,
 ) {
     // SAFETY: as the caller promises.
@@ -202,7 +202,7 @@ unsafe fn softmax_of<V: Vector>(
 }
 
 /// What a block of queries knows of its rows.
-pub(super) struct Known {
+pub(super) struct BackwardRowStatistics {
     /// The log-sum-exp, in powers of 2.
     pub lse: [f32; BLOCK],
     /// The sum over keys of probabilities times their gradients.
@@ -214,12 +214,12 @@ pub(super) struct Known {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn score_gradients<V: Vector>(
+pub(super) unsafe fn score_gradients<V: SimdVector>(
     p: &mut [f32],
     g: &mut [f32],
-    s: Shape,
-    (scale, cap): (f32, Option<Cap>),
-    known: &Known,
+    s: TileShape,
+    (scale, cap): (f32, Option<SoftCap>),
+    known: &BackwardRowStatistics,
 ) {
     check(p, s);
     check(g, s);
@@ -230,13 +230,13 @@ pub(super) unsafe fn score_gradients<V: Vector>(
             || {
                 for query in (0..s.queries).step_by(V::LANES) {
                     let at = [p.as_mut_ptr().add(query), g.as_mut_ptr().add(query)];
-                    let seen = Seen::of::<V>(s, query);
+                    let seen = VisibleKeys::of::<V>(s, query);
                     let known = [&known.lse, &known.along].map(|x| V::load(x[query..].as_ptr()));
-                    let bounds = s.edge.map(|edge| Bounds { query, diagonal: s.diagonal, edge });
+                    let bounds = s.edge.map(|edge| WindowMask { query, diagonal: s.diagonal, edge });
                     match (bounds, cap) {
-                        (None, None) => gradients_of::<V>(at, seen, Diagonal(query), (scale, NoCap), known),
-                        (None, Some(cap)) => gradients_of::<V>(at, seen, Diagonal(query), (scale, cap), known),
-                        (Some(bounds), None) => gradients_of::<V>(at, seen, bounds, (scale, NoCap), known),
+                        (None, None) => gradients_of::<V>(at, seen, CausalMask(query), (scale, NoSoftCap), known),
+                        (None, Some(cap)) => gradients_of::<V>(at, seen, CausalMask(query), (scale, cap), known),
+                        (Some(bounds), None) => gradients_of::<V>(at, seen, bounds, (scale, NoSoftCap), known),
                         (Some(bounds), Some(cap)) => gradients_of::<V>(at, seen, bounds, (scale, cap), known),
                     }
                 }
@@ -246,27 +246,27 @@ pub(super) unsafe fn score_gradients<V: Vector>(
 }
 
 /// The slope of what made the scores.
-trait Slope: Copy {
+trait ScoreSlope: Copy {
     /// A score's gradient, to that of what the score was made of.
     ///
     /// # Safety
     /// Inside of `V::with`.
-    unsafe fn through<V: Vector>(self, score: V, gradient: V) -> V;
+    unsafe fn through<V: SimdVector>(self, score: V, gradient: V) -> V;
 }
 
 #[derive(Clone, Copy)]
-struct NoCap;
+struct NoSoftCap;
 
-impl Slope for NoCap {
+impl ScoreSlope for NoSoftCap {
     #[inline(always)]
-    unsafe fn through<V: Vector>(self, _: V, gradient: V) -> V {
+    unsafe fn through<V: SimdVector>(self, _: V, gradient: V) -> V {
         gradient
     }
 }
 
-impl Slope for Cap {
+impl ScoreSlope for SoftCap {
     #[inline(always)]
-    unsafe fn through<V: Vector>(self, score: V, gradient: V) -> V {
+    unsafe fn through<V: SimdVector>(self, score: V, gradient: V) -> V {
         // SAFETY: as the caller promises.
         unsafe {
             let tanh = score.mul(V::splat(1.0 / self.outer));
@@ -276,11 +276,11 @@ impl Slope for Cap {
 }
 
 #[inline(always)]
-unsafe fn gradients_of<V: Vector>(
+unsafe fn gradients_of<V: SimdVector>(
     [p_at, g_at]: [*mut f32; 2],
-    seen: Seen,
-    mask: impl Mask,
-    (scale, slope): (f32, impl Slope),
+    seen: VisibleKeys,
+    mask: impl TileMask,
+    (scale, slope): (f32, impl ScoreSlope),
     [lse, along]: [V; 2],
 ) {
     // SAFETY: as the caller promises.

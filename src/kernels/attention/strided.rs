@@ -1,26 +1,26 @@
 //! Views of rows that hold several heads side by side, possibly beside other things (a fused projection).
 
-use super::Heads;
-use super::rule::Span;
-use crate::kernels::par::Parts;
+use super::AttentionShape;
+use super::rule::SequenceSpan;
+use crate::kernels::parallel::DisjointParts;
 use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Rows with their heads side by side, the first head at each row's start.
 #[derive(Debug, Clone, Copy)]
-pub struct Rows<'a, E> {
+pub struct MultiHeadRows<'a, E> {
     data: &'a [E],
     row_stride: usize,
 }
 
-impl<'a, E> Rows<'a, E> {
+impl<'a, E> MultiHeadRows<'a, E> {
     /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
     pub fn new(data: &'a [E], row_stride: usize) -> Self {
         Self { data, row_stride }
     }
 
     /// One head's vectors of one row of positions.
-    pub(super) fn head(&self, h: &Heads, batch: usize, head: usize) -> HeadRows<'a, E> {
+    pub(super) fn head(&self, h: &AttentionShape, batch: usize, head: usize) -> HeadRows<'a, E> {
         self.of(batch * h.time, head, h.head)
     }
 
@@ -58,7 +58,7 @@ impl<'a, E> HeadRows<'a, E> {
 
 /// Rows with heads side by side, to be written.
 #[derive(Debug)]
-pub struct RowsMut<'a, E> {
+pub struct MultiHeadRowsMut<'a, E> {
     data: *mut E,
     len: usize,
     row_stride: usize,
@@ -68,9 +68,9 @@ pub struct RowsMut<'a, E> {
 }
 
 // SAFETY: a `&mut [E]` of its own columns.
-unsafe impl<E: Send> Send for RowsMut<'_, E> {}
+unsafe impl<E: Send> Send for MultiHeadRowsMut<'_, E> {}
 
-impl<'a, E> RowsMut<'a, E> {
+impl<'a, E> MultiHeadRowsMut<'a, E> {
     /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
     pub fn new(data: &'a mut [E], row_stride: usize) -> Self {
         let (len, columns) = (data.len(), 0..row_stride);
@@ -94,18 +94,18 @@ impl<'a, E> RowsMut<'a, E> {
     /// The rows by (batch, head) in order, for `heads` heads of `head` elements.
     ///
     /// Panics if a row of the view or the data has no room for them.
-    pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> HeadsMut<'a, E> {
+    pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> RowsByHeadMut<'a, E> {
         assert!(heads * head <= self.columns.len(), "{heads} heads of {head} in {:?}", self.columns);
         let rows = batch * time;
         let end = rows.checked_sub(1).map_or(0, |last| last * self.row_stride + self.columns.start + heads * head);
         assert!(end <= self.len, "{rows} rows need {end} elements of {}", self.len);
-        HeadsMut { rows: self, batch, time, heads, head }
+        RowsByHeadMut { rows: self, batch, time, heads, head }
     }
 }
 
-/// The rows of [`RowsMut`] by (batch, head).
-pub(super) struct HeadsMut<'a, E> {
-    rows: RowsMut<'a, E>,
+/// The rows of [`MultiHeadRowsMut`] by (batch, head).
+pub(super) struct RowsByHeadMut<'a, E> {
+    rows: MultiHeadRowsMut<'a, E>,
     batch: usize,
     time: usize,
     heads: usize,
@@ -113,25 +113,25 @@ pub(super) struct HeadsMut<'a, E> {
 }
 
 // SAFETY: the threads get parts that do not overlap, as if each had been sent a `&mut [E]`.
-unsafe impl<E: Send> Sync for HeadsMut<'_, E> {}
+unsafe impl<E: Send> Sync for RowsByHeadMut<'_, E> {}
 
 // SAFETY: a part is the rows of one sequence and the columns of one head.
-unsafe impl<'a, E: Send> Parts for HeadsMut<'a, E> {
-    type Part = HeadMut<'a, E>;
+unsafe impl<'a, E: Send> DisjointParts for RowsByHeadMut<'a, E> {
+    type Part = HeadRowsMut<'a, E>;
 
-    unsafe fn take(&self, index: usize) -> HeadMut<'a, E> {
+    unsafe fn take(&self, index: usize) -> HeadRowsMut<'a, E> {
         let (batch, head) = (index / self.heads, index % self.heads);
         // SAFETY: the caller takes the head once.
-        unsafe { self.take_some(Span { first: batch * self.time, len: self.time }, head, 1) }
+        unsafe { self.take_some(SequenceSpan { first: batch * self.time, len: self.time }, head, 1) }
     }
 }
 
-impl<'a, E> HeadsMut<'a, E> {
+impl<'a, E> RowsByHeadMut<'a, E> {
     /// The positions of a span of `n` heads from `head` on, as one.
     ///
     /// # Safety
     /// The same position of a head is taken once only.
-    pub(super) unsafe fn take_some(&self, span: Span, head: usize, n: usize) -> HeadMut<'a, E> {
+    pub(super) unsafe fn take_some(&self, span: SequenceSpan, head: usize, n: usize) -> HeadRowsMut<'a, E> {
         let all = self.batch * self.time;
         assert!(
             span.first + span.len <= all && head + n <= self.heads,
@@ -141,12 +141,12 @@ impl<'a, E> HeadsMut<'a, E> {
         let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
         // SAFETY: `by_head` checked that every head of every row lies within the data.
         let data = unsafe { self.rows.data.add(start) };
-        HeadMut { data, row_stride: self.rows.row_stride, time: span.len, head: n * self.head, slice: PhantomData }
+        HeadRowsMut { data, row_stride: self.rows.row_stride, time: span.len, head: n * self.head, slice: PhantomData }
     }
 }
 
 /// One head's vectors of some positions, to be written.
-pub(super) struct HeadMut<'a, E> {
+pub(super) struct HeadRowsMut<'a, E> {
     data: *mut E,
     row_stride: usize,
     time: usize,
@@ -154,7 +154,7 @@ pub(super) struct HeadMut<'a, E> {
     slice: PhantomData<&'a mut [E]>,
 }
 
-impl<E> HeadMut<'_, E> {
+impl<E> HeadRowsMut<'_, E> {
     /// The vector of position t.
     #[inline(always)]
     pub(super) fn row(&mut self, t: usize) -> &mut [E] {
@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn views_of_columns_write_their_own_elements_only() {
         let mut data = vec![0u32; 4 * 10];
-        let [a, b] = RowsMut::columns(&mut data, 10, [1..5, 6..10]);
+        let [a, b] = MultiHeadRowsMut::columns(&mut data, 10, [1..5, 6..10]);
         let (a, b) = (a.by_head(2, 2, 2, 2), b.by_head(2, 2, 1, 3));
         // SAFETY: every part is taken once.
         unsafe {
@@ -197,12 +197,12 @@ mod tests {
     #[test]
     #[should_panic(expected = "overlap")]
     fn overlapping_columns_are_refused() {
-        RowsMut::columns(&mut [0u8; 8], 8, [0..4, 5..8, 3..5]);
+        MultiHeadRowsMut::columns(&mut [0u8; 8], 8, [0..4, 5..8, 3..5]);
     }
 
     #[test]
     #[should_panic(expected = "need 12 elements")]
     fn too_short_data_is_refused() {
-        RowsMut::new(&mut [0u8; 11], 4).by_head(1, 3, 2, 2);
+        MultiHeadRowsMut::new(&mut [0u8; 11], 4).by_head(1, 3, 2, 2);
     }
 }

@@ -1,7 +1,7 @@
 //! Attention against the formulas in f64, on every path that this machine has.
 
 use super::*;
-use crate::kernels::wide::{get, put};
+use crate::kernels::f32_access::{get, put};
 use half::{bf16, f16};
 
 fn numbers<E: Element>(n: usize, seed: u32, range: f32) -> Vec<E> {
@@ -12,28 +12,28 @@ fn numbers<E: Element>(n: usize, seed: u32, range: f32) -> Vec<E> {
 
 /// A fused projection and the gradient of the result.
 struct Case<E> {
-    h: Heads,
-    rule: Rule<'static>,
+    h: AttentionShape,
+    rule: AttentionRule<'static>,
     starts: Option<Vec<Vec<usize>>>,
     qkv: Vec<E>,
     dout: Vec<E>,
 }
 
 impl<E: Element> Case<E> {
-    fn new(h: Heads) -> Self {
+    fn new(h: AttentionShape) -> Self {
         let rows = h.batch * h.time;
         // One element of each row belongs to nobody.
         let stride = (h.heads + 2 * h.kv_heads) * h.head + 1;
         let (qkv, dout) = (numbers(rows * stride, 1, 2.0), numbers(rows * h.heads * h.head, 2, 1.0));
-        Self { h, rule: Rule::causal(h.head), starts: None, qkv, dout }
+        Self { h, rule: AttentionRule::causal(h.head), starts: None, qkv, dout }
     }
 
-    fn ruled(h: Heads, rule: Rule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
+    fn ruled(h: AttentionShape, rule: AttentionRule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
         Self { rule, starts, ..Self::new(h) }
     }
 
-    fn rule(&self) -> Rule<'_> {
-        Rule { starts: self.starts.as_deref(), ..self.rule }
+    fn rule(&self) -> AttentionRule<'_> {
+        AttentionRule { starts: self.starts.as_deref(), ..self.rule }
     }
 
     /// Where the sequence begins that position `t` of row `b` belongs to.
@@ -57,29 +57,35 @@ impl<E: Element> Case<E> {
         [0..q, q..q + k, q + k..q + 2 * k]
     }
 
-    fn run(&self, path: Method) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run(&self, path: SimdMethod) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let sequences = self.rule().spans(&self.h).len();
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
     /// With so many key heads whose backward is one task.
-    fn run_with(&self, path: Method, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run_with(&self, path: SimdMethod, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
-        let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
+        let qkv = || self.columns().map(|c| MultiHeadRows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];
         let mut lse = vec![0f32; h.batch * h.heads * h.time];
         forward_on(path, (h, rule), qkv(), &mut out, &mut lse);
         let mut grad = vec![put(0.5); self.qkv.len()];
         let [q, k, v] = qkv();
-        let given = Given { q, k, v, out: &out, lse: &lse, dout: &self.dout };
+        let given = BackwardInputs { q, k, v, out: &out, lse: &lse, dout: &self.dout };
         let parts = (&rule.spans(h)[..], whole);
-        backward_on(path, (h, rule), &given, parts, RowsMut::columns(&mut grad, self.stride(), self.columns()));
+        backward_on(
+            path,
+            (h, rule),
+            &given,
+            parts,
+            MultiHeadRowsMut::columns(&mut grad, self.stride(), self.columns()),
+        );
         (out, lse, grad)
     }
 
     /// Result, log-sum-exp and gradients by the formulas.
     fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-        let Heads { batch, time, heads, head, .. } = self.h;
+        let AttentionShape { batch, time, heads, head, .. } = self.h;
         let scale = f64::from(self.rule.scale);
         let columns = self.columns();
         let mut out = vec![0f64; self.dout.len()];
@@ -135,7 +141,7 @@ fn difference<E: Element>(got: &[E], want: &[f64]) -> f64 {
     errors.fold(0f64, |m, e| if e > m || e.is_nan() { e } else { m }) / largest
 }
 
-fn sizes() -> Vec<Heads> {
+fn sizes() -> Vec<AttentionShape> {
     [
         (1, 1, 1, 1, 1),
         (2, 5, 2, 2, 8),
@@ -147,22 +153,28 @@ fn sizes() -> Vec<Heads> {
         (1, 33, 1, 1, 160),
         (1, 300, 2, 2, 64),
     ]
-    .map(|(batch, time, heads, kv_heads, head)| Heads { batch, time, heads, kv_heads, head })
+    .map(|(batch, time, heads, kv_heads, head)| AttentionShape { batch, time, heads, kv_heads, head })
     .to_vec()
 }
 
 /// Rules for a sequence of `time` positions, and the starts of a row of several.
-fn rules(h: &Heads) -> Vec<(Rule<'static>, Option<Vec<Vec<usize>>>)> {
-    let usual = Rule::causal(h.head);
-    let windows = [1, 12, 64, 65, 100].map(|window| Rule { window: Some(window), ..usual });
-    let capped = Rule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
-    let both_ways = Rule { bidirectional: true, ..usual };
-    let alone = [usual, capped, both_ways, Rule { bidirectional: true, ..capped }, Rule { window: Some(20), ..capped }];
+fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usize>>>)> {
+    let usual = AttentionRule::causal(h.head);
+    let windows = [1, 12, 64, 65, 100].map(|window| AttentionRule { window: Some(window), ..usual });
+    let capped = AttentionRule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
+    let both_ways = AttentionRule { bidirectional: true, ..usual };
+    let alone = [
+        usual,
+        capped,
+        both_ways,
+        AttentionRule { bidirectional: true, ..capped },
+        AttentionRule { window: Some(20), ..capped },
+    ];
     // Sequences of one position and of many, otherwise in each row.
     let starts = |row: usize| (0..h.time).filter(|t| *t == 0 || [3, 4, 80 + row, 83].contains(t)).collect();
     let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
-    let packs =
-        [usual, both_ways, windows[1], Rule { window: Some(20), ..capped }].map(|rule| (rule, Some(packed.clone())));
+    let packs = [usual, both_ways, windows[1], AttentionRule { window: Some(20), ..capped }]
+        .map(|rule| (rule, Some(packed.clone())));
     alone.into_iter().chain(windows).map(|rule| (rule, None)).chain(packs).collect()
 }
 
@@ -171,7 +183,7 @@ fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
         for (rule, starts) in rules(&h) {
             let case = Case::<E>::ruled(h, rule, starts);
             let (out, lse, grad) = case.reference();
-            for path in Method::available::<E>() {
+            for path in SimdMethod::available::<E>() {
                 let got = case.run(path);
                 let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
                 let bounded = errors.0 <= accuracy && errors.1 <= 2e-6 && errors.2 <= 2.0 * accuracy;
@@ -198,10 +210,10 @@ fn results_and_gradients_are_those_of_the_formulas_in_f16() {
 
 #[test]
 fn results_have_the_same_bits_for_any_number_of_threads() {
-    let h = Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 };
+    let h = AttentionShape { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 };
     for (rule, starts) in rules(&h) {
         let case = Case::<bf16>::ruled(h, rule, starts);
-        for path in Method::available::<bf16>() {
+        for path in SimdMethod::available::<bf16>() {
             let results = [1, 2, 3, 5].map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
                 pool.install(|| case.run(path))
@@ -214,10 +226,10 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
 #[test]
 fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() {
     fn check<E: Element + PartialEq>() {
-        let h = Heads { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 };
+        let h = AttentionShape { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 };
         for starts in [None, Some(vec![vec![0, 100], vec![0, 1, 20]])] {
-            let case = Case::<E>::ruled(h, Rule::causal(40), starts);
-            for path in Method::available::<E>() {
+            let case = Case::<E>::ruled(h, AttentionRule::causal(40), starts);
+            for path in SimdMethod::available::<E>() {
                 let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
                 assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
             }
@@ -229,7 +241,7 @@ fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() 
 
 #[test]
 fn groups_are_whole_unless_threads_would_wait_for_them() {
-    let h = |batch, kv_heads| Heads { batch, time: 1, heads: 8, kv_heads, head: 1 };
+    let h = |batch, kv_heads| AttentionShape { batch, time: 1, heads: 8, kv_heads, head: 1 };
     assert_eq!(whole_groups(&h(1, 2), 1, 4), 0);
     assert_eq!(whole_groups(&h(3, 2), 3, 4), 4);
     assert_eq!(whole_groups(&h(2, 2), 2, 4), 4);
@@ -240,10 +252,10 @@ fn groups_are_whole_unless_threads_would_wait_for_them() {
 
 #[test]
 fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
-    let h = Heads { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
+    let h = AttentionShape { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
     for (rule, starts) in rules(&h).into_iter().filter(|(rule, starts)| !rule.bidirectional && starts.is_none()) {
         let case = Case::<f32>::ruled(h, rule, starts);
-        for path in Method::available::<f32>() {
+        for path in SimdMethod::available::<f32>() {
             let whole = case.run(path).0;
             for time in [1, 17, 64, 70, 149] {
                 assert_eq!(case.part(0, time).run(path).0, whole[..time * 80], "{time} {path:?} {rule:?}");
@@ -257,7 +269,7 @@ impl<E: Element> Case<E> {
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {
-            h: Heads { batch: 1, time, ..self.h },
+            h: AttentionShape { batch: 1, time, ..self.h },
             rule: self.rule,
             starts: None,
             qkv: self.qkv[first * stride..][..time * stride].to_vec(),
@@ -269,13 +281,13 @@ impl<E: Element> Case<E> {
 #[test]
 fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() {
     fn check<E: Element + PartialEq>() {
-        let h = Heads { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
+        let h = AttentionShape { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::ruled(h, rule, starts);
             // A sequence that is no number spoils no other.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
-            for path in Method::available::<E>() {
+            for path in SimdMethod::available::<E>() {
                 let all = case.run(path);
                 for span in case.rule().spans(&h).into_iter().filter(|span| span.first != 4) {
                     let alone = case.part(span.first, span.len).run(path);
@@ -294,11 +306,11 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
 
 #[test]
 fn a_window_as_long_as_the_row_changes_no_bit() {
-    let h = Heads { batch: 1, time: 150, heads: 2, kv_heads: 1, head: 40 };
-    for path in Method::available::<f32>() {
+    let h = AttentionShape { batch: 1, time: 150, heads: 2, kv_heads: 1, head: 40 };
+    for path in SimdMethod::available::<f32>() {
         let plain = Case::<f32>::new(h).run(path);
         for window in [150, usize::MAX] {
-            let rule = Rule { window: Some(window), ..Rule::causal(40) };
+            let rule = AttentionRule { window: Some(window), ..AttentionRule::causal(40) };
             assert!(Case::<f32>::ruled(h, rule, None).run(path) == plain, "{path:?}");
         }
     }
@@ -306,11 +318,11 @@ fn a_window_as_long_as_the_row_changes_no_bit() {
 
 #[test]
 fn nan_before_the_window_is_not_seen() {
-    let h = Heads { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 };
-    let mut case = Case::<f32>::ruled(h, Rule { window: Some(8), ..Rule::causal(16) }, None);
+    let h = AttentionShape { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 };
+    let mut case = Case::<f32>::ruled(h, AttentionRule { window: Some(8), ..AttentionRule::causal(16) }, None);
     let stride = case.stride();
     case.qkv[20 * stride + 16] = f32::NAN;
-    for path in Method::available::<f32>() {
+    for path in SimdMethod::available::<f32>() {
         let (out, lse, _) = case.run(path);
         for t in 0..128 {
             let sees = (20..28).contains(&t);
@@ -322,10 +334,10 @@ fn nan_before_the_window_is_not_seen() {
 
 #[test]
 fn nan_stays_in_the_rows_that_see_it() {
-    let mut case = Case::<f32>::new(Heads { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 });
+    let mut case = Case::<f32>::new(AttentionShape { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 });
     let stride = case.stride();
     case.qkv[64 * stride + 16] = f32::NAN;
-    for path in Method::available::<f32>() {
+    for path in SimdMethod::available::<f32>() {
         let (out, lse, _) = case.run(path);
         assert!(out[..64 * 16].iter().chain(&lse[..64]).all(|x| x.is_finite()), "{path:?}");
         assert!(out[64 * 16..].iter().all(|x| x.is_nan()), "{path:?}");
@@ -335,10 +347,10 @@ fn nan_stays_in_the_rows_that_see_it() {
 
 #[test]
 fn scores_far_apart_neither_overflow_nor_vanish() {
-    let mut case = Case::<f32>::new(Heads { batch: 1, time: 100, heads: 2, kv_heads: 1, head: 16 });
+    let mut case = Case::<f32>::new(AttentionShape { batch: 1, time: 100, heads: 2, kv_heads: 1, head: 16 });
     case.qkv.iter_mut().for_each(|x| *x *= 10.0);
     let (out, lse, grad) = case.reference();
-    for path in Method::available::<f32>() {
+    for path in SimdMethod::available::<f32>() {
         let got = case.run(path);
         let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
         assert!(errors.0 <= 1e-3 && errors.1 <= 1e-6 && errors.2 <= 1e-3, "{path:?}: {errors:?}");
@@ -348,11 +360,11 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
 #[test]
 fn no_sequences_and_no_positions_are_nothing_to_do() {
     for (batch, time) in [(0, 5), (5, 0)] {
-        let h = Heads { batch, time, heads: 2, kv_heads: 1, head: 4 };
-        let none = Rows::<f32>::new(&[], 8);
-        let rule = Rule::causal(4);
+        let h = AttentionShape { batch, time, heads: 2, kv_heads: 1, head: 4 };
+        let none = MultiHeadRows::<f32>::new(&[], 8);
+        let rule = AttentionRule::causal(4);
         forward(&h, &rule, [none; 3], &mut [], &mut []);
-        let gradients = RowsMut::columns(&mut [], 16, [0..8, 8..12, 12..16]);
+        let gradients = MultiHeadRowsMut::columns(&mut [], 16, [0..8, 8..12, 12..16]);
         backward(&h, &rule, [none; 3], (&[], &[], &[]), gradients);
     }
 }
@@ -360,17 +372,17 @@ fn no_sequences_and_no_positions_are_nothing_to_do() {
 #[test]
 #[should_panic(expected = "elements of the result")]
 fn a_result_of_another_size_is_refused() {
-    let h = Heads { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
+    let h = AttentionShape { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
     let x = [0f32; 8];
-    let rows = Rows::new(&x, 4);
-    forward(&h, &Rule::causal(4), [rows; 3], &mut [0.0; 7], &mut [0.0; 2]);
+    let rows = MultiHeadRows::new(&x, 4);
+    forward(&h, &AttentionRule::causal(4), [rows; 3], &mut [0.0; 7], &mut [0.0; 2]);
 }
 
 #[test]
 #[should_panic(expected = "rows of sequences")]
 fn sequences_of_another_batch_are_refused() {
-    let h = Heads { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
+    let h = AttentionShape { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
     let x = [0f32; 8];
-    let rule = Rule { starts: Some(&[]), ..Rule::causal(4) };
-    forward(&h, &rule, [Rows::new(&x, 4); 3], &mut [0.0; 8], &mut [0.0; 2]);
+    let rule = AttentionRule { starts: Some(&[]), ..AttentionRule::causal(4) };
+    forward(&h, &rule, [MultiHeadRows::new(&x, 4); 3], &mut [0.0; 8], &mut [0.0; 2]);
 }

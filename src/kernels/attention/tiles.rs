@@ -4,20 +4,20 @@
 //! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys of a vector of
 //! queries needs no operation across a vector.
 
-use super::heads::{BAND, BLOCK};
-use super::product::{Left, Start, Strips, product};
-use super::rule::Shape;
+use super::rule::TileShape;
+use super::shape::{BAND, BLOCK};
+use super::tile_product::{LeftFactor, ProductInit, StripProducts, product};
 #[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::Pairs;
-use crate::kernels::vector::{Single, Vector};
+use crate::kernels::vector::Bf16PairWords;
+use crate::kernels::vector::{F32Words, SimdVector};
 
 /// Tiles of words.
-pub(super) trait Tiles: Strips {
+pub(super) trait ScoreTiles: StripProducts {
     /// Takes a tile of f32 to words along the keys: word (key, query) is `key * BLOCK + query`, key counting words.
     ///
     /// # Safety
     /// The processor has the instructions.
-    unsafe fn to_words_along_keys(_tile: &mut [f32], _shape: Shape) {
+    unsafe fn to_words_along_keys(_tile: &mut [f32], _shape: TileShape) {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
 
@@ -26,26 +26,26 @@ pub(super) trait Tiles: Strips {
     ///
     /// # Safety
     /// The processor has the instructions.
-    unsafe fn to_words(_along_queries: &mut [f32], _both: &mut [f32], _keys: &mut [f32], _shape: Shape) {
+    unsafe fn to_words(_along_queries: &mut [f32], _both: &mut [f32], _keys: &mut [f32], _shape: TileShape) {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
 }
 
-impl<V: Vector> Tiles for Single<V> where Self: Strips {}
+impl<V: SimdVector> ScoreTiles for F32Words<V> where Self: StripProducts {}
 
 #[cfg(target_arch = "x86_64")]
-impl Tiles for Pairs {
-    unsafe fn to_words_along_keys(tile: &mut [f32], shape: Shape) {
+impl ScoreTiles for Bf16PairWords {
+    unsafe fn to_words_along_keys(tile: &mut [f32], shape: TileShape) {
         // SAFETY: as the caller promises.
-        unsafe { super::pairs::along_keys_in_place(tile, shape) }
+        unsafe { super::bf16_pairs::along_keys_in_place(tile, shape) }
     }
 
-    unsafe fn to_words(along_queries: &mut [f32], both: &mut [f32], keys: &mut [f32], shape: Shape) {
+    unsafe fn to_words(along_queries: &mut [f32], both: &mut [f32], keys: &mut [f32], shape: TileShape) {
         // SAFETY: as the caller promises.
         unsafe {
-            super::pairs::along_keys(both, keys, shape);
-            super::pairs::along_queries_in_place(both, shape);
-            super::pairs::along_queries_in_place(along_queries, shape);
+            super::bf16_pairs::along_keys(both, keys, shape);
+            super::bf16_pairs::along_queries_in_place(both, shape);
+            super::bf16_pairs::along_queries_in_place(along_queries, shape);
         }
     }
 }
@@ -54,19 +54,19 @@ impl Tiles for Pairs {
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn scores<T: Tiles>(
+pub(super) unsafe fn scores<T: ScoreTiles>(
     tile: &mut [f32],
     (keys, words): (&[f32], usize),
     queries: &[f32],
     depth: usize,
-    s: Shape,
+    s: TileShape,
 ) {
     for (first, rows) in bands(s, s.keys) {
         let from = if s.diagonal { first } else { 0 };
-        let left = Left { words: &keys[first * words..], row: words, step: 1 };
+        let left = LeftFactor { words: &keys[first * words..], row: words, step: 1 };
         let (to, size) = ((&mut tile[first * BLOCK + from..], BLOCK), [rows, s.queries - from, depth]);
         // SAFETY: as the caller promises.
-        unsafe { product::<T>(to, Start::Zero, left, (&queries[from..], BLOCK), size) };
+        unsafe { product::<T>(to, ProductInit::Zero, left, (&queries[from..], BLOCK), size) };
     }
 }
 
@@ -75,17 +75,17 @@ pub(super) unsafe fn scores<T: Tiles>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn gather<T: Tiles>(
+pub(super) unsafe fn gather<T: ScoreTiles>(
     (out, width): (&mut [f32], usize),
-    start: Start<'_>,
+    start: ProductInit<'_>,
     tile: &[f32],
     x: &[f32],
     columns: usize,
-    s: Shape,
+    s: TileShape,
 ) {
     for (first, rows) in bands(s, s.queries) {
         let depth = if s.diagonal { first + rows } else { s.keys } / T::DEPTH;
-        let left = Left { words: &tile[first..], row: 1, step: BLOCK };
+        let left = LeftFactor { words: &tile[first..], row: 1, step: BLOCK };
         let (to, size) = ((&mut out[first * width..], width), [rows, columns, depth]);
         // SAFETY: as the caller promises.
         unsafe { product::<T>(to, start.skip_rows(first), left, (x, width), size) };
@@ -96,25 +96,25 @@ pub(super) unsafe fn gather<T: Tiles>(
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn scatter<T: Tiles>(
+pub(super) unsafe fn scatter<T: ScoreTiles>(
     (out, width): (&mut [f32], usize),
     tile: &[f32],
     x: &[f32],
     columns: usize,
-    s: Shape,
+    s: TileShape,
 ) {
     for (first, rows) in bands(s, s.keys) {
         let from = if s.diagonal { first } else { 0 };
-        let left = Left { words: &tile[first * BLOCK + from / T::DEPTH..], row: BLOCK, step: 1 };
+        let left = LeftFactor { words: &tile[first * BLOCK + from / T::DEPTH..], row: BLOCK, step: 1 };
         let right = (&x[from / T::DEPTH * width..], width);
         let (to, size) = ((&mut out[first * width..], width), [rows, columns, (s.queries - from) / T::DEPTH]);
         // SAFETY: as the caller promises.
-        unsafe { product::<T>(to, Start::Sums, left, right, size) };
+        unsafe { product::<T>(to, ProductInit::Sums, left, right, size) };
     }
 }
 
 /// The (first, number) of rows to multiply at a time: all of them, or on the diagonal those with the same bound.
-fn bands(s: Shape, rows: usize) -> impl Iterator<Item = (usize, usize)> {
+fn bands(s: TileShape, rows: usize) -> impl Iterator<Item = (usize, usize)> {
     let step = if s.diagonal { BAND } else { rows.max(1) };
     (0..rows).step_by(step).map(move |first| (first, step))
 }

@@ -6,14 +6,14 @@ use crate::kernels::element::Element;
 #[cfg(target_arch = "aarch64")]
 use crate::kernels::vector::Neon;
 #[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::{Avx2, Avx512, Pairs};
-use crate::kernels::vector::{OfElements, Portable, Single, Vector, Words};
+use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
+use crate::kernels::vector::{F32Words, PackElements, PackedWords, PortableVector, SimdVector};
 
 /// Vectors of words, and their products.
 ///
 /// # Safety
-/// As for [`Vector`]: the functions may be called inside of [`Vector::with`] only.
-pub(super) trait Arithmetic: Words {
+/// As for [`SimdVector`]: the functions may be called inside of [`SimdVector::with`] only.
+pub(super) trait GemmArithmetic: PackedWords {
     /// Rows of the largest tile of sums: a power of two.
     const ROWS: usize;
     /// Vectors of the largest tile of sums.
@@ -28,14 +28,14 @@ pub(super) trait Arithmetic: Words {
 }
 
 /// An arithmetic with the words of elements.
-pub(super) trait Word<E: Element>: Arithmetic + OfElements<E> {}
+pub(super) trait ElementArithmetic<E: Element>: GemmArithmetic + PackElements<E> {}
 
-impl<E: Element, A: Arithmetic + OfElements<E>> Word<E> for A {}
+impl<E: Element, A: GemmArithmetic + PackElements<E>> ElementArithmetic<E> for A {}
 
 /// The tiles of sums of words of one f32, for vectors of a kind.
 macro_rules! single {
     ($vector:ty, $rows:literal rows, $vectors:literal vectors, $words_of_b:expr) => {
-        impl Arithmetic for Single<$vector> {
+        impl GemmArithmetic for F32Words<$vector> {
             const ROWS: usize = $rows;
             const VECTORS: usize = $vectors;
             const WORDS_OF_B: usize = $words_of_b;
@@ -52,10 +52,10 @@ single!(Neon, 8 rows, 3 vectors, 1 << 16);
 #[cfg(target_arch = "x86_64")]
 single!(Avx2, 4 rows, 3 vectors, 1 << 16);
 // of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
-single!(Portable, 4 rows, 2 vectors, 1 << 16);
+single!(PortableVector, 4 rows, 2 vectors, 1 << 16);
 
 #[cfg(target_arch = "x86_64")]
-impl Arithmetic for Pairs {
+impl GemmArithmetic for Bf16PairWords {
     const ROWS: usize = 8;
     const VECTORS: usize = 3;
     const WORDS_OF_B: usize = 1 << 17;

@@ -12,17 +12,17 @@
 //! How the inner dimension is cut depends on its length alone, and so does the order in which the products of an
 //! element are summed.
 
-use super::arithmetic::{Arithmetic, Word};
-use super::direct;
-use super::epilogue::Sink;
-use super::finish::{Place, finish};
-use super::kernel::{self, Kernels, Start, Words};
+use super::arithmetic::{ElementArithmetic, GemmArithmetic};
+use super::epilogue::EpilogueOutput;
 use super::matrix::Matrix;
-use super::pack::{Operand, STEPS_AHEAD};
-use super::panels::Panels;
+use super::microkernel::{self, AccumulatorInit, Microkernels, StridedWords};
+use super::pack::{GemmOperand, STEPS_AHEAD};
+use super::panels::ColumnPanels;
 use super::scratch::with_words;
+use super::tile_epilogue::{TilePosition, finish};
+use super::unpacked;
 use crate::kernels::element::Element;
-use crate::kernels::par;
+use crate::kernels::parallel;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -46,37 +46,47 @@ const PACK_STEPS: usize = 32;
 const SMALL: usize = 1 << 20;
 
 /// `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
-pub(super) fn gemm<W: Word<E> + Kernels, E: Element, C: Element>(
-    sink: &Sink<'_, C>,
+pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
+    sink: &EpilogueOutput<'_, C>,
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
 ) {
     let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
-    let a =
-        Operand { data: a.as_ptr(), outer: rows, inner, outer_stride: a.row_stride(), inner_stride: a.col_stride() };
-    let b =
-        Operand { data: b.as_ptr(), outer: cols, inner, outer_stride: b.col_stride(), inner_stride: b.row_stride() };
-    let layout = match () {
-        () if a.is_words::<W>() => Layout::InPlace,
-        () if a.inner_stride == 1 => Layout::Rows,
-        () => Layout::Groups,
+    let a = GemmOperand {
+        data: a.as_ptr(),
+        outer: rows,
+        inner,
+        outer_stride: a.row_stride(),
+        inner_stride: a.col_stride(),
     };
-    let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
+    let b = GemmOperand {
+        data: b.as_ptr(),
+        outer: cols,
+        inner,
+        outer_stride: b.col_stride(),
+        inner_stride: b.row_stride(),
+    };
+    let layout = match () {
+        () if a.is_words::<W>() => OperandLayout::InPlace,
+        () if a.inner_stride == 1 => OperandLayout::Rows,
+        () => OperandLayout::Groups,
+    };
+    let blocks = EvenSplit::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
     let few = rows <= FEW_ROWS && inner > 0;
-    let spans = Cut::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
+    let spans = EvenSplit::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
     let span_steps = (blocks.most() * spans.most()).max(1);
-    let most_rows = if layout == Layout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
-    let regions = Cut::new(rows, most_rows, W::LANES.max(W::ROWS));
+    let most_rows = if layout == OperandLayout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
+    let regions = EvenSplit::new(rows, most_rows, W::LANES.max(W::ROWS));
     let threads = if rows * cols * inner <= SMALL { 1 } else { rayon::current_num_threads() };
-    let words_of_a = if layout == Layout::InPlace { 0 } else { regions.most() * span_steps };
+    let words_of_a = if layout == OperandLayout::InPlace { 0 } else { regions.most() * span_steps };
     let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(W::LANES) } else { 0 };
     with_words(words_of_a, |packed_a| {
         with_words(waiting, |sums| {
             for region in 0..regions.count {
                 for span in 0..spans.count {
                     let rows = regions.piece(region);
-                    let grid = Grid::new::<W>(rows.len(), cols, if few { 1 } else { span_steps }, threads);
-                    let part = Part {
+                    let grid = TaskGrid::new::<W>(rows.len(), cols, if few { 1 } else { span_steps }, threads);
+                    let part = GemmPart {
                         sink,
                         a,
                         b,
@@ -85,13 +95,13 @@ pub(super) fn gemm<W: Word<E> + Kernels, E: Element, C: Element>(
                         blocks,
                         span: spans.piece(span),
                         grid,
-                        packed_a: Shared(packed_a),
-                        sums: (spans.count > 1).then_some(Shared(sums)),
+                        packed_a: SharedPointer(packed_a),
+                        sums: (spans.count > 1).then_some(SharedPointer(sums)),
                         packed: AtomicUsize::new(0),
                     };
                     let tasks = part.packs() + grid.rows.count * grid.cols.count;
                     let task = |task| part.run::<W>(task, few);
-                    if threads == 1 { (0..tasks).for_each(task) } else { par::for_each(tasks, task) }
+                    if threads == 1 { (0..tasks).for_each(task) } else { parallel::for_each(tasks, task) }
                 }
             }
         });
@@ -100,13 +110,13 @@ pub(super) fn gemm<W: Word<E> + Kernels, E: Element, C: Element>(
 
 /// A length in pieces as equal as whole units allow.
 #[derive(Clone, Copy)]
-struct Cut {
+struct EvenSplit {
     total: usize,
     unit: usize,
     count: usize,
 }
 
-impl Cut {
+impl EvenSplit {
     /// Into the fewest pieces of at most `most`, or of one unit if that is more; one piece if there is nothing to cut.
     fn new(total: usize, most: usize, unit: usize) -> Self {
         let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
@@ -131,74 +141,74 @@ impl Cut {
 
 /// The tasks of a part of the product.
 #[derive(Clone, Copy)]
-struct Grid {
-    rows: Cut,
-    cols: Cut,
+struct TaskGrid {
+    rows: EvenSplit,
+    cols: EvenSplit,
 }
 
-impl Grid {
+impl TaskGrid {
     /// As few as fit the caches, but some for each thread, so that threads of unequal speed end together.
-    fn new<A: Arithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
+    fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);
         if threads == 1 {
-            return Self { rows: Cut::into(rows, 1, A::ROWS), cols: Cut::new(cols, widest, A::COLS) };
+            return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
         }
         let cols = if rows >= 4 * threads * MANY_ROWS {
             // Rows alone make enough tasks, and whole rows of the result are better written at once.
-            Cut::new(cols, widest, A::COLS)
+            EvenSplit::new(cols, widest, A::COLS)
         } else {
-            let few = Cut::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
+            let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
             // The threads shall get the same number.
             let count = few.next_multiple_of(threads);
-            Cut::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
+            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
         };
         let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
         let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
         let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
-        Self { rows: Cut::into(rows, even.unwrap_or(count), A::ROWS), cols }
+        Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
     }
 }
 
 /// How the words of `a` are laid out.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Layout {
+enum OperandLayout {
     /// They are read where they are.
     InPlace,
     /// Each row's words one after the other.
     Rows,
-    /// Groups of [`Arithmetic::ROWS`] rows, for each step the words of these.
+    /// Groups of [`GemmArithmetic::ROWS`] rows, for each step the words of these.
     Groups,
 }
 
 /// Memory that tasks share.
 #[derive(Clone, Copy)]
-struct Shared<T>(*mut T);
+struct SharedPointer<T>(*mut T);
 
 // SAFETY: it is only a place; the tasks write disjoint parts, and read what others have written only after they have
 // seen, through an atomic counter, that it is complete.
-unsafe impl<T: Send> Sync for Shared<T> {}
+unsafe impl<T: Send> Sync for SharedPointer<T> {}
 
-impl<T> Shared<T> {
+impl<T> SharedPointer<T> {
     fn at(&self, i: usize) -> *mut T {
         self.0.wrapping_add(i)
     }
 }
 
 /// The rows of a region, for a span of the inner dimension.
-struct Part<'a, E, C> {
-    sink: &'a Sink<'a, C>,
-    a: Operand<E>,
-    b: Operand<E>,
-    layout: Layout,
+struct GemmPart<'a, E, C> {
+    sink: &'a EpilogueOutput<'a, C>,
+    a: GemmOperand<E>,
+    b: GemmOperand<E>,
+    layout: OperandLayout,
     rows: Range<usize>,
     /// The steps in blocks, and those of this part.
-    blocks: Cut,
+    blocks: EvenSplit,
     span: Range<usize>,
-    grid: Grid,
-    packed_a: Shared<f32>,
+    grid: TaskGrid,
+    packed_a: SharedPointer<f32>,
     /// Sums that wait for the other spans, row-major with rows of whole vectors.
-    sums: Option<Shared<f32>>,
+    sums: Option<SharedPointer<f32>>,
     /// Tasks of packing `a` that are done.
     packed: AtomicUsize,
 }
@@ -208,9 +218,9 @@ const MOST_SUMS: usize = 8 * 48;
 
 /// Sums of one call of a microkernel, on the stack.
 #[repr(align(64))]
-struct Registers([f32; MOST_SUMS]);
+struct AccumulatorTile([f32; MOST_SUMS]);
 
-impl<E: Element, C: Element> Part<'_, E, C> {
+impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// The steps of this part.
     fn steps(&self) -> Range<usize> {
         let start = self.blocks.piece(self.span.start).start;
@@ -220,13 +230,13 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     /// The number of tasks that pack `a`.
     fn packs(&self) -> usize {
         match self.layout {
-            Layout::InPlace => 0,
-            Layout::Rows => self.rows.len().div_ceil(PACK_ROWS),
-            Layout::Groups => self.steps().len().div_ceil(PACK_STEPS),
+            OperandLayout::InPlace => 0,
+            OperandLayout::Rows => self.rows.len().div_ceil(PACK_ROWS),
+            OperandLayout::Groups => self.steps().len().div_ceil(PACK_STEPS),
         }
     }
 
-    fn run<W: Word<E> + Kernels>(&self, task: usize, few: bool) {
+    fn run<W: ElementArithmetic<E> + Microkernels>(&self, task: usize, few: bool) {
         let packs = self.packs();
         if task < packs {
             self.pack_a::<W>(task);
@@ -238,7 +248,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         if rows.is_empty() || cols.is_empty() {
             return;
         }
-        let panels = Panels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
+        let panels = ColumnPanels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
         let width = panels.vectors() * W::LANES;
         if few {
             self.wait_for_a(packs);
@@ -260,9 +270,9 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         }
     }
 
-    fn pack_a<W: Word<E> + Kernels>(&self, task: usize) {
+    fn pack_a<W: ElementArithmetic<E> + Microkernels>(&self, task: usize) {
         let steps = self.steps();
-        if self.layout == Layout::Rows {
+        if self.layout == OperandLayout::Rows {
             let length = steps.len().next_multiple_of(W::LANES);
             for row in task * PACK_ROWS..self.rows.len().min((task + 1) * PACK_ROWS) {
                 let to = self.packed_a.at(row * length);
@@ -287,7 +297,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// Packs the panels of `b` from a column on, each panel's words together.
-    fn pack_b<W: Word<E> + Kernels>(&self, col: usize, panels: Panels, to: *mut f32) {
+    fn pack_b<W: ElementArithmetic<E> + Microkernels>(&self, col: usize, panels: ColumnPanels, to: *mut f32) {
         let steps = self.steps();
         for turn in turns(0..steps.len(), self.turn()) {
             for panel in 0..panels.count() {
@@ -301,41 +311,41 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// The words of `a` from a row and a step of this part.
-    fn words_of_a<W: Word<E> + Kernels>(&self, row: usize, step: usize) -> Words {
+    fn words_of_a<W: ElementArithmetic<E> + Microkernels>(&self, row: usize, step: usize) -> StridedWords {
         let steps = self.steps();
         match self.layout {
-            Layout::InPlace => {
+            OperandLayout::InPlace => {
                 let first = self.a.at(self.rows.start + row, (steps.start + step) * W::DEPTH).cast();
-                Words { first, row: self.a.outer_stride / W::DEPTH, step: 1 }
+                StridedWords { first, row: self.a.outer_stride / W::DEPTH, step: 1 }
             }
-            Layout::Rows => {
+            OperandLayout::Rows => {
                 let length = steps.len().next_multiple_of(W::LANES);
-                Words { first: self.packed_a.at(row * length + step), row: length, step: 1 }
+                StridedWords { first: self.packed_a.at(row * length + step), row: length, step: 1 }
             }
-            Layout::Groups => {
+            OperandLayout::Groups => {
                 let group = row / W::ROWS * W::ROWS * steps.len();
-                Words { first: self.packed_a.at(group + step * W::ROWS + row % W::ROWS), row: 1, step: W::ROWS }
+                StridedWords { first: self.packed_a.at(group + step * W::ROWS + row % W::ROWS), row: 1, step: W::ROWS }
             }
         }
     }
 
-    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`Arithmetic::ROWS`] rows, whose
+    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`GemmArithmetic::ROWS`] rows, whose
     /// sums are kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
-    fn compute<W: Word<E> + Kernels>(
+    fn compute<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,
         cols: Range<usize>,
-        panels: Panels,
+        panels: ColumnPanels,
         packed_b: *const f32,
         strip: *mut f32,
     ) {
         let sink = self.sink;
         let steps = self.steps();
         let single = self.blocks.count == 1;
-        let mut registers = Registers([0.0; MOST_SUMS]);
+        let mut registers = AccumulatorTile([0.0; MOST_SUMS]);
         let mut row = rows.start;
         while row < rows.end {
-            let n_rows = kernel::rows::<W>(rows.end - row);
+            let n_rows = microkernel::rows::<W>(rows.end - row);
             for block in self.span.clone() {
                 let last = block + 1 == self.blocks.count;
                 let block_steps = self.blocks.piece(block);
@@ -345,7 +355,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                     let (vector, vectors) = panels.get(panel);
                     let col = cols.start + vector * W::LANES;
                     let n_cols = (vectors * W::LANES).min(cols.end - col);
-                    let place = Place { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
+                    let place = TilePosition { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
                     if last {
                         sink.prefetch((place.row, n_rows), (col, n_cols));
                     }
@@ -361,13 +371,13 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                         None => (strip.wrapping_add(vector * W::LANES), panels.vectors() * W::LANES),
                     };
                     let add = if direct { sink.accumulate } else { block > 0 };
-                    let start = if add { Start::Add } else { Start::Zero };
+                    let start = if add { AccumulatorInit::Add } else { AccumulatorInit::Zero };
                     let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
                     // SAFETY: the processor has the instructions; the operands are packed; the kernel reads `n_rows` rows
                     // and `vectors` vectors of them for the block's steps; the sums have room for these rows and
                     // vectors, and they and these elements of the result are this task's alone.
                     unsafe {
-                        kernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
+                        microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         if last && !direct {
                             finish::<W::V, C>(sink, place, sums, stride);
                         }
@@ -378,19 +388,30 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         }
     }
 
-    /// [`Part::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
+    /// [`GemmPart::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
     /// first-level cache, multiplied with all rows, and packed over; for the fewest it is not packed at all.
     /// The sums of all rows and columns are in memory; those of a block go on from turn to turn, and are then added to
-    /// those of the blocks before, so that each element's products are summed in the order of [`Part::compute`].
-    fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
+    /// those of the blocks before, so that each element's products are summed in the order of [`GemmPart::compute`].
+    fn stream<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        panels: ColumnPanels,
+    ) {
         let width = panels.vectors() * W::LANES;
         // Where columns are contiguous, a panel is read to its end, many steps of it at a time.
         let (together, turn) = if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), STEPS_AHEAD) };
-        let packs = rows.len() > direct::ROWS;
+        let packs = rows.len() > unpacked::ROWS;
         with_words(if packs { turn * W::COLS } else { 0 }, |piece| {
             with_words(2 * rows.len() * width, |sums| {
-                let few =
-                    Few { rows: rows.clone(), col: cols.start, panels, piece: packs.then_some(piece), turn, width };
+                let few = FewRowsTask {
+                    rows: rows.clone(),
+                    col: cols.start,
+                    panels,
+                    piece: packs.then_some(piece),
+                    turn,
+                    width,
+                };
                 let of_block = sums.wrapping_add(rows.len() * width);
                 for group in turns(0..panels.count(), together) {
                     for block in 0..self.blocks.count {
@@ -401,8 +422,12 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                         }
                     }
                 }
-                let place =
-                    Place { row: self.rows.start + rows.start, rows: rows.len(), col: cols.start, cols: cols.len() };
+                let place = TilePosition {
+                    row: self.rows.start + rows.start,
+                    rows: rows.len(),
+                    col: cols.start,
+                    cols: cols.len(),
+                };
                 // SAFETY: the processor has the instructions; the sums have whole vectors, and these elements of the
                 // result are this task's alone.
                 unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
@@ -411,9 +436,15 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// The sums of some panels for a block of steps.
-    fn stream_block<W: Word<E> + Kernels>(&self, few: &Few, group: Range<usize>, steps: Range<usize>, sums: *mut f32) {
+    fn stream_block<W: ElementArithmetic<E> + Microkernels>(
+        &self,
+        few: &FewRowsTask,
+        group: Range<usize>,
+        steps: Range<usize>,
+        sums: *mut f32,
+    ) {
         for turn in turns(steps.clone(), few.turn) {
-            let start = if turn.start == steps.start { Start::Zero } else { Start::Continue };
+            let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
             for (vector, vectors) in group.clone().map(|panel| few.panels.get(panel)) {
                 let col = few.col + vector * W::LANES;
                 if let Some(piece) = few.piece {
@@ -422,17 +453,17 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                 }
                 let mut row = few.rows.start;
                 while row < few.rows.end {
-                    let n_rows = kernel::rows::<W>(few.rows.end - row);
+                    let n_rows = microkernel::rows::<W>(few.rows.end - row);
                     let a = self.words_of_a::<W>(row, turn.start);
                     let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
                     // SAFETY: the processor has the instructions; the operands exist, or are packed; there is room for
                     // the sums of all rows and vectors.
                     unsafe {
                         if let Some(piece) = few.piece {
-                            kernel::select::<W>(n_rows, vectors)(turn.len(), a, piece, sums, few.width, start);
+                            microkernel::select::<W>(n_rows, vectors)(turn.len(), a, piece, sums, few.width, start);
                         } else {
                             let (columns, steps) = ((col, vectors), (turn.start, turn.len()));
-                            direct::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
+                            unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
                         }
                     }
                     row += n_rows;
@@ -443,11 +474,11 @@ impl<E: Element, C: Element> Part<'_, E, C> {
 }
 
 /// A task of few rows.
-struct Few {
+struct FewRowsTask {
     rows: Range<usize>,
     /// The first of its columns, and their panels.
     col: usize,
-    panels: Panels,
+    panels: ColumnPanels,
     /// Room for a turn of a panel, if `b` is packed.
     piece: Option<*mut f32>,
     /// Steps of a turn.
@@ -456,9 +487,9 @@ struct Few {
     width: usize,
 }
 
-impl Few {
+impl FewRowsTask {
     /// Adds the sums of a block to those of the blocks before, for some panels.
-    fn add_block<W: Arithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
+    fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
         let (last, vectors) = self.panels.get(group.end - 1);
         let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
         for row in 0..self.rows.len() {

@@ -3,8 +3,8 @@
 use super::matrix::Matrix;
 use super::scratch::with_words;
 use crate::kernels::element::Element;
-use crate::kernels::par;
-use crate::kernels::wide::{get, vectorized};
+use crate::kernels::f32_access::{get, vectorized};
+use crate::kernels::parallel;
 
 /// Rows of one partial sum.
 const ROWS: usize = 64;
@@ -21,8 +21,8 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     out.fill(0.0);
     let parts = rows.div_ceil(ROWS);
     with_words(parts * cols, |sums| {
-        let sums = Partial(sums.cast());
-        par::for_each(parts, |part| {
+        let sums = PartialSums(sums.cast());
+        parallel::for_each(parts, |part| {
             // SAFETY: the words are initialized, and any are numbers; every task has its own `cols` of them.
             let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
             sums.fill(0.0);
@@ -47,12 +47,12 @@ fn add<E: Element>(row: &[E], sums: &mut [f32]) {
 }
 
 /// The partial sums, shared by tasks that each write their own.
-struct Partial(*mut f32);
+struct PartialSums(*mut f32);
 
-// SAFETY: it is only a place; see the uses of [`Partial::at`].
-unsafe impl Sync for Partial {}
+// SAFETY: it is only a place; see the uses of [`PartialSums::at`].
+unsafe impl Sync for PartialSums {}
 
-impl Partial {
+impl PartialSums {
     fn at(&self, i: usize) -> *mut f32 {
         self.0.wrapping_add(i)
     }

@@ -54,26 +54,26 @@ impl Activation {
 const LINE: usize = 64;
 
 /// The result of a product and its [`Epilogue`], shared by the threads that each write their own elements.
-pub(super) struct Sink<'a, C> {
-    pub(super) result: Target<C>,
+pub(super) struct EpilogueOutput<'a, C> {
+    pub(super) result: ParallelMatrix<C>,
     pub(super) accumulate: bool,
     pub(super) scale: f32,
     pub(super) bias: Option<&'a [C]>,
     pub(super) residual: Option<Matrix<'a, C>>,
     pub(super) activation: Option<Activation>,
-    pub(super) before_activation: Option<Target<C>>,
+    pub(super) before_activation: Option<ParallelMatrix<C>>,
 }
 
 /// A row-major matrix in memory that is written in parallel.
-pub(super) struct Target<C> {
+pub(super) struct ParallelMatrix<C> {
     data: *mut C,
     row_stride: usize,
 }
 
-// SAFETY: a target is only a place; those who write it through [`Target::at`] answer for writing disjoint elements.
-unsafe impl<C: Send> Sync for Target<C> {}
+// SAFETY: a target is only a place; those who write it through [`ParallelMatrix::at`] answer for writing disjoint elements.
+unsafe impl<C: Send> Sync for ParallelMatrix<C> {}
 
-impl<C> Target<C> {
+impl<C> ParallelMatrix<C> {
     fn new(mut matrix: MatrixMut<'_, C>) -> Self {
         Self { data: matrix.as_mut_ptr(), row_stride: matrix.row_stride() }
     }
@@ -93,7 +93,7 @@ impl<C> Target<C> {
     }
 }
 
-impl<'a, C: Element> Sink<'a, C> {
+impl<'a, C: Element> EpilogueOutput<'a, C> {
     /// Checks that everything has the shape of the result.
     pub(super) fn new(result: MatrixMut<'a, C>, epilogue: Epilogue<'a, C>) -> Self {
         let (rows, cols) = (result.rows(), result.cols());
@@ -108,13 +108,13 @@ impl<'a, C: Element> Sink<'a, C> {
             assert_eq!((before.rows(), before.cols()), (rows, cols), "values before the activation: another shape");
         }
         Self {
-            result: Target::new(result),
+            result: ParallelMatrix::new(result),
             accumulate,
             scale,
             bias,
             residual,
             activation,
-            before_activation: before.map(Target::new),
+            before_activation: before.map(ParallelMatrix::new),
         }
     }
 

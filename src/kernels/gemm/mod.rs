@@ -4,31 +4,31 @@
 //! the number of rows around it and whatever the number of threads.
 //!
 //! Operands are packed into the order in which a register-blocked microkernel reads them. The product is written once,
-//! over an [`Arithmetic`](arithmetic::Arithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
-//! [`Method::of`] says which one a level of SIMD takes. Where a processor's AVX512_BF16 is faster than its f32, bf16
+//! over an [`GemmArithmetic`](arithmetic::GemmArithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
+//! [`SimdMethod::of`] says which one a level of SIMD takes. Where a processor's AVX512_BF16 is faster than its f32, bf16
 //! operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
 
 mod arithmetic;
 mod blocked;
 mod column_sums;
-mod direct;
 mod epilogue;
-mod finish;
-mod kernel;
 mod matrix;
+mod microkernel;
 mod pack;
 mod panels;
 mod scratch;
+mod tile_epilogue;
+mod unpacked;
 
 pub use column_sums::column_sums;
 pub use epilogue::{Activation, Epilogue};
 pub use matrix::{Matrix, MatrixMut};
 
-use crate::kernels::count;
 use crate::kernels::element::Element;
+use crate::kernels::mac_count;
 use crate::kernels::simd::level;
-use crate::kernels::vector::{Method, with_words_of};
-use epilogue::Sink;
+use crate::kernels::vector::{SimdMethod, with_words_of};
+use epilogue::EpilogueOutput;
 
 /// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
 ///
@@ -40,12 +40,12 @@ pub fn gemm<E: Element, C: Element>(
     b: Matrix<'_, E>,
     epilogue: Epilogue<'_, C>,
 ) {
-    count::add([a.rows(), a.cols(), b.cols()]);
-    gemm_by(Method::of::<E>(level()), c, a, b, epilogue);
+    mac_count::add([a.rows(), a.cols(), b.cols()]);
+    gemm_by(SimdMethod::of::<E>(level()), c, a, b, epilogue);
 }
 
 fn gemm_by<E: Element, C: Element>(
-    method: Method,
+    method: SimdMethod,
     c: MatrixMut<'_, C>,
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
@@ -53,7 +53,7 @@ fn gemm_by<E: Element, C: Element>(
 ) {
     assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
     assert_eq!((c.rows(), c.cols()), (a.rows(), b.cols()), "result has another shape");
-    let sink = Sink::new(c, epilogue);
+    let sink = EpilogueOutput::new(c, epilogue);
     if a.rows() == 0 || b.cols() == 0 {
         return;
     }

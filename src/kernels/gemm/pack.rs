@@ -1,9 +1,9 @@
 //! Packing: operands in the order, and as the words, in which the microkernels read them.
 
-use super::arithmetic::Word;
-use crate::kernels::element::{Element, Kind};
+use super::arithmetic::ElementArithmetic;
+use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::simd::prefetch_at;
-use crate::kernels::vector::{MOST_LANES, Vector};
+use crate::kernels::vector::{MOST_LANES, SimdVector};
 
 /// How far reading is ahead of packing: what lies side by side is too short, or in too many places, for the processor
 /// to see where reading goes. In steps, for columns that are packed in turns of this many steps;
@@ -18,7 +18,7 @@ const LINE: usize = 64;
 
 /// An operand: `outer` rows of `a`, or columns of `b`, and `inner` elements in each.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<E> {
+pub(super) struct GemmOperand<E> {
     pub(super) data: *const E,
     pub(super) outer: usize,
     pub(super) inner: usize,
@@ -27,9 +27,9 @@ pub(super) struct Operand<E> {
 }
 
 // SAFETY: a place that is only read, inside a slice that outlives the product.
-unsafe impl<E: Sync> Sync for Operand<E> {}
+unsafe impl<E: Sync> Sync for GemmOperand<E> {}
 
-impl<E: Element> Operand<E> {
+impl<E: Element> GemmOperand<E> {
     #[inline(always)]
     pub(super) fn at(&self, outer: usize, inner: usize) -> *const E {
         self.data.wrapping_add(outer * self.outer_stride + inner * self.inner_stride)
@@ -37,7 +37,7 @@ impl<E: Element> Operand<E> {
 
     /// Brings a step's elements near that lie side by side across the inner dimension, if they exist.
     #[inline(always)]
-    fn prefetch<W: Word<E>>(&self, from: *const E) {
+    fn prefetch<W: ElementArithmetic<E>>(&self, from: *const E) {
         (0..W::DEPTH).for_each(|depth| prefetch_at(from.wrapping_add(depth * self.inner_stride)));
     }
 
@@ -46,7 +46,7 @@ impl<E: Element> Operand<E> {
     ///
     /// # Safety
     /// The processor has the instructions of `W`; `to` has room for `steps` times the vectors.
-    pub(super) unsafe fn pack_columns<W: Word<E>>(
+    pub(super) unsafe fn pack_columns<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
         vectors: usize,
@@ -66,12 +66,19 @@ impl<E: Element> Operand<E> {
         }
     }
 
-    /// [`Operand::pack_columns`] where columns lie side by side.
+    /// [`GemmOperand::pack_columns`] where columns lie side by side.
     ///
     /// # Safety
     /// As there, and inside of `W::V::with`.
     #[inline(always)]
-    unsafe fn copy_columns<W: Word<E>>(&self, outer: usize, vectors: usize, step: usize, steps: usize, to: *mut f32) {
+    unsafe fn copy_columns<W: ElementArithmetic<E>>(
+        &self,
+        outer: usize,
+        vectors: usize,
+        step: usize,
+        steps: usize,
+        to: *mut f32,
+    ) {
         for s in 0..steps {
             self.prefetch_columns::<W>(outer, vectors, step + s);
             for v in 0..vectors {
@@ -86,7 +93,7 @@ impl<E: Element> Operand<E> {
 
     /// Brings near what some vectors of columns, which lie side by side, hold in a later step.
     #[inline(always)]
-    pub(super) fn prefetch_columns<W: Word<E>>(&self, outer: usize, vectors: usize, step: usize) {
+    pub(super) fn prefetch_columns<W: ElementArithmetic<E>>(&self, outer: usize, vectors: usize, step: usize) {
         let ahead = self.at(outer, (step + STEPS_AHEAD) * W::DEPTH);
         for line in (0..vectors * W::LANES).step_by(LINE / size_of::<E>()) {
             self.prefetch::<W>(ahead.wrapping_add(line));
@@ -98,19 +105,19 @@ impl<E: Element> Operand<E> {
     /// # Safety
     /// Inside of `W::V::with`; the step exists.
     #[inline(always)]
-    pub(super) unsafe fn words<W: Word<E>>(&self, outer: usize, step: usize) -> W::V {
+    pub(super) unsafe fn words<W: ElementArithmetic<E>>(&self, outer: usize, step: usize) -> W::V {
         let inner = step * W::DEPTH;
         let (depth, n) = (self.inner - inner, self.outer.saturating_sub(outer));
         // SAFETY: the elements that are read exist.
         unsafe { W::across(self.at(outer, inner), self.inner_stride, depth, n) }
     }
 
-    /// [`Operand::pack_columns`] where the elements of a column lie side by side.
+    /// [`GemmOperand::pack_columns`] where the elements of a column lie side by side.
     ///
     /// # Safety
     /// As there, and inside of `W::V::with`.
     #[inline(always)]
-    unsafe fn transpose_columns<W: Word<E>>(
+    unsafe fn transpose_columns<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
         vectors: usize,
@@ -138,7 +145,7 @@ impl<E: Element> Operand<E> {
     /// # Safety
     /// Inside of `W::V::with`; the steps exist.
     #[inline(always)]
-    pub(super) unsafe fn transposed<W: Word<E>>(
+    pub(super) unsafe fn transposed<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
         step: usize,
@@ -147,7 +154,7 @@ impl<E: Element> Operand<E> {
     ) {
         // Words of f32 that are made of bf16 are transposed two at a time, before they are widened.
         let two = 2 * W::LANES;
-        let paired = if W::DEPTH == 1 && E::KIND == Kind::BF16 { steps / two * two } else { 0 };
+        let paired = if W::DEPTH == 1 && E::KIND == ElementDtype::BF16 { steps / two * two } else { 0 };
         // SAFETY: the elements that are read exist.
         unsafe {
             for s in (0..paired).step_by(two) {
@@ -193,7 +200,7 @@ impl<E: Element> Operand<E> {
     ///
     /// # Safety
     /// The processor has the instructions of `W`; `to` has room.
-    pub(super) unsafe fn pack_rows<W: Word<E>>(
+    pub(super) unsafe fn pack_rows<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
         step: usize,
@@ -225,7 +232,13 @@ impl<E: Element> Operand<E> {
     ///
     /// # Safety
     /// The processor has the instructions of `W`; `to` has room for `steps` words rounded up to whole vectors.
-    pub(super) unsafe fn copy_row<W: Word<E>>(&self, outer: usize, step: usize, steps: usize, to: *mut f32) {
+    pub(super) unsafe fn copy_row<W: ElementArithmetic<E>>(
+        &self,
+        outer: usize,
+        step: usize,
+        steps: usize,
+        to: *mut f32,
+    ) {
         // SAFETY: as the caller promises; the elements that are read exist.
         unsafe {
             W::V::with(
@@ -241,7 +254,7 @@ impl<E: Element> Operand<E> {
     }
 
     /// Whether words can be read where the elements are: rows of whole words, of the words' own dtype.
-    pub(super) fn is_words<W: Word<E>>(&self) -> bool {
+    pub(super) fn is_words<W: ElementArithmetic<E>>(&self) -> bool {
         self.inner_stride == 1
             && self.inner.is_multiple_of(W::DEPTH)
             && size_of::<E>() * W::DEPTH == size_of::<f32>()

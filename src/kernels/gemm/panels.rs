@@ -2,7 +2,7 @@
 
 /// Vectors of columns in panels of at most `most` vectors.
 #[derive(Clone, Copy)]
-pub(super) struct Panels {
+pub(super) struct ColumnPanels {
     count: usize,
     most: usize,
     /// Panels of `most` vectors; of those after them, each has `rest`.
@@ -10,7 +10,7 @@ pub(super) struct Panels {
     rest: usize,
 }
 
-impl Panels {
+impl ColumnPanels {
     pub(super) fn new(vectors: usize, most: usize) -> Self {
         let count = vectors.div_ceil(most);
         // A lone vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
@@ -48,7 +48,7 @@ mod tests {
     #[test]
     fn panels_cover_every_column_once_and_none_is_narrow_beside_others() {
         for (vectors, most) in (1..100).flat_map(|vectors| [(vectors, 1), (vectors, 3)]) {
-            let panels = Panels::new(vectors, most);
+            let panels = ColumnPanels::new(vectors, most);
             let mut next = 0;
             for panel in 0..panels.count() {
                 let (first, width) = panels.get(panel);

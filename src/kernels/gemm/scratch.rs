@@ -5,7 +5,7 @@ use std::cell::RefCell;
 /// A cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line {
+struct CacheLine {
     _words: [f32; 16],
 }
 
@@ -15,7 +15,7 @@ const MOST: usize = 16 << 20;
 thread_local! {
     /// Buffers of this thread that are not in use. A stack: nested uses put them back in the reverse order, so that
     /// the same use finds the same buffer the next time.
-    static FREE: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+    static FREE: RefCell<Vec<Vec<CacheLine>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Calls `f` with memory for `words` words of 32 bits, aligned to cache lines. What it holds is left from earlier uses.
@@ -25,7 +25,7 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     let lines = words.div_ceil(16);
     if buffer.len() < lines {
-        buffer.resize(lines, Line { _words: [0.0; 16] });
+        buffer.resize(lines, CacheLine { _words: [0.0; 16] });
     }
     let result = f(buffer.as_mut_ptr().cast());
     if size_of_val(&buffer[..]) > MOST {
@@ -38,7 +38,7 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
 /// Bytes of the buffers of this thread that are not in use.
 #[cfg(test)]
 pub(super) fn bytes_kept() -> usize {
-    FREE.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<Line>()).sum())
+    FREE.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<CacheLine>()).sum())
 }
 
 #[cfg(test)]

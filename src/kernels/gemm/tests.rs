@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::kernels::math;
-use crate::kernels::simd::Level;
+use crate::kernels::simd::InstructionSet;
 use half::{bf16, f16};
 
 fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
@@ -26,18 +26,18 @@ fn wide<E: Element>(values: &[E]) -> Vec<f32> {
 
 #[test]
 fn each_level_has_a_method_of_its_own() {
-    let mut methods: Vec<Method> = Level::available().map(Method::of::<f32>).collect();
-    assert_eq!(methods.last(), Some(&Method::Portable));
+    let mut methods: Vec<SimdMethod> = InstructionSet::available().map(SimdMethod::of::<f32>).collect();
+    assert_eq!(methods.last(), Some(&SimdMethod::Portable));
     methods.dedup();
-    assert_eq!(methods.len(), Level::available().count());
+    assert_eq!(methods.len(), InstructionSet::available().count());
 }
 
 /// Relative distance of neighbouring numbers.
 fn epsilon<E: Element>() -> f64 {
     match E::KIND {
-        crate::kernels::element::Kind::F32 => 1.2e-7,
-        crate::kernels::element::Kind::BF16 => 1.0 / 128.0,
-        crate::kernels::element::Kind::F16 => 1.0 / 1024.0,
+        crate::kernels::element::ElementDtype::F32 => 1.2e-7,
+        crate::kernels::element::ElementDtype::BF16 => 1.0 / 128.0,
+        crate::kernels::element::ElementDtype::F16 => 1.0 / 1024.0,
     }
 }
 
@@ -106,7 +106,7 @@ const SHAPES: [(usize, usize, usize); 16] = [
 ];
 
 fn check_shapes<E: Element, C: Element>() {
-    for method in Method::available::<E>() {
+    for method in SimdMethod::available::<E>() {
         for (m, n, k) in SHAPES {
             for layout in 0..8 {
                 let (ta, tb, gap) = (layout & 1 > 0, layout & 2 > 0, if layout & 4 > 0 { 3 } else { 0 });
@@ -154,7 +154,7 @@ fn operands_that_are_packed_in_several_regions_give_the_right_product() {
     let (m, n, k) = (700, 5, 2048);
     let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, false, 2));
     let want = reference(a.view(), b.view());
-    for method in Method::available::<f32>() {
+    for method in SimdMethod::available::<f32>() {
         let mut got = vec![0f32; m * n];
         gemm_by(method, MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
         assert!(got.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 1e-4), "{method:?}");
@@ -183,13 +183,13 @@ fn sums_in_order<E: Element>(
     (0..m * n).map(|at| element(at / n, at % n)).collect()
 }
 
-fn check_order<E: Element>(level: Level, lanes: usize, multiply_add: fn(f32, f32, f32) -> f32) {
+fn check_order<E: Element>(level: InstructionSet, lanes: usize, multiply_add: fn(f32, f32, f32) -> f32) {
     for (m, n, k) in [(1, 1, 1), (1, 300, 7), (3, 5, 2), (7, 64, 33), (65, 129, 513), (20, 40, 1049)] {
         for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
             let (a, b) = (Stored::<E>::new(m, k, 0, ta, 1), Stored::<E>::new(k, n, 0, tb, 2));
             let mut got = vec![0f32; m * n];
             let c = MatrixMut::new(&mut got, m, n);
-            gemm_by(Method::of::<E>(level), c, a.view(), b.view(), Epilogue::default());
+            gemm_by(SimdMethod::of::<E>(level), c, a.view(), b.view(), Epilogue::default());
             let want = sums_in_order(a.view(), b.view(), lanes, multiply_add);
             let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert!(bits(&got) == bits(&want), "{level:?} {m}x{n}x{k}, transposed: {ta} {tb}");
@@ -199,33 +199,33 @@ fn check_order<E: Element>(level: Level, lanes: usize, multiply_add: fn(f32, f32
 
 #[test]
 fn portable_products_have_the_bits_of_a_plain_loop_and_so_the_same_on_every_machine() {
-    check_order::<f32>(Level::Portable, 4, |a, b, sum| a * b + sum);
-    check_order::<bf16>(Level::Portable, 4, |a, b, sum| a * b + sum);
-    check_order::<f16>(Level::Portable, 4, |a, b, sum| a * b + sum);
+    check_order::<f32>(InstructionSet::Portable, 4, |a, b, sum| a * b + sum);
+    check_order::<bf16>(InstructionSet::Portable, 4, |a, b, sum| a * b + sum);
+    check_order::<f16>(InstructionSet::Portable, 4, |a, b, sum| a * b + sum);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn products_with_avx2_have_the_bits_of_a_fused_loop_whatever_else_the_processor_has() {
-    if Level::available().any(|level| level == Level::Avx2) {
-        check_order::<f32>(Level::Avx2, 8, f32::mul_add);
-        check_order::<bf16>(Level::Avx2, 8, f32::mul_add);
-        check_order::<f16>(Level::Avx2, 8, f32::mul_add);
+    if InstructionSet::available().any(|level| level == InstructionSet::Avx2) {
+        check_order::<f32>(InstructionSet::Avx2, 8, f32::mul_add);
+        check_order::<bf16>(InstructionSet::Avx2, 8, f32::mul_add);
+        check_order::<f16>(InstructionSet::Avx2, 8, f32::mul_add);
     }
 }
 
 #[cfg(target_arch = "aarch64")]
 #[test]
 fn products_with_neon_have_the_bits_of_a_fused_loop() {
-    check_order::<f32>(Level::Neon, 4, f32::mul_add);
-    check_order::<bf16>(Level::Neon, 4, f32::mul_add);
-    check_order::<f16>(Level::Neon, 4, f32::mul_add);
+    check_order::<f32>(InstructionSet::Neon, 4, f32::mul_add);
+    check_order::<bf16>(InstructionSet::Neon, 4, f32::mul_add);
+    check_order::<f16>(InstructionSet::Neon, 4, f32::mul_add);
 }
 
 #[test]
 fn what_a_thread_keeps_for_the_next_product_is_bounded() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
-    for method in Method::available::<f32>() {
+    for method in SimdMethod::available::<f32>() {
         for (m, n, k) in [(300, 300, 300), (1500, 700, 900), (700, 300, 2049)] {
             let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, true, 2));
             let mut c = vec![0f32; m * n];
@@ -240,7 +240,7 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
 }
 
 fn check_epilogues<E: Element>() {
-    for method in Method::available::<E>() {
+    for method in SimdMethod::available::<E>() {
         for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)] {
             for case in 0..64usize {
                 let flag = |bit: usize| case >> bit & 1 > 0;
@@ -300,7 +300,7 @@ fn the_epilogue_is_applied_to_the_sums_in_f32() {
 }
 
 fn check_rows<E: Element>() {
-    for method in Method::available::<E>() {
+    for method in SimdMethod::available::<E>() {
         for (n, k) in [(1, 700), (5, 40), (64, 64), (256, 768), (300, 1025)] {
             let a = numbers::<E>(200 * k, 3);
             for transposed in [false, true] {
@@ -330,7 +330,7 @@ fn a_row_has_the_same_bits_whatever_the_number_of_rows() {
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-    for method in Method::available::<bf16>() {
+    for method in SimdMethod::available::<bf16>() {
         let (m, n, k) = (300, 1500, 1201);
         let (a, b) = (Stored::<bf16>::new(m, k, 0, true, 1), Stored::<bf16>::new(k, n, 0, true, 2));
         let product = |threads| {
@@ -355,7 +355,7 @@ fn products_inside_of_parallel_tasks_are_right() {
     gemm(MatrixMut::new(&mut want, m, n), a.view(), b.view(), Epilogue::default());
     let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().expect("a pool");
     pool.install(|| {
-        crate::kernels::par::for_each(50, |_| {
+        crate::kernels::parallel::for_each(50, |_| {
             let mut got = vec![0f32; m * n];
             gemm(MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
             assert!(got == want);

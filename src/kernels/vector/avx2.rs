@@ -1,7 +1,7 @@
 //! Vectors of eight f32, with AVX2, FMA and F16C.
 
-use super::{Square, Vector, add_each_product, copy_in, exp2_of_rest};
-use crate::kernels::element::{Element, Kind};
+use super::{SimdVector, TransposeBlock, add_each_product, copy_in, exp2_of_rest};
+use crate::kernels::element::{Element, ElementDtype};
 use std::arch::asm;
 use std::arch::x86_64::*;
 
@@ -15,7 +15,7 @@ fn with_avx2<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-impl Vector for Avx2 {
+impl SimdVector for Avx2 {
     const LANES: usize = 8;
 
     #[inline(always)]
@@ -131,7 +131,7 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn transpose(rows: &mut Square<Self>) {
+    unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
         // SAFETY: as the caller promises.
         unsafe {
             // 4 x 4 numbers within each half of the vectors, then the halves.
@@ -218,12 +218,12 @@ unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
     // SAFETY: the caller promises the instructions and the elements.
     unsafe {
         Avx2(match E::KIND {
-            Kind::F32 => _mm256_loadu_ps(from.cast()),
-            Kind::BF16 => {
+            ElementDtype::F32 => _mm256_loadu_ps(from.cast()),
+            ElementDtype::BF16 => {
                 let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
             }
-            Kind::F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+            ElementDtype::F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
         })
     }
 }
@@ -234,9 +234,9 @@ unsafe fn store_whole<E: Element>(values: __m256, to: *mut E) {
     // SAFETY: the caller promises the instructions and the elements.
     unsafe {
         match E::KIND {
-            Kind::F32 => _mm256_storeu_ps(to.cast(), values),
-            Kind::BF16 => _mm_storeu_si128(to.cast(), to_bf16(values)),
-            Kind::F16 => {
+            ElementDtype::F32 => _mm256_storeu_ps(to.cast(), values),
+            ElementDtype::BF16 => _mm_storeu_si128(to.cast(), to_bf16(values)),
+            ElementDtype::F16 => {
                 let rounded = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
                 _mm_storeu_si128(to.cast(), rounded);
             }

@@ -1,19 +1,19 @@
 //! Vectors of sixteen f32, with AVX-512 F, BW, DQ and VL.
 
-use super::{Square, Vector, exp2_of_rest};
-use crate::kernels::element::{Element, Kind};
+use super::{SimdVector, TransposeBlock, exp2_of_rest};
+use crate::kernels::element::{Element, ElementDtype};
 use std::arch::x86_64::*;
 
 /// Sixteen f32; bf16 numbers are rounded by integer instructions.
-pub(crate) type Avx512 = Wide<false>;
+pub(crate) type Avx512 = Avx512Vector<false>;
 
 /// Sixteen f32 of a processor that also has AVX512_BF16.
-pub(crate) type Avx512Bf16 = Wide<true>;
+pub(crate) type Avx512Bf16 = Avx512Vector<true>;
 
 /// Sixteen f32.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(crate) struct Wide<const BF16: bool>(__m512);
+pub(crate) struct Avx512Vector<const BF16: bool>(__m512);
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn with_avx512<R>(f: impl FnOnce() -> R) -> R {
@@ -25,7 +25,7 @@ fn with_bf16<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-impl<const BF16: bool> Wide<BF16> {
+impl<const BF16: bool> Avx512Vector<BF16> {
     /// The mask of the first `n` lanes.
     #[inline(always)]
     pub(crate) fn first(n: usize) -> __mmask16 {
@@ -80,7 +80,7 @@ impl Avx512Bf16 {
 }
 
 // In this file: the instructions are those of `with`, and what a mask excludes is neither read nor written.
-impl<const BF16: bool> Vector for Wide<BF16> {
+impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     const LANES: usize = 16;
 
     #[inline(always)]
@@ -178,7 +178,7 @@ impl<const BF16: bool> Vector for Wide<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn transpose(rows: &mut Square<Self>) {
+    unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
         // SAFETY: as the caller promises.
         unsafe {
             let mut pairs = *rows;
@@ -216,12 +216,12 @@ impl<const BF16: bool> Vector for Wide<BF16> {
         // SAFETY: as the caller promises.
         unsafe {
             Self(match E::KIND {
-                Kind::F32 => _mm512_maskz_loadu_ps(mask, from.cast()),
-                Kind::BF16 => {
+                ElementDtype::F32 => _mm512_maskz_loadu_ps(mask, from.cast()),
+                ElementDtype::BF16 => {
                     let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast()));
                     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
                 }
-                Kind::F16 => _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast())),
+                ElementDtype::F16 => _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast())),
             })
         }
     }
@@ -242,11 +242,11 @@ impl<const BF16: bool> Vector for Wide<BF16> {
         // SAFETY: as the caller promises. Stores of all lanes take no mask: those with one are slow.
         unsafe {
             let half = match E::KIND {
-                Kind::F32 if mask == !0 => return _mm512_storeu_ps(to.cast(), self.0),
-                Kind::F32 => return _mm512_mask_storeu_ps(to.cast(), mask, self.0),
-                Kind::BF16 if BF16 => std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0)),
-                Kind::BF16 => to_bf16(self.0),
-                Kind::F16 => _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0),
+                ElementDtype::F32 if mask == !0 => return _mm512_storeu_ps(to.cast(), self.0),
+                ElementDtype::F32 => return _mm512_mask_storeu_ps(to.cast(), mask, self.0),
+                ElementDtype::BF16 if BF16 => std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0)),
+                ElementDtype::BF16 => to_bf16(self.0),
+                ElementDtype::F16 => _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0),
             };
             if mask == !0 {
                 _mm256_storeu_si256(to.cast(), half);

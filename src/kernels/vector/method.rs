@@ -2,14 +2,14 @@
 
 use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
-use crate::kernels::element::Kind;
-use crate::kernels::level::Level;
+use crate::kernels::element::ElementDtype;
+use crate::kernels::instruction_set::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use std::sync::LazyLock;
 
 /// A way to compute products: vectors of a level, and the words that they multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Method {
+pub(crate) enum SimdMethod {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -22,19 +22,19 @@ pub(crate) enum Method {
     Neon,
 }
 
-impl Method {
+impl SimdMethod {
     /// The method of a level that this processor has, for operands of a dtype.
-    pub(crate) fn of<E: Element>(level: Level) -> Self {
+    pub(crate) fn of<E: Element>(level: InstructionSet) -> Self {
         match level {
-            Level::Portable => Self::Portable,
+            InstructionSet::Portable => Self::Portable,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Self::Avx2,
+            InstructionSet::Avx2 => Self::Avx2,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if E::KIND == Kind::BF16 && pairs_are_fast() => Self::Avx512Bf16,
+            InstructionSet::Avx512 if E::KIND == ElementDtype::BF16 && pairs_are_fast() => Self::Avx512Bf16,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self::Avx512,
+            InstructionSet::Avx512 => Self::Avx512,
             #[cfg(target_arch = "aarch64")]
-            Level::Neon => Self::Neon,
+            InstructionSet::Neon => Self::Neon,
         }
     }
 
@@ -42,9 +42,9 @@ impl Method {
     #[cfg(test)]
     pub(crate) fn available<E: Element>() -> Vec<Self> {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "each level has one method"))]
-        let mut methods: Vec<Self> = Level::available().map(Self::of::<f32>).collect();
+        let mut methods: Vec<Self> = InstructionSet::available().map(Self::of::<f32>).collect();
         #[cfg(target_arch = "x86_64")]
-        if E::KIND == Kind::BF16 && methods.contains(&Self::Avx512) && is_x86_feature_detected!("avx512bf16") {
+        if E::KIND == ElementDtype::BF16 && methods.contains(&Self::Avx512) && is_x86_feature_detected!("avx512bf16") {
             methods.push(Self::Avx512Bf16);
         }
         methods
@@ -71,28 +71,28 @@ const INTEL: [u32; 3] = [u32::from_le_bytes(*b"Genu"), u32::from_le_bytes(*b"ine
 macro_rules! with_words_of {
     ($method:expr, $Words:ident => $body:expr) => {
         match $method {
-            $crate::kernels::vector::Method::Portable => {
-                type $Words = $crate::kernels::vector::Single<$crate::kernels::vector::Portable>;
+            $crate::kernels::vector::SimdMethod::Portable => {
+                type $Words = $crate::kernels::vector::F32Words<$crate::kernels::vector::PortableVector>;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
-            $crate::kernels::vector::Method::Avx2 => {
-                type $Words = $crate::kernels::vector::Single<$crate::kernels::vector::Avx2>;
+            $crate::kernels::vector::SimdMethod::Avx2 => {
+                type $Words = $crate::kernels::vector::F32Words<$crate::kernels::vector::Avx2>;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
-            $crate::kernels::vector::Method::Avx512 => {
-                type $Words = $crate::kernels::vector::Single<$crate::kernels::vector::Avx512>;
+            $crate::kernels::vector::SimdMethod::Avx512 => {
+                type $Words = $crate::kernels::vector::F32Words<$crate::kernels::vector::Avx512>;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
-            $crate::kernels::vector::Method::Avx512Bf16 => {
-                type $Words = $crate::kernels::vector::Pairs;
+            $crate::kernels::vector::SimdMethod::Avx512Bf16 => {
+                type $Words = $crate::kernels::vector::Bf16PairWords;
                 $body
             }
             #[cfg(target_arch = "aarch64")]
-            $crate::kernels::vector::Method::Neon => {
-                type $Words = $crate::kernels::vector::Single<$crate::kernels::vector::Neon>;
+            $crate::kernels::vector::SimdMethod::Neon => {
+                type $Words = $crate::kernels::vector::F32Words<$crate::kernels::vector::Neon>;
                 $body
             }
         }

@@ -1,7 +1,7 @@
 //! Vectors of f32 in registers: what products and attention are written with, once for all levels of SIMD.
 //!
-//! A kernel is a function generic over [`Vector`], marked `#[inline(always)]` as every method here is, and called inside
-//! of [`Vector::with`], which compiles it for the instructions of the vector.
+//! A kernel is a function generic over [`SimdVector`], marked `#[inline(always)]` as every method here is, and called inside
+//! of [`SimdVector::with`], which compiles it for the instructions of the vector.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -10,20 +10,20 @@ mod avx512;
 mod method;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod packed_words;
 mod portable;
-mod words;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{Avx512, Avx512Bf16};
-pub(crate) use method::{Method, with_words_of};
+pub(crate) use method::{SimdMethod, with_words_of};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
-pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use words::Pairs;
-pub(crate) use words::{OfElements, Single, Words};
+pub(crate) use packed_words::Bf16PairWords;
+pub(crate) use packed_words::{F32Words, PackElements, PackedWords};
+pub(crate) use portable::PortableVector;
 
 use super::element::Element;
 use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
@@ -31,16 +31,16 @@ use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
 /// The numbers of the widest vectors; a multiple of those of every other.
 pub(crate) const MOST_LANES: usize = 16;
 
-/// As many vectors as [`Vector::transpose`] takes, of which it uses the first [`Vector::LANES`].
-pub(crate) type Square<V> = [V; MOST_LANES];
+/// As many vectors as [`SimdVector::transpose`] takes, of which it uses the first [`SimdVector::LANES`].
+pub(crate) type TransposeBlock<V> = [V; MOST_LANES];
 
 /// A vector of f32, of which a lane may also hold a word of other bits that is only moved.
 ///
 /// # Safety
-/// Every method but [`Vector::with`] may be called only inside of it, because it inlines the vector's instructions; the
+/// Every method but [`SimdVector::with`] may be called only inside of it, because it inlines the vector's instructions; the
 /// processor must have them. What a pointer names must be readable or writable as the method says; pointers to f32 need
 /// no alignment beyond that of their type.
-pub(crate) trait Vector: Copy {
+pub(crate) trait SimdVector: Copy {
     /// Numbers of a vector: 4, 8 or 16.
     const LANES: usize;
 
@@ -88,7 +88,7 @@ pub(crate) trait Vector: Copy {
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
-    unsafe fn transpose(rows: &mut Square<Self>);
+    unsafe fn transpose(rows: &mut TransposeBlock<Self>);
 
     /// The first `n` elements from `from` on, or a whole vector's if that is less, in f32, and zeros. No more than these
     /// are read.
@@ -101,7 +101,7 @@ pub(crate) trait Vector: Copy {
     /// the even one.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
-    /// Adds to each sum the product of the number at `a` and of the numbers of `b`, as [`Vector::mul_add`] does.
+    /// Adds to each sum the product of the number at `a` and of the numbers of `b`, as [`SimdVector::mul_add`] does.
     #[inline(always)]
     unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
         // SAFETY: as the caller promises.
@@ -119,9 +119,9 @@ pub(crate) trait Vector: Copy {
 /// Adds to each sum its product, one after the other.
 ///
 /// # Safety
-/// Inside of [`Vector::with`].
+/// Inside of [`SimdVector::with`].
 #[inline(always)]
-unsafe fn add_each_product<V: Vector, const N: usize>(sums: &mut [V; N], a: V, b: &[V; N]) {
+unsafe fn add_each_product<V: SimdVector, const N: usize>(sums: &mut [V; N], a: V, b: &[V; N]) {
     for (sum, &b) in sums.iter_mut().zip(b) {
         // SAFETY: as the caller promises.
         *sum = unsafe { a.mul_add(b, *sum) };
@@ -134,7 +134,7 @@ const EXP2: [f32; 7] =
 
 /// That polynomial.
 #[inline(always)]
-unsafe fn exp2_of_rest<V: Vector>(rest: V) -> V {
+unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
     let [first, others @ ..] = EXP2;
     // SAFETY: as the caller promises.
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
@@ -145,7 +145,7 @@ unsafe fn exp2_of_rest<V: Vector>(rest: V) -> V {
 /// # Safety
 /// Inside of `V::with`.
 #[inline(always)]
-pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
+pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     // SAFETY: as the caller promises.
     unsafe {
         // Of a nan and a number the second is taken.

@@ -1,8 +1,8 @@
 //! Vectors of four f32, with NEON, which every 64-bit ARM processor has.
 
-use super::{Square, Vector, copy_in, exp2_of_rest};
-use crate::kernels::element::{Element, Kind};
-use crate::kernels::wide::{get, put};
+use super::{SimdVector, TransposeBlock, copy_in, exp2_of_rest};
+use crate::kernels::element::{Element, ElementDtype};
+use crate::kernels::f32_access::{get, put};
 use std::arch::aarch64::*;
 
 /// Four f32.
@@ -12,7 +12,7 @@ pub(crate) struct Neon(float32x4_t);
 
 const LANES: usize = 4;
 
-impl Vector for Neon {
+impl SimdVector for Neon {
     const LANES: usize = LANES;
 
     #[inline(always)]
@@ -114,7 +114,7 @@ impl Vector for Neon {
     }
 
     #[inline(always)]
-    unsafe fn transpose(rows: &mut Square<Self>) {
+    unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
         // SAFETY: as the caller promises.
         unsafe {
             let [a, b, c, d] = [rows[0].0, rows[1].0, rows[2].0, rows[3].0];
@@ -132,7 +132,7 @@ impl Vector for Neon {
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
         // SAFETY: as the caller promises; a vector's elements are read where there are as many.
         unsafe {
-            if E::KIND == Kind::F32 && n >= LANES {
+            if E::KIND == ElementDtype::F32 && n >= LANES {
                 return Self(vld1q_f32(from.cast()));
             }
             let all: [E; LANES] = if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() };

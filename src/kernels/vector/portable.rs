@@ -1,19 +1,19 @@
 //! Arrays of f32 for any machine: a product and a sum are never fused, so that the bits are the same everywhere.
 
-use super::{Square, Vector, copy_in};
+use super::{SimdVector, TransposeBlock, copy_in};
 use crate::kernels::element::Element;
+use crate::kernels::f32_access::{get, put};
 use crate::kernels::math::exp;
-use crate::kernels::wide::{get, put};
 use four::Four;
 
 /// Four f32.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(crate) struct Portable(Four);
+pub(crate) struct PortableVector(Four);
 
 const LANES: usize = 4;
 
-impl Portable {
+impl PortableVector {
     #[inline(always)]
     fn of(numbers: [f32; LANES]) -> Self {
         Self(four::of(numbers))
@@ -114,7 +114,7 @@ mod four {
     }
 }
 
-impl Vector for Portable {
+impl SimdVector for PortableVector {
     const LANES: usize = LANES;
 
     #[inline(always)]
@@ -197,7 +197,7 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn transpose(rows: &mut Square<Self>) {
+    unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
         let before: [_; LANES] = std::array::from_fn(|i| rows[i].numbers());
         for (i, row) in rows[..LANES].iter_mut().enumerate() {
             *row = Self::of(before.map(|numbers| numbers[i]));

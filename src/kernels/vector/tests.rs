@@ -1,9 +1,9 @@
 //! Every kind of vector beside the same operations of one number.
 
 use super::*;
-use crate::kernels::element::Kind;
-use crate::kernels::level::Level;
-use crate::kernels::wide::{get, put};
+use crate::kernels::element::ElementDtype;
+use crate::kernels::f32_access::{get, put};
+use crate::kernels::instruction_set::InstructionSet;
 use half::{bf16, f16};
 
 /// Numbers of many sizes, the special ones among them.
@@ -20,7 +20,7 @@ fn same(a: f32, b: f32) -> bool {
 
 /// # Safety
 /// The processor has the vector's instructions.
-unsafe fn each<V: Vector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
+unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
     let mut out = vec![0.0; a.len()];
     // SAFETY: the caller promises the instructions; whole vectors of numbers.
     unsafe {
@@ -35,7 +35,7 @@ unsafe fn each<V: Vector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<
 
 /// # Safety
 /// The processor has the vector's instructions.
-unsafe fn check<V: Vector>(fused: bool) {
+unsafe fn check<V: SimdVector>(fused: bool) {
     let mut a = numbers();
     a.truncate(a.len() / MOST_LANES * MOST_LANES);
     let mut b = a.clone();
@@ -94,7 +94,7 @@ unsafe fn check<V: Vector>(fused: bool) {
     unsafe {
         V::with(|| {
             let row = |i| std::array::from_fn::<f32, MOST_LANES, _>(|j| (100 * i + j) as f32);
-            let mut rows: Square<V> = std::array::from_fn(|i| V::load(row(i).as_ptr()));
+            let mut rows: TransposeBlock<V> = std::array::from_fn(|i| V::load(row(i).as_ptr()));
             rows[1].store_halves(halves[0].as_mut_ptr(), halves[1].as_mut_ptr());
             V::transpose(&mut rows);
             (0..V::LANES).for_each(|i| rows[i].store(square[i].as_mut_ptr()));
@@ -123,7 +123,7 @@ unsafe fn check<V: Vector>(fused: bool) {
 
 /// # Safety
 /// The processor has the vector's instructions.
-unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
+unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
     for (i, from) in numbers.chunks_exact(V::LANES).enumerate() {
         let n = i % (V::LANES + 1);
         let (mut to, mut back) = (vec![put::<E>(7.0); V::LANES], vec![9.0; V::LANES]);
@@ -138,7 +138,7 @@ unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
             let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
             let got = get(to[lane]);
             // The instruction of AVX512_BF16 takes what is not normal as 0.
-            let lost = E::KIND == Kind::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
+            let lost = E::KIND == ElementDtype::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
             assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
             assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);
         }
@@ -169,15 +169,15 @@ unsafe fn check_pairs() {
 
 #[test]
 fn vectors_compute_what_their_numbers_alone_would_give() {
-    for level in Level::available() {
+    for level in InstructionSet::available() {
         // SAFETY: the processor has the level.
         unsafe {
             match level {
-                Level::Portable => check::<Portable>(false),
+                InstructionSet::Portable => check::<PortableVector>(false),
                 #[cfg(target_arch = "x86_64")]
-                Level::Avx2 => check::<Avx2>(true),
+                InstructionSet::Avx2 => check::<Avx2>(true),
                 #[cfg(target_arch = "x86_64")]
-                Level::Avx512 => {
+                InstructionSet::Avx512 => {
                     check::<Avx512>(true);
                     if is_x86_feature_detected!("avx512bf16") {
                         check::<Avx512Bf16>(true);
@@ -185,7 +185,7 @@ fn vectors_compute_what_their_numbers_alone_would_give() {
                     }
                 }
                 #[cfg(target_arch = "aarch64")]
-                Level::Neon => check::<Neon>(true),
+                InstructionSet::Neon => check::<Neon>(true),
             }
         }
     }

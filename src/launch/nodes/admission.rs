@@ -7,7 +7,7 @@ use super::checksums;
 use super::handshake::printable;
 use super::secret::digest;
 use super::wire::HostHello;
-use crate::comm::clocks;
+use crate::comm::clock_skew;
 
 /// The most ranks of a host.
 pub(super) const MOST_RANKS: usize = 1024;
@@ -103,7 +103,7 @@ pub(super) fn name(hello: &HostHello) -> String {
 /// How far a host's clock is ahead of this one's, in seconds.
 pub(super) fn ahead(hello: &HostHello) -> i64 {
     let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
-    seconds(hello.clock).saturating_sub(seconds(clocks::seconds()))
+    seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
 
 /// What there is to say of folders that are there on the first host and on another and are not the same. A job may write into

@@ -206,7 +206,7 @@ fn connect(
     loop {
         let why = match reach(options) {
             Ok(stream) => {
-                let hello = HostHello { clock: crate::comm::clocks::seconds(), ..options.hello.clone() };
+                let hello = HostHello { clock: crate::comm::clock_skew::seconds(), ..options.hello.clone() };
                 match join(stream, options.secret.as_ref(), &hello, TRY) {
                     Ok(session) => return Ok(Ok(session)),
                     Err(HandshakeError::Refused { why, .. }) => return Err(HostsError::Refused { why }.into()),

@@ -13,7 +13,7 @@ use super::acceptor::{HostAcceptor, JoiningHost, LONGEST_OF_A_STRANGER};
 use super::admission::{self, refusal};
 use super::secret::JobSecret;
 use super::wire::{HostHello, HostOutcome, LauncherMessage, LauncherPeer, PeerEvent, StartCommand};
-use crate::comm::clocks;
+use crate::comm::clock_skew;
 use crate::launch::restarts;
 use crate::util::list;
 use std::collections::BTreeMap;
@@ -333,7 +333,7 @@ impl Coordinator {
     /// A warning about hosts whose clocks differ.
     fn clocks(&self) -> Option<String> {
         let warnings =
-            self.hosts.values().filter_map(|host| clocks::warning(&admission::name(&host.hello), host.ahead));
+            self.hosts.values().filter_map(|host| clock_skew::warning(&admission::name(&host.hello), host.ahead));
         warnings.map(|text| format!("zerorun: {text}")).reduce(|all, text| format!("{all}\n{text}"))
     }
 
@@ -462,7 +462,7 @@ mod tests {
     fn a_host_whose_clock_is_far_from_the_first_ones_or_whose_folders_differ_is_named_at_the_start() {
         let folders = BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), "0 bytes".to_string())]))]);
         let address = served(HostHello { folders, ..hello("a") });
-        let now = clocks::seconds();
+        let now = clock_skew::seconds();
         let member = |node: usize, host: &str, clock: u64| {
             let (sender, heard) = channel();
             let folders =

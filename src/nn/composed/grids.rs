@@ -2,8 +2,8 @@
 //! are right: two-dimensional convolution, `index_select`, `gather`, `index_add`.
 
 use super::wide;
-use crate::kernels::grid::{Pair, Resampling, Windows};
-use crate::kernels::scatter::{NOWHERE, Targets};
+use crate::kernels::pooling::{InterpolationPair, PoolingWindows, Resampling};
+use crate::kernels::scatter::{NOWHERE, ScatterTargets};
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig};
 
@@ -51,9 +51,9 @@ fn indices(places: impl Iterator<Item = usize>, device: &Device) -> Result<Tenso
 
 /// The elements of each window side by side: `[batch, channels, windows, elements]`. In the place of what lies in the
 /// padding stands the window's first element.
-fn windowed(x: &Tensor, windows: Windows) -> Result<Tensor> {
+fn windowed(x: &Tensor, windows: PoolingWindows) -> Result<Tensor> {
     let (images, channels, _, width) = x.dims4()?;
-    let Windows { kernel, result, .. } = windows;
+    let PoolingWindows { kernel, result, .. } = windows;
     let all = |of: [usize; 2]| (0..of[0]).flat_map(move |i| (0..of[1]).map(move |j| [i, j]));
     let places = all(result).flat_map(|at| {
         all(kernel).map(move |within| {
@@ -74,31 +74,31 @@ fn windowed(x: &Tensor, windows: Windows) -> Result<Tensor> {
     ))
 }
 
-fn as_image(y: &Tensor, windows: Windows) -> Result<Tensor> {
+fn as_image(y: &Tensor, windows: PoolingWindows) -> Result<Tensor> {
     let (images, channels, _) = y.dims3()?;
     y.reshape((images, channels, windows.result[0], windows.result[1]))
 }
 
 /// See [`crate::nn::max_pool2d`].
-pub(in crate::nn) fn max_pool2d(x: &Tensor, windows: Windows) -> Result<Tensor> {
+pub(in crate::nn) fn max_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<Tensor> {
     let values = windowed(x, windows)?;
     let places = values.detach().argmax_keepdim(D::Minus1)?;
     as_image(&values.gather(&places, D::Minus1)?.squeeze(D::Minus1)?, windows)
 }
 
 /// See [`crate::nn::avg_pool2d`].
-pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: Windows) -> Result<Tensor> {
+pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<Tensor> {
     let [vertical, horizontal] = windows.padding;
     let padded = x.pad_with_zeros(2, vertical, vertical)?.pad_with_zeros(3, horizontal, horizontal)?;
     let size = [padded.dim(2)?, padded.dim(3)?];
-    let values = wide(&windowed(&padded, Windows { size, padding: [0, 0], ..windows })?)?;
+    let values = wide(&windowed(&padded, PoolingWindows { size, padding: [0, 0], ..windows })?)?;
     as_image(&values.mean(D::Minus1)?, windows)?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::upsample_bilinear2d`]; an image of any of its resamplings.
 pub(in crate::nn) fn resampled(x: &Tensor, resampling: &Resampling) -> Result<Tensor> {
-    let along = |x: &Tensor, pairs: &[Pair], axis: usize| {
-        let at = |place: fn(&Pair) -> usize| {
+    let along = |x: &Tensor, pairs: &[InterpolationPair], axis: usize| {
+        let at = |place: fn(&InterpolationPair) -> usize| {
             x.contiguous()?.index_select(&indices(pairs.iter().map(place), x.device())?, axis)
         };
         let first = at(|pair| pair.0)?;
@@ -117,13 +117,13 @@ pub(in crate::nn) fn resampled(x: &Tensor, resampling: &Resampling) -> Result<Te
 }
 
 /// See [`crate::nn::scatter_add`].
-pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &Targets) -> Result<Tensor> {
+pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &ScatterTargets) -> Result<Tensor> {
     let written = |number: &usize| targets.places[*number] != NOWHERE;
     added(init, source, targets, (0..targets.places.len()).filter(written).collect())
 }
 
 /// See [`crate::nn::scatter()`].
-pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &Targets) -> Result<Tensor> {
+pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterTargets) -> Result<Tensor> {
     let stays = targets.stays(init.elem_count());
     let mut overwritten = vec![0u8; init.elem_count()];
     targets.places.iter().filter(|place| **place != NOWHERE).for_each(|place| overwritten[*place] = 1);
@@ -133,7 +133,7 @@ pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &Targets) 
 }
 
 /// `init` with these elements of the source added to their places.
-fn added(init: &Tensor, source: &Tensor, targets: &Targets, numbers: Vec<usize>) -> Result<Tensor> {
+fn added(init: &Tensor, source: &Tensor, targets: &ScatterTargets, numbers: Vec<usize>) -> Result<Tensor> {
     if numbers.is_empty() {
         return Ok(init.clone());
     }

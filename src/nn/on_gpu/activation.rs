@@ -4,7 +4,7 @@ use super::taken;
 use crate::cuda::activation as kernel;
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
 /// f(x).

@@ -3,15 +3,15 @@
 use super::taken;
 use crate::cuda::attention as kernel;
 use crate::graph::{Grad, OpInputs, SavedResult};
-use crate::kernels::attention::Heads;
+use crate::kernels::attention::AttentionShape;
 use crate::nn::{Attend, Sequences};
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
 /// Of queries, keys and values, or of one tensor that holds them side by side.
 pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
-    heads: Heads,
+    heads: AttentionShape,
     parts: [&Tensor; N],
     attend: &Attend,
     sequences: Option<&Sequences>,

@@ -8,12 +8,12 @@
 //! Products are Candle's, by cuBLAS: each is rounded to the operands' dtype. The weight's parts are added up in f32.
 
 use super::taken;
-use crate::cuda::cross_entropy::{self as kernel, Rows, Scale, Targets};
+use crate::cuda::cross_entropy::{self as kernel, DeviceTargets, LogitRows, LossGradientScale};
 use crate::cuda::embedding::{NO_ROW, look_up};
 use crate::cuda::{add, copy, written, zeros};
 use crate::graph::{Grad, OpInputs, is_once};
 use crate::nn::WeightLayout;
-use crate::tensor::on_device::{change, tensor_of, with_each};
+use crate::tensor::device_elements::{change, tensor_of, with_each};
 use crate::util::lock;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
@@ -39,17 +39,17 @@ pub(in crate::nn) fn of_logits(
     let (logits, rows) = (logits.contiguous()?, targets.len());
     let classes = logits.dims().last().copied().unwrap_or(1);
     let inputs = OpInputs::of([Some(&logits)])?;
-    let targets = Targets::new(&device, targets, classes)?;
+    let targets = DeviceTargets::new(&device, targets, classes)?;
     let mut losses = room(&device, rows)?;
-    let all = Rows { classes, targets: &targets, first: 0, rows, cap };
+    let all = LogitRows { classes, targets: &targets, first: 0, rows, cap };
     with_each([&logits], NAME, |[logits]| kernel::losses(&device, &all, logits, 1.0, &mut losses))?;
     let loss = kernel::mean(&device, &losses, rows, divisor)?;
     let loss = inputs.result(NAME, loss, (), move |grad, [to_logits]| {
         let grad = grad.on_device(&device)?;
-        let all = Rows { classes, targets: &targets, first: 0, rows, cap };
+        let all = LogitRows { classes, targets: &targets, first: 0, rows, cap };
         to_logits.make_on(&device, logits.dtype(), logits.elem_count(), |d| {
             with_each([&logits, &grad], NAME, |[logits, grad]| {
-                let scale = Scale::All(grad, divisor as f32);
+                let scale = LossGradientScale::All(grad, divisor as f32);
                 kernel::gradients(&device, &all, Some(logits), &scale, d, None)
             })
         })
@@ -60,7 +60,7 @@ pub(in crate::nn) fn of_logits(
 /// An output projection and the rows of hidden states that count.
 pub(in crate::nn) struct Head {
     device: CudaDevice,
-    targets: Targets,
+    targets: DeviceTargets,
     /// Rows that count, where these are not all.
     some: Option<Selected>,
     count: usize,
@@ -102,7 +102,7 @@ impl Head {
             (0..).zip(rows).for_each(|(number, row)| numbers[*row] = number);
             Selected { rows: rows.iter().map(|row| *row as u32).collect(), numbers }
         });
-        let targets = Targets::new(&device, targets, classes)?;
+        let targets = DeviceTargets::new(&device, targets, classes)?;
         Ok(Some(Self { device, targets, some, count: rows.len(), all, cap, classes, width, layout }))
     }
 
@@ -131,7 +131,7 @@ impl Head {
         weight: &Tensor,
         [wants_h, wants_weight]: [bool; 2],
         sign: f32,
-        scale: &Scale<'_>,
+        scale: &LossGradientScale<'_>,
     ) -> Result<Run> {
         // An absent weight is an error with its name here.
         with_each([weight], op, |_| Ok(()))?;
@@ -144,7 +144,7 @@ impl Head {
         for first in (0..self.count).step_by(step) {
             let rows = step.min(self.count - first);
             let part = h.narrow(0, first, rows)?;
-            let of = Rows { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
+            let of = LogitRows { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
             let logits = part.matmul(&to_classes)?;
             if !wants_h && !wants_weight {
                 with_each([&logits], op, |[logits]| kernel::losses(&self.device, &of, logits, sign, &mut losses))?;
@@ -200,7 +200,7 @@ impl Head {
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let (wants, dtype) = ([inputs.wants(0), inputs.wants(1)], h.dtype());
         let rows = self.take(NAME, &h, self.width)?;
-        let Run { losses, dh, dweight } = self.run(NAME, &rows, &weight, wants, 1.0, &Scale::One)?;
+        let Run { losses, dh, dweight } = self.run(NAME, &rows, &weight, wants, 1.0, &LossGradientScale::One)?;
         let loss = kernel::mean(&self.device, &losses, self.count, divisor)?;
         let kept = Mutex::new(Some((dh, dweight)));
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
@@ -230,7 +230,7 @@ impl Head {
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let rows = self.take(NAME, &h, self.width)?;
-        let Run { losses, .. } = self.run(NAME, &rows, &weight, [false; 2], -1.0, &Scale::One)?;
+        let Run { losses, .. } = self.run(NAME, &rows, &weight, [false; 2], -1.0, &LossGradientScale::One)?;
         drop(rows);
         let values = crate::cuda::storage_of(&self.device, losses);
         let values = match &self.some {
@@ -246,7 +246,7 @@ impl Head {
             let rows = self.take(NAME, &h, self.width)?;
             let Run { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
                 // The gradient of a logarithm of a probability is that of minus a loss.
-                self.run(NAME, &rows, &weight, wants, -1.0, &Scale::Each(grad, -1.0))
+                self.run(NAME, &rows, &weight, wants, -1.0, &LossGradientScale::Each(grad, -1.0))
             })?;
             if let Some(dweight) = dweight {
                 to_weight.give(Grad::OnDevice(dweight.to_dtype(weight.dtype())?))?;

@@ -3,7 +3,7 @@
 use super::taken;
 use crate::cuda::dropout as kernel;
 use crate::graph::{Grad, OpInputs};
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
 const NAME: &str = "dropout";

@@ -1,9 +1,9 @@
 //! Lookup of rows of a table by token id.
 
 use super::taken;
-use crate::cuda::embedding::{Uses, add_rows, look_up};
+use crate::cuda::embedding::{EmbeddingRowUses, add_rows, look_up};
 use crate::graph::OpInputs;
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{DType, Result, Tensor};
 
 const NAME: &str = "embedding";
@@ -22,7 +22,7 @@ pub(in crate::nn) fn embedding(
     let table = table.contiguous()?;
     let inputs = OpInputs::of([Some(&table)])?;
     let y = with_each([&table], NAME, |[table]| look_up(&device, ids, table, width, dtype))?;
-    let uses = inputs.are_wanted().then(|| Uses::new(ids, padding));
+    let uses = inputs.are_wanted().then(|| EmbeddingRowUses::new(ids, padding));
     let (len, of_table) = (table.elem_count(), table.dtype());
     let y = inputs.result(NAME, y, shape, move |grad, [to_table]| {
         let Some(uses) = &uses else { return Ok(()) };

@@ -1,13 +1,13 @@
 //! Linear layers: products by Candle (cuBLAS), what follows them in one pass, gradients added up in place.
 
 use super::taken;
-use crate::cuda::columns::Parts;
-use crate::cuda::{activation, linear};
+use crate::cuda::column_sums::PartialColumnSums;
+use crate::cuda::{activation, linear_epilogue};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
 use crate::kernels::gemm::Activation;
 use crate::nn::product::Sizes;
 use crate::nn::{Then, WeightLayout};
-use crate::tensor::on_device::{change, take, tensor_of, with_arrays, with_each};
+use crate::tensor::device_elements::{change, take, tensor_of, with_arrays, with_each};
 use candle_core::{CudaDevice, Result, Tensor};
 
 const NAME: &str = "linear";
@@ -36,7 +36,7 @@ pub(in crate::nn) fn linear_then(
     if bias.is_some() || residual.is_some() || then.activation.is_some() {
         with_arrays([bias.as_ref(), residual.as_ref()], NAME, |[bias, residual]| {
             change(&products, |products| {
-                y = linear::follow(&device, products, sizes.outputs, bias, then.activation, residual)?;
+                y = linear_epilogue::follow(&device, products, sizes.outputs, bias, then.activation, residual)?;
                 Ok(())
             })
         })?;
@@ -96,7 +96,7 @@ impl Backward {
             }
         };
         if to_bias.is_wanted() {
-            let sums = with_each([&g], NAME, |[g]| Parts::of_columns(device, g, s.outputs))?;
+            let sums = with_each([&g], NAME, |[g]| PartialColumnSums::of_columns(device, g, s.outputs))?;
             to_bias.accumulate_on(device, g.dtype(), s.outputs, |grad, add| sums.put(device, grad, add))?;
         }
         let g = g.reshape((s.rows, s.outputs))?;

@@ -13,7 +13,7 @@ pub(super) mod norm;
 pub(super) mod rotary;
 pub(super) mod sum;
 
-use crate::tensor::on_device::{gpu_of, is_taken};
+use crate::tensor::device_elements::{gpu_of, is_taken};
 use candle_core::{CudaDevice, Tensor};
 
 /// The GPU of the first of these tensors, if kernels take them all.

@@ -1,11 +1,11 @@
 //! Layer normalization and root-mean-square normalization.
 
 use super::taken;
-use crate::cuda::norm::{self as kernel, Statistics};
+use crate::cuda::norm::{self as kernel, NormStatistics};
 use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
 use crate::nn::RmsNormOptions;
 use crate::nn::remade::remade;
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 
 const LAYER_NORM: &str = "layer_norm";
@@ -65,7 +65,7 @@ struct Rows {
     x: Tensor,
     weight: Tensor,
     one: f32,
-    statistics: Statistics,
+    statistics: NormStatistics,
 }
 
 impl Rows {

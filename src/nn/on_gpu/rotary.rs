@@ -1,11 +1,11 @@
 //! Rotary positions.
 
 use super::taken;
-use crate::cuda::rotary::{Angles, Positions, turn};
+use crate::cuda::rotary::{RotaryAngles, RotaryPositions, rotate};
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::rope;
 use crate::nn::positions::Positions as Rows;
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use crate::util::lock;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, Result, Tensor};
@@ -16,18 +16,18 @@ const NAME: &str = "rotary";
 /// The angles of the positions met so far, on the GPU that met them last. Earlier ones stay, as a kernel of another thread may still
 /// read them: each has twice the positions of the one before.
 #[derive(Debug, Default)]
-pub(in crate::nn) struct Tables(Mutex<Vec<Arc<Angles>>>);
+pub(in crate::nn) struct Tables(Mutex<Vec<Arc<RotaryAngles>>>);
 
 impl Tables {
     /// Angles of `positions` at least.
-    fn on(&self, device: &CudaDevice, host: &rope::Rotary, positions: usize) -> Result<Arc<Angles>> {
+    fn on(&self, device: &CudaDevice, host: &rope::RotaryTable, positions: usize) -> Result<Arc<RotaryAngles>> {
         let mut kept = lock(&self.0);
         if let Some(angles) = kept.iter().rev().find(|angles| angles.are_on(device, positions)) {
             return Ok(angles.clone());
         }
         let (half, [cos, sin]) = host.tables();
         let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
-        let angles = Arc::new(Angles::new(device, half, [&cos[..some], &sin[..some]])?);
+        let angles = Arc::new(RotaryAngles::new(device, half, [&cos[..some], &sin[..some]])?);
         // Streams of other threads do not wait for this one's.
         device.cuda_stream().synchronize().w()?;
         kept.push(angles.clone());
@@ -36,7 +36,12 @@ impl Tables {
 }
 
 /// `x` `[batch, time, width]` turned; its shape and positions are checked.
-pub(in crate::nn) fn rotary(x: &Tensor, tables: &Tables, host: &rope::Rotary, rows: &Rows) -> Result<Option<Tensor>> {
+pub(in crate::nn) fn rotary(
+    x: &Tensor,
+    tables: &Tables,
+    host: &rope::RotaryTable,
+    rows: &Rows,
+) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let (_, time, width) = x.dims3()?;
     let x = x.contiguous()?;
@@ -52,10 +57,10 @@ pub(in crate::nn) fn rotary(x: &Tensor, tables: &Tables, host: &rope::Rotary, ro
     let angles = tables.on(&device, host, end)?;
     let turned = move |x: &Tensor, direction: f32| {
         let positions = match &positions {
-            Some(positions) => Positions::Of(positions, end),
-            None => Positions::From { first, time },
+            Some(positions) => RotaryPositions::Of(positions, end),
+            None => RotaryPositions::From { first, time },
         };
-        with_each([x], NAME, |[x]| turn(&device, &angles, x, width, &positions, direction))
+        with_each([x], NAME, |[x]| rotate(&device, &angles, x, width, &positions, direction))
     };
     let y = turned(&x, 1.0)?;
     let gpu = x.device().clone();

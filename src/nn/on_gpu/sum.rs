@@ -2,7 +2,7 @@
 
 use super::taken;
 use crate::graph::{Grad, OpInputs};
-use crate::tensor::on_device::take;
+use crate::tensor::device_elements::take;
 use candle_core::{Result, Tensor};
 
 /// a + b of tensors of one shape.

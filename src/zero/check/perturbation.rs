@@ -4,7 +4,7 @@
 //! and in every run. The step is the same for all elements of a parameter, a part of the root mean square of its values.
 //! In 16 bits both moves are rounded to what the parameter can hold, and the difference of what is held is what counts.
 
-use crate::kernels::par;
+use crate::kernels::parallel;
 use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::util::{fnv1a, mix};
 use candle_core::{DType, Shape};
@@ -61,16 +61,20 @@ impl PerturbationDirection {
     }
 
     fn shift_each<T: Copy + Send + Sync>(&self, values: &mut [T], moved: impl Fn(T, f32) -> T + Sync, sign: f32) {
-        par::for_each_part(values.len().div_ceil(CHUNK), par::Chunks::new(values, CHUNK), |number, part: &mut [T]| {
-            let first = number * CHUNK;
-            for (block, values) in part.chunks_mut(SIGNS).enumerate() {
-                let from = first + block * SIGNS;
-                let signs = self.signs_from(from);
-                for (i, value) in values.iter_mut().enumerate() {
-                    *value = moved(*value, sign * self.move_by(signs, from + i));
+        parallel::for_each_part(
+            values.len().div_ceil(CHUNK),
+            parallel::ParallelChunks::new(values, CHUNK),
+            |number, part: &mut [T]| {
+                let first = number * CHUNK;
+                for (block, values) in part.chunks_mut(SIGNS).enumerate() {
+                    let from = first + block * SIGNS;
+                    let signs = self.signs_from(from);
+                    for (i, value) in values.iter_mut().enumerate() {
+                        *value = moved(*value, sign * self.move_by(signs, from + i));
+                    }
                 }
-            }
-        });
+            },
+        );
     }
 
     /// The gradient along the direction. `values`: those that the parameter has without it, where they are known.
@@ -80,7 +84,7 @@ impl PerturbationDirection {
             let range = number * CHUNK..gradient.len().min((number + 1) * CHUNK);
             self.part_along(range, gradient, values)
         };
-        par::map(chunks, part).into_iter().fold(DirectionalGradient::default(), |sum, part| DirectionalGradient {
+        parallel::map(chunks, part).into_iter().fold(DirectionalGradient::default(), |sum, part| DirectionalGradient {
             product: sum.product + part.product,
             squares: sum.squares + part.squares,
         })

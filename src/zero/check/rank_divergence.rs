@@ -1,6 +1,6 @@
 //! The parts of a model that ranks were in when their collectives differed, by name.
 
-use crate::comm::{Kind as Collective, content_of};
+use crate::comm::{CollectiveKind as Collective, content_of};
 use crate::error::{CommError, EngineError, Error};
 use crate::param::ParamId;
 use crate::util::lock;

@@ -4,12 +4,12 @@
 //! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
 //! parameters share a buffer, and are copied out of it piece by piece.
 
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::layout::{PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
 use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::packed_weights;
 use candle_core::DType;
@@ -28,7 +28,7 @@ pub(crate) struct CoalescedLayout {
 
 impl CoalescedLayout {
     /// One layout for each large parameter and one for all others that are packed alike.
-    pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: Wire) -> Vec<Self> {
+    pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
         alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
@@ -42,7 +42,7 @@ impl CoalescedLayout {
     }
 
     /// Weights on the wire, some of which are packed already.
-    pub fn of_weights(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+    pub fn of_weights(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let weights = params.first().map_or(WeightFormat::Model, |p| all[*p].weights);
         let Some(packing) = weights.packing() else {
             return Self { weights, ..Self::new(params, all, mesh, wire) };
@@ -68,12 +68,12 @@ impl CoalescedLayout {
     }
 
     /// How it travels, if weights go by `wire`: what is packed is coded already.
-    pub fn wire(&self, wire: Wire) -> Wire {
-        self.weights.packing().map_or(wire, |_| Wire::Exact)
+    pub fn wire(&self, wire: WireFormat) -> WireFormat {
+        self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
-    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
         let (offsets, chunk) = chunk_offsets(&cuts, mesh, wire.alignment());
         Self { params, offsets, chunk, weights: WeightFormat::Model }

@@ -1,13 +1,13 @@
 //! Parameters that are gathered and released together, and how: from all ranks, or from this host's second copy.
 
 use super::coalesced_layout::CoalescedLayout;
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::layout::ShardMesh;
 use crate::memory::{LedgerEntry, MemoryKind};
 use crate::offload::StateFiles;
 use crate::param::{Param, ParamId, Residency};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
@@ -22,7 +22,7 @@ pub(super) struct GatherGroup {
     pub params: Vec<ParamId>,
     pub layouts: Vec<CoalescedLayout>,
     pub numel: usize,
-    pub wire: Wire,
+    pub wire: WireFormat,
 }
 
 /// The all-gathers of a group that are under way, one for each of its layouts.
@@ -53,7 +53,7 @@ pub(super) enum AfterGather {
 }
 
 impl GatherGroup {
-    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let numel = params.iter().map(|p| all[*p].numel).sum();
         let layouts = CoalescedLayout::split(&params, all, mesh, wire);
         Self { params, layouts, numel, wire }
@@ -75,13 +75,13 @@ impl GatherGroup {
     ) -> Result<PendingGather<R>> {
         let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, LedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
-            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&layout.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
             let room = layout.chunk * core.mesh().shards();
             let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(MemoryKind::Gathered, &buffer);
             let within = CollectiveOp::GatherWithin(core.second_group());
-            Ok((GatherProgress::Travelling(core.launch(within, Wire::Exact, buffer, &layout.params)?), held))
+            Ok((GatherProgress::Travelling(core.launch(within, WireFormat::Exact, buffer, &layout.params)?), held))
         };
         self.layouts.iter().zip(second).map(launch).collect()
     }
@@ -94,7 +94,7 @@ impl GatherGroup {
         let groups = core.groups();
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
-            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&layout.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
             // They lie in one place, as they are of one kind.
             let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
@@ -190,7 +190,7 @@ impl GatherGroup {
             if after == AfterGather::Kept {
                 second.push(part_of_group(core, &chunks)?);
             }
-            let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&layout.params));
+            let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&layout.params));
             // Small parameters are copied out of the buffer, which a GPU has no room to spare for.
             let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
             let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));

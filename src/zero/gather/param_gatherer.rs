@@ -24,12 +24,12 @@
 use super::gather_group::{AfterGather, GatherGroup, PendingGather, SecondaryShards, forget, release};
 use super::leaf_units::{LeafPosition, LeafUnits};
 use super::unit_trace::{UnitEvent, UnitTrace};
-use crate::comm::{Code, Wire};
+use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::MemoryKind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
-use crate::precision::Ints;
+use crate::precision::IntFormat;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::share_plan::SharePlan;
 
@@ -119,9 +119,9 @@ impl<R: RankBackend> ParamGatherer<R> {
             }
         }
         let wire = match (zero.quantized_weights, zero.compress_between_hosts_only) {
-            (false, _) => Wire::Exact,
-            (true, false) => Wire::Blocks(Ints::Int8),
-            (true, true) => Wire::BetweenHosts(Code::Blocks(Ints::Int8)),
+            (false, _) => WireFormat::Exact,
+            (true, false) => WireFormat::Blocks(IntFormat::Int8),
+            (true, true) => WireFormat::BetweenHosts(InterHostFormat::Blocks(IntFormat::Int8)),
         };
         let group = |p| GatherGroup::new(p, params, plan.mesh, wire);
         let unit = |p| UnitState {

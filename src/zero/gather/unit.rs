@@ -23,7 +23,7 @@ use crate::graph::{
 };
 use crate::param::UnitId;
 use crate::precision::Flat;
-use crate::profiler::spans::{self, Half};
+use crate::profiler::spans::{self, MicroStepHalf};
 use crate::tensor::residency::{empty_leaf, storage_on, to_storage};
 use crate::timeline;
 use crate::zero::hooks::before_backward;
@@ -229,7 +229,7 @@ impl<M> Unit<M> {
         UnitContext { unit, core, .. }: &UnitContext,
         forward: impl FnOnce(&M) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let _profile = spans::enter(Half::Forward, *unit);
+        let _profile = spans::enter(MicroStepHalf::Forward, *unit);
         core.enter(UnitEvent::Forward(*unit))?;
         let looks = core.shards_params();
         if looks {
@@ -260,7 +260,7 @@ impl<M> Unit<M> {
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
             )
         };
-        let _profile = spans::enter(Half::Backward, unit);
+        let _profile = spans::enter(MicroStepHalf::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
             let x = if first.adds_up { adding_up(&input)? } else { input.as_tensor().clone() };

@@ -1,11 +1,11 @@
 //! The optimizer step of a share that lies on a GPU, by that GPU's kernels.
 
-use crate::cuda::DeviceMut;
-use crate::cuda::optimizer::Steps;
+use crate::cuda::DeviceFlatMut;
+use crate::cuda::optimizer::MultiTensorStep;
 use crate::error::Result;
 use crate::optim::GroupStepSettings;
-use crate::tensor::flat_buffer::BufferPlace;
-use crate::tensor::on_device::change;
+use crate::tensor::device_elements::change;
+use crate::tensor::flat_buffer::BufferDevice;
 use crate::timeline;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::share_memory::ShareMemory;
@@ -20,10 +20,10 @@ pub(in crate::zero) fn update(
     group: &mut SubGroup<RankCore>,
     hyperparameters: &Hyperparameters<'_>,
 ) -> Result<bool> {
-    let BufferPlace::Device(device) = core.share_place() else { return Ok(false) };
-    let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", group.len as u64);
+    let BufferDevice::Device(device) = core.share_place() else { return Ok(false) };
+    let _span = timeline::span(timeline::EventCategory::Optimizer, "sub-group").with("elements", group.len as u64);
     let SubGroup { slots, weights, master, grads, moments, .. } = group;
-    let mut steps = Steps::new(device);
+    let mut steps = MultiTensorStep::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
         let rule = optimizer.elementwise(&ctx).expect("a share lies on a GPU where kernels can update it");
@@ -33,7 +33,7 @@ pub(in crate::zero) fn update(
         let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;
         let weights = weights.as_mut().map(|storage| storage.on_device(slot.range())).transpose()?;
         let master = master.as_mut().map(|storage| storage.on_device(slot.range())).transpose()?;
-        let add = |weights: DeviceMut<'_>| {
+        let add = |weights: DeviceFlatMut<'_>| {
             let (param, half) = match master {
                 Some(master) => (master, Some(weights)),
                 None => (weights, None),
@@ -64,7 +64,7 @@ pub(in crate::zero) fn update(
 
 impl StateStorage<RankCore> {
     /// Elements `range` of the sub-group, which lies on a GPU.
-    fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceMut<'_>> {
+    fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),
             Self::File(_) => unreachable!("what lies on a GPU is not offloaded"),

@@ -1,8 +1,8 @@
 //! The model's work on a GPU in a timeline: when it ran there, which is later than when the host launched it.
 
-use crate::cuda::Moment;
+use crate::cuda::TimedEvent;
 use crate::error::Result;
-use crate::timeline::{self, Kind, Lane};
+use crate::timeline::{self, EventCategory, TimelineLane};
 use crate::zero::rank_core::RankCore;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// Work on the stream of Candle's device.
 pub(in crate::zero) struct GpuTimelineSpan {
     stream: Arc<CudaStream>,
-    moments: [Moment; 2],
+    moments: [TimedEvent; 2],
 }
 
 impl GpuTimelineSpan {
@@ -21,7 +21,7 @@ impl GpuTimelineSpan {
     pub fn begin(core: &RankCore) -> Result<Option<Self>> {
         let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
         let stream = device.cuda_stream();
-        let moments = [Moment::behind(&stream)?, Moment::behind(&stream)?];
+        let moments = [TimedEvent::behind(&stream)?, TimedEvent::behind(&stream)?];
         Ok(Some(Self { stream, moments }))
     }
 
@@ -30,7 +30,7 @@ impl GpuTimelineSpan {
     /// # Errors
     /// The driver's.
     pub fn end(mut self) -> Result<Self> {
-        self.moments[1] = Moment::behind(&self.stream)?;
+        self.moments[1] = TimedEvent::behind(&self.stream)?;
         Ok(self)
     }
 
@@ -40,8 +40,8 @@ impl GpuTimelineSpan {
     /// The driver's.
     pub fn record(self, name: &'static str) -> Result<()> {
         let [begin, end] = &self.moments;
-        let times = Moment::when([begin, end], &self.stream)?;
-        timeline::carry().past(Lane::Gpu, Kind::Engine, name, times, ("", 0));
+        let times = TimedEvent::when([begin, end], &self.stream)?;
+        timeline::carry().past(TimelineLane::Gpu, EventCategory::Engine, name, times, ("", 0));
         Ok(())
     }
 }

@@ -5,7 +5,7 @@
 use crate::cuda::DeviceFlat;
 use crate::error::Result;
 use crate::graph::Grad;
-use crate::tensor::on_device::with_each;
+use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType};
 use std::ops::Range;
 

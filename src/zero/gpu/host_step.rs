@@ -8,10 +8,10 @@
 use crate::cuda;
 use crate::error::Result;
 use crate::param::ParamId;
-use crate::precision::{Elements, Flat, FlatMut};
+use crate::precision::{ElementBuffer, Flat, FlatMut};
+use crate::tensor::device_elements::change;
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::on_device::change;
-use crate::tensor::part::with_part;
+use crate::tensor::host_slice::with_part;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
 use crate::zero::share::state_storage::{StateStorage, lie_on_gpu};
@@ -63,7 +63,7 @@ impl<'a> HostStep<'a> {
         }
     }
 
-    /// Elements that are visited together. What is only looked at is looked at as a whole.
+    /// ElementBuffer that are visited together. What is only looked at is looked at as a whole.
     pub fn piece(&self) -> usize {
         if self.mode.changes() { UPDATED_TOGETHER } else { usize::MAX }
     }

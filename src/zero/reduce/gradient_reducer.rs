@@ -22,13 +22,13 @@
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
 
 use super::bucket_queue::{BucketQueue, IN_FLIGHT};
-use crate::comm::{Code, Wire};
+use crate::comm::{InterHostFormat, WireFormat};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::layout::Placement;
 use crate::memory::{LedgerEntry, MemoryKind, MemoryTier, TrackedBuffer};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Ints};
+use crate::precision::{ElementBuffer, IntFormat};
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::rank_backend::RankBackend;
@@ -54,7 +54,7 @@ pub(crate) struct ReducePlan {
     /// The dtype to which gradients and their sums are rounded before they travel.
     pub dtype: DType,
     /// How the gradients then travel.
-    pub wire: Wire,
+    pub wire: WireFormat,
     /// The dtype in which they are accumulated.
     pub accumulate: DType,
 }
@@ -85,21 +85,21 @@ impl ReducePlan {
 }
 
 /// The dtype to which gradients of a model of `dtype` are rounded before they travel, and how they then travel.
-fn travels(config: &Config, dtype: DType) -> (DType, Wire) {
+fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
     let chosen = config.communication_data_type;
     let int4 = config.zero.quantized_gradients;
     if !config.zero.compress_between_hosts_only {
-        return (chosen.unwrap_or(dtype), if int4 { Wire::Blocks(Ints::Int4) } else { Wire::Exact });
+        return (chosen.unwrap_or(dtype), if int4 { WireFormat::Blocks(IntFormat::Int4) } else { WireFormat::Exact });
     }
     let code = match chosen {
-        _ if int4 => Some(Code::Blocks(Ints::Int4)),
-        Some(DType::BF16) => Some(Code::Bf16),
-        Some(DType::F16) => Some(Code::F16),
+        _ if int4 => Some(InterHostFormat::Blocks(IntFormat::Int4)),
+        Some(DType::BF16) => Some(InterHostFormat::Bf16),
+        Some(DType::F16) => Some(InterHostFormat::F16),
         _ => None,
     };
     // Only more digits than the model's are something for the inside of a host.
     let inside = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
-    (inside, code.map_or(Wire::Exact, Wire::BetweenHosts))
+    (inside, code.map_or(WireFormat::Exact, WireFormat::BetweenHosts))
 }
 
 /// The executor of the decisions of [`GradientReducer`]: the engine's core, or a rehearsal that only counts.
@@ -237,7 +237,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let ReducePlan { scatter, wire, overlap, .. } = self.plan;
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
-        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&layout.params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
         // On a GPU a bucket lies beside the gradients that it is packed from; on the host a large gradient becomes it.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());
@@ -282,7 +282,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         mut sum: C::Buffer,
     ) -> Result<()> {
         let _about = timeline::about(|| core.names(params));
-        let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
         let mesh = core.mesh();
         // The pieces that this rank keeps, and where they start in what it received.

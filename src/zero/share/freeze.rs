@@ -10,10 +10,10 @@
 use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;
 use super::sub_group_builder::SubGroupBuilder;
-use crate::comm::agree::{Failure, gather_u64};
+use crate::comm::agree::{CollectiveFailure, gather_u64};
 use crate::error::{EngineError, Result};
 use crate::precision::{Flat, FlatRef};
-use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::flat_buffer::BufferDevice;
 use crate::util::{fnv1a, lock, unpoisoned};
 use crate::zero::rank_core::RankCore;
 use candle_core::DType;
@@ -26,7 +26,7 @@ impl RankCore {
     ///
     /// # Errors
     /// Files that get no space: on all ranks, and nothing has changed. A failed collective.
-    pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), Failure> {
+    pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), CollectiveFailure> {
         if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
             return Ok(());
         }
@@ -36,7 +36,7 @@ impl RankCore {
         }
         let mut builder = {
             let (plan, offload) = (self.share_plan.clone(), self.offload.clone());
-            let devices = plan.devices_of(self.model_place.clone(), BufferPlace::Host);
+            let devices = plan.devices_of(self.model_place.clone(), BufferDevice::Host);
             SubGroupBuilder::new(plan, offload, self.ledger.clone(), devices)
         };
         for (id, param) in self.params.iter().enumerate() {
@@ -49,7 +49,7 @@ impl RankCore {
         }
         let mut groups = builder.finish()?;
         if let Some(offload) = &self.offload {
-            offload.check_space(self.comm()).map_err(Failure::InStep)?;
+            offload.check_space(self.comm()).map_err(CollectiveFailure::InStep)?;
         }
         let new = places(&groups, self.params.len());
         let stay = |id: &usize| self.params[*id].is_trained() && trained[*id];
@@ -83,12 +83,12 @@ impl RankCore {
     }
 
     /// Collective: an error on all ranks where they want to train different parameters.
-    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), Failure> {
+    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), CollectiveFailure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
         let rank = self.comm().rank();
         match (0..all.len()).find(|other| all[*other] != all[rank]) {
-            Some(other) => Err(Failure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
+            Some(other) => Err(CollectiveFailure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
             // Another pair of ranks may differ; then so does one of them from this one.
             None => Ok(()),
         }

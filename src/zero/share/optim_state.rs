@@ -16,9 +16,9 @@ use crate::error::Result;
 use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
 use crate::offload::{FileIo, StagedState};
 use crate::optim::{DecodeMode, StateFormat, decode, encode, scales_of};
-use crate::precision::dynamic::{BLOCK, DynamicMap};
-use crate::precision::stochastic::Dice;
-use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use crate::precision::dynamic_map::{BLOCK, DynamicMap};
+use crate::precision::stochastic_rounding::RoundingDice;
+use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
@@ -228,7 +228,7 @@ impl<'a> OptimStateView<'a> {
 
     /// Elements `range` of these, which begin with a block, become `values`, rounded: to nearest, or by chance, with the
     /// number of the first in its parameter.
-    pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(Dice, usize)>) {
+    pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
             Self::Codes { map, codes, scales } => {
@@ -240,7 +240,7 @@ impl<'a> OptimStateView<'a> {
 }
 
 /// `values` in the format of `own`: rounded to nearest, or by chance where that is bfloat16.
-pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(Dice, usize)>) {
+pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
     match (own, chance) {
         (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),
         (own, _) => own.copy_cast(FlatRef::F32(values)),

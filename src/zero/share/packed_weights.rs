@@ -4,16 +4,16 @@
 use crate::error::Result;
 use crate::layout::ShardMesh;
 use crate::param::Param;
-use crate::precision::{Elements, Flat, FlatMut, FlatRef, Packing};
+use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef, WeightPacking};
 use candle_core::DType;
 
 /// Words of `elements` elements.
-pub(in crate::zero) fn words(packing: Packing, elements: usize) -> usize {
+pub(in crate::zero) fn words(packing: WeightPacking, elements: usize) -> usize {
     packing.packed_len(elements).div_ceil(size_of::<f32>())
 }
 
 /// The words of a shard of `shard_len` elements that begins with `values`; those of counted values are none.
-pub(in crate::zero) fn pack(packing: Packing, values: FlatRef<'_>, shard_len: usize) -> Flat {
+pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_len: usize) -> Flat {
     if values.is_empty() {
         return Flat::zeros(DType::F32, 0);
     }
@@ -24,14 +24,14 @@ pub(in crate::zero) fn pack(packing: Packing, values: FlatRef<'_>, shard_len: us
 }
 
 /// The values of a packed shard from element `from` on, which begins a unit.
-pub(in crate::zero) fn unpack(packing: Packing, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
+pub(in crate::zero) fn unpack(packing: WeightPacking, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
     let start = packing.packed_len(from);
     let bytes = packing.packed_len(values.len());
     packing.unpack(&words.as_bytes()[start..start + bytes], values);
 }
 
 /// The values as they come out of the packing, in `dtype`.
-pub(in crate::zero) fn rounded(packing: Packing, values: FlatRef<'_>, dtype: DType) -> Flat {
+pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtype: DType) -> Flat {
     let packed = pack(packing, values, values.len());
     let mut rounded = Flat::zeros(dtype, values.len());
     unpack(packing, packed.as_ref(), 0, rounded.as_mut());
@@ -39,8 +39,8 @@ pub(in crate::zero) fn rounded(packing: Packing, values: FlatRef<'_>, dtype: DTy
 }
 
 /// A whole parameter of the words of all shards, `chunk` words each, in which its own begin at `offset`.
-pub(in crate::zero) fn whole<B: Elements>(
-    packing: Packing,
+pub(in crate::zero) fn whole<B: ElementBuffer>(
+    packing: WeightPacking,
     param: &Param,
     words_of_all: &B,
     (chunk, offset): (usize, usize),

@@ -2,7 +2,7 @@
 
 use super::state_access::{ParamStateKind, pieces};
 #[cfg(feature = "cuda")]
-use crate::cuda::pool;
+use crate::cuda::memory_pool;
 use crate::error::Result;
 use crate::param::ParamId;
 use crate::precision::{Flat, FlatRef};
@@ -119,7 +119,7 @@ impl RankCore {
             lock(&self.gather).release_everything(self)?;
         }
         #[cfg(feature = "cuda")]
-        self.model_place.gpu().map_or(Ok(()), pool::trim)?;
+        self.model_place.gpu().map_or(Ok(()), memory_pool::trim)?;
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ use crate::param::{
     BufferFilter, ModelBuffer, Param, ParamId, ROOT, Residency, UnitId, WeightSource, gradient_capture,
 };
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
-use crate::precision::{Flat, FlatRef, Packing};
+use crate::precision::{Flat, FlatRef, WeightPacking};
 use crate::tensor::{bytes, residency};
 use crate::util::{lock, pieces};
 use crate::zero::gather::leaf_units::LeafUnits;
@@ -225,7 +225,7 @@ impl ParamRegistryInner {
             return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = ShardCut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
+        let cut = ShardCut { numel, block: packing.map_or_else(|| plan.block(kept.role), WeightPacking::unit) };
         let shard = plan.mesh.shard(cut, plan.mesh.shard_of(plan.rank));
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));

@@ -1,8 +1,8 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::state_access::ParamStateKind;
-use crate::comm::Wire;
-use crate::comm::agree::{Failure, agree, rank_failed};
+use crate::comm::WireFormat;
+use crate::comm::agree::{CollectiveFailure, agree, rank_failed};
 use crate::error::Result;
 use crate::files::{self, AtomicFile, OutputKind, RunPaths};
 use crate::param::{ModelBuffer, Param};
@@ -26,7 +26,7 @@ impl RankCore {
     /// # Errors
     /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
     /// not cost the model.
-    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let mut file =
             (self.comm.rank() == 0).then(|| SafetensorsExport::begin(path, &self.params, self.buffers.list(), dtype));
         for param in 0..self.params.len() {
@@ -90,7 +90,7 @@ impl RankCore {
         }
         let len = about.shard_len(mesh);
         own.extend_zeros(len - own.len());
-        let chunks = self.wait(self.gather(Wire::Exact, own.into(), &[param])?)?;
+        let chunks = self.wait(self.gather(WireFormat::Exact, own.into(), &[param])?)?;
         let mut whole = Flat::with_capacity(DType::F32, about.numel);
         for shard in 0..mesh.shards() {
             whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(mesh, shard).len()));

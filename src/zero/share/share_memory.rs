@@ -2,12 +2,12 @@
 
 use crate::memory::Ledger;
 use crate::offload::StateFiles;
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 
 /// The memory and the files of a rank that trains, or of a rehearsal of one.
 pub(crate) trait ShareMemory: Sized {
-    /// Elements in memory.
-    type Buffer: Elements;
+    /// ElementBuffer in memory.
+    type Buffer: ElementBuffer;
     /// Where states lie that are not in memory.
     type Files: StateFiles<Buffer = Self::Buffer>;
 
@@ -20,7 +20,7 @@ pub(crate) trait ShareMemory: Sized {
 }
 
 /// A kind of memory in which a rank has buffers.
-pub(crate) type BufferPlaceOf<R> = <<R as ShareMemory>::Buffer as Elements>::Place;
+pub(crate) type BufferPlaceOf<R> = <<R as ShareMemory>::Buffer as ElementBuffer>::Place;
 
 /// A place in a file.
 pub(crate) type FileExtentOf<R> = <<R as ShareMemory>::Files as StateFiles>::Extent;

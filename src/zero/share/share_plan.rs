@@ -4,7 +4,7 @@ use crate::config::{Config, StatePrecision};
 use crate::layout::{Placement, ShardMesh};
 use crate::offload::{ALIGN, STEP};
 use crate::optim::{OptimizerRole, ParameterGrouping, StateFormat, WeightFormat};
-use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::flat_buffer::BufferDevice;
 #[cfg(feature = "cuda")]
 use crate::zero::transfer::device_copy::CopyKind;
 use candle_core::{DType, Device};
@@ -84,8 +84,8 @@ impl SharePlan {
     }
 
     /// Where the share lies of a model on `device`.
-    pub fn devices(&self, device: &Device) -> ShareDevices<BufferPlace> {
-        self.devices_of(BufferPlace::of(device), BufferPlace::Host)
+    pub fn devices(&self, device: &Device) -> ShareDevices<BufferDevice> {
+        self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
     /// Where the share lies of a model in the memory `model`: there too, its states if kernels of a GPU can update them there, and

@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::offload::{FileIo, OffloadStore, STEP};
 use crate::optim::GroupedOptimizer;
 use crate::param::Param;
-use crate::precision::{Flat, FlatRef, Packing};
-use crate::tensor::part::with_part;
+use crate::precision::{Flat, FlatRef, WeightPacking};
+use crate::tensor::host_slice::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use crate::zero::rank_core::RankCore;
@@ -157,7 +157,7 @@ impl RankCore {
     /// packing what came out of a packing need not give the same codes.
     fn write_packed(
         &self,
-        packing: Packing,
+        packing: WeightPacking,
         (group, slot): (usize, usize),
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,

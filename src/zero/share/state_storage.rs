@@ -3,7 +3,7 @@
 use super::share_memory::{FileExtentOf, ShareMemory};
 use crate::memory::TrackedBuffer;
 use crate::offload::StagedState;
-use crate::precision::{Elements, FlatMut};
+use crate::precision::{ElementBuffer, FlatMut};
 use crate::tensor::flat_buffer::FlatBuffer;
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ impl<R: ShareMemory> StateStorage<R> {
 }
 
 impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
-    /// Elements `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
+    /// ElementBuffer `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
     pub fn part<'a>(
         &'a mut self,
         staged: &mut std::slice::IterMut<'a, StagedState>,

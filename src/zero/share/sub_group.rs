@@ -23,7 +23,7 @@ use crate::memory::{MemoryKind, TrackedBuffer};
 use crate::offload::{StateFiles, StateStream};
 use crate::optim::ParamClass;
 use crate::param::ParamId;
-use crate::precision::{Elements, Packing, sum_of_squares};
+use crate::precision::{ElementBuffer, WeightPacking, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 
@@ -31,14 +31,14 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub(crate) struct SubGroupSlot {
     pub param: ParamId,
-    /// Elements of the whole parameter that this rank owns.
+    /// ElementBuffer of the whole parameter that this rank owns.
     pub owned: Range<usize>,
     /// Of these, counted from the first, the piece that this rank answers for: all of them where optimizer states are sharded
     /// and no other rank has the same shard.
     pub piece: Range<usize>,
     /// Offset of the first of them in the sub-group. Packed weights are counted in words.
     pub at: usize,
-    /// Elements, or words, of a rank's share of the parameter, the padding of the last ranks included.
+    /// ElementBuffer, or words, of a rank's share of the parameter, the padding of the last ranks included.
     pub len: usize,
 }
 
@@ -78,7 +78,7 @@ pub(crate) enum GradientShare<R: ShareMemory> {
 pub(crate) struct SubGroup<R: ShareMemory> {
     pub class: ParamClass,
     pub slots: Vec<SubGroupSlot>,
-    /// Elements of each kind of state, padding included.
+    /// ElementBuffer of each kind of state, padding included.
     pub len: usize,
     pub weights: Option<StateStorage<R>>,
     pub master: Option<StateStorage<R>>,
@@ -119,7 +119,7 @@ impl SweepMode {
 
 impl<R: ShareMemory> SubGroup<R> {
     /// The packing of its weights and where they lie, if they are packed.
-    pub fn packed(&self) -> Option<(Packing, &StateStorage<R>)> {
+    pub fn packed(&self) -> Option<(WeightPacking, &StateStorage<R>)> {
         self.class.weights.packing().zip(self.weights.as_ref())
     }
 

@@ -16,8 +16,8 @@ use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
 use crate::offload::{FileExtent, FileTransfer, OffloadStore, StateFileContent};
 use crate::optim::ParamClass;
 use crate::param::ParamId;
-use crate::precision::{Elements, Flat, FlatRef, Packing};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::precision::{ElementBuffer, Flat, FlatRef, WeightPacking};
+use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
 use crate::zero::rank_core::RankCore;
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -134,7 +134,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     }
 
     /// How shares of a class are packed, if they are.
-    fn packing(&self, class: ParamClass) -> Option<Packing> {
+    fn packing(&self, class: ParamClass) -> Option<WeightPacking> {
         class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
     }
 
@@ -299,7 +299,7 @@ impl SubGroupBuilder {
         plan: SharePlan,
         offload: Option<Arc<OffloadStore>>,
         ledger: Ledger,
-        devices: ShareDevices<BufferPlace>,
+        devices: ShareDevices<BufferDevice>,
     ) -> Self {
         Self::with(plan, ArenaBuilder { offload, writing: VecDeque::new(), too_small: false }, ledger, devices)
     }

@@ -16,10 +16,10 @@ use super::weight_publisher::WeightPublisher;
 use crate::error::{Result, without_backtrace};
 use crate::memory::{MemoryKind, TrackedBuffer};
 use crate::optim::{GroupStepSettings, ParameterGrouping, StepContext};
-use crate::precision::{Elements, FlatRef};
+use crate::precision::{ElementBuffer, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::part::with_part;
-use crate::timeline::{self, Lane};
+use crate::tensor::host_slice::with_part;
+use crate::timeline::{self, TimelineLane};
 use crate::util::{lock, pieces};
 use crate::zero::gpu::host_step::{HostStep, WeightRange};
 use crate::zero::rank_core::{DelayedUpdate, RankCore};
@@ -62,7 +62,7 @@ impl RankCore {
         }
         let (core, carried) = (self.clone(), timeline::carry());
         let update = move || {
-            let _here = carried.enter(Lane::DelayedUpdate);
+            let _here = carried.enter(TimelineLane::DelayedUpdate);
             let update =
                 |slot: &SubGroupSlot, _: Range<usize>, ParamSlice { param, grad, state, half }: ParamSlice<'_, '_>| {
                     let role = ParameterGrouping::role(core.params[slot.param].group);
@@ -98,7 +98,7 @@ impl RankCore {
                 return delayed;
             }
         };
-        let _span = timeline::span(timeline::Kind::Wait, "delayed update");
+        let _span = timeline::span(timeline::EventCategory::Wait, "delayed update");
         *delayed = match thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
             Ok(shadows) => DelayedUpdate::Ready(self.take_back(shadows)),
             Err(error) => DelayedUpdate::Failed(without_backtrace(&error.to_string())),

@@ -15,7 +15,7 @@ use super::whole_param_step::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::StateFiles;
 use crate::optim::{GroupStepSettings, OptimizerNeeds, StepContext};
-use crate::tensor::flat_buffer::BufferPlace;
+use crate::tensor::flat_buffer::BufferDevice;
 use crate::timeline;
 use crate::util::lock;
 use crate::zero::rank_backend::RankBackend;
@@ -48,7 +48,7 @@ impl Vote {
 /// Collective: norm and overflow over all ranks. Each rank looks at its piece of every gradient, parameter by
 /// parameter, also where it holds more; so the sum is formed in the same order at every stage, with and without groups.
 pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
-    let _span = timeline::span(timeline::Kind::Optimizer, "vote");
+    let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut sum = 0f64;
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
         for slot in 0..group.slots.len() {
@@ -96,7 +96,7 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
     sweep(core, &mut groups, &by_elements, SweepMode::Update, update, &mut publish)?;
     update_whole(core, &mut groups, hyperparameters, &mut publish)?;
     drop(groups);
-    let _span = timeline::span(timeline::Kind::Optimizer, "publish");
+    let _span = timeline::span(timeline::EventCategory::Optimizer, "publish");
     publisher.finish(core)
 }
 
@@ -154,7 +154,7 @@ impl RankCore {
 
     /// Why no update is delayed (`offload_optimizer.delayed_update`), if none can be.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
-        if matches!(self.model_place, BufferPlace::Host) {
+        if matches!(self.model_place, BufferDevice::Host) {
             Some("no GPU computes the model")
         } else if self.share_plan.has_files() {
             Some("states lie in files")

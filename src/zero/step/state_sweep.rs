@@ -108,7 +108,8 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let mut start = all.start;
         loop {
             let range = start..all.end.min(start.saturating_add(window_len));
-            let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", range.len() as u64);
+            let _span =
+                timeline::span(timeline::EventCategory::Optimizer, "sub-group").with("elements", range.len() as u64);
             let mut window = match &mut self.pipeline {
                 Some(pipeline) if in_files => Some(pipeline.next()?),
                 _ => None,

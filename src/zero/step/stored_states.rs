@@ -6,7 +6,7 @@
 //! ```
 
 use crate::param::ParamId;
-use crate::precision::stochastic::Dice;
+use crate::precision::stochastic_rounding::RoundingDice;
 use crate::precision::{FlatMut, FlatRef};
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::rank_core::RankCore;
@@ -124,10 +124,10 @@ fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a
 
 impl StateRounding<'_> {
     /// The chances of a state (0: the weights) from an element of the part on; `None`: it is rounded to nearest.
-    fn chance(&self, state: usize, start: usize) -> Option<(Dice, usize)> {
+    fn chance(&self, state: usize, start: usize) -> Option<(RoundingDice, usize)> {
         let RankCore { update, params, .. } = self.core;
         let step = update.load(Ordering::Relaxed);
         let seed = self.core.rounding_seed()?;
-        Some((Dice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
+        Some((RoundingDice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
     }
 }

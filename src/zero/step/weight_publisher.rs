@@ -1,10 +1,10 @@
 //! Updated weights: from the shard of the rank that owns them to all ranks, where parameters are whole.
 
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::memory::{LedgerEntry, MemoryKind};
 use crate::param::ParamId;
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::timeline;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::rank_backend::RankBackend;
@@ -53,7 +53,7 @@ impl<R: RankBackend> WeightPublisher<R> {
     }
 
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
-        let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), Wire::Exact);
+        let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), WireFormat::Exact);
         let _about = timeline::about(|| core.names(&layout.params));
         let mesh = core.mesh();
         // The chunks of the other ranks arrive in the same buffer.
@@ -66,7 +66,7 @@ impl<R: RankBackend> WeightPublisher<R> {
             shards.extend_zeros(padding)?;
         }
         let held = core.hold(MemoryKind::Buckets, &shards);
-        let pending = core.gather(Wire::Exact, shards, &layout.params)?;
+        let pending = core.gather(WireFormat::Exact, shards, &layout.params)?;
         self.buckets.launched(PendingPublication { layout, pending, held });
         self.install(core, IN_FLIGHT - 1)
     }

@@ -14,11 +14,11 @@
 
 use super::hyperparameters::{Hyperparameters, needs};
 use super::state_sweep::{ParamSlice, StateSweep, StepBackend, SweepSpan, as_f32, sweep};
-use crate::comm::Wire;
+use crate::comm::WireFormat;
 use crate::error::Result;
 use crate::memory::{LedgerEntry, MemoryKind};
 use crate::optim::{GroupStepSettings, OptimizerNeeds, SquareSums, WholeParameterOptimizer};
-use crate::precision::Elements;
+use crate::precision::ElementBuffer;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::share::sub_group::{SubGroup, SubGroupSlot, SweepMode};
 use crate::zero::transfer::pending_collective::CollectiveOp;
@@ -176,7 +176,7 @@ fn rough_direction<C: StepBackend>(
     sweep.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
         values.extend_zeros(shard_len - owned.len())?;
-        values = core.wait(core.gather(Wire::Exact, values, &[param])?)?;
+        values = core.wait(core.gather(WireFormat::Exact, values, &[param])?)?;
         values.truncate(numel);
     }
     Ok(UpdateDirection { values, _held })
@@ -201,11 +201,11 @@ fn own_direction<C: StepBackend>(
         true => {
             own.values.extend_zeros(padded - own.values.len())?;
             let owned = param.shard(mesh, mesh.shard_of(core.rank())).len();
-            (core.reduce(Wire::Exact, own.values, &[id])?, owned)
+            (core.reduce(WireFormat::Exact, own.values, &[id])?, owned)
         }
         false => {
             own.values.truncate(numel);
-            (core.launch(CollectiveOp::AllReduce, Wire::Exact, own.values, &[id])?, numel)
+            (core.launch(CollectiveOp::AllReduce, WireFormat::Exact, own.values, &[id])?, numel)
         }
     };
     own.values = core.wait(pending)?;

@@ -15,11 +15,11 @@ use crate::memory::{MemoryKind, MemoryTier};
 use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
-    cuda::{CopyQueue, Copying, DeviceFlat},
+    cuda::{CopyQueue, DeviceFlat, PendingCopy},
     memory::{Ledger, LedgerEntry},
-    precision::{Elements, Flat},
-    tensor::flat_buffer::BufferPlace,
-    timeline::Lane,
+    precision::{ElementBuffer, Flat},
+    tensor::flat_buffer::BufferDevice,
+    timeline::TimelineLane,
     util::lock,
 };
 #[cfg(feature = "cuda")]
@@ -69,9 +69,9 @@ pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
 pub(crate) enum DeviceCopy {
     There(FlatBuffer),
     #[cfg(feature = "cuda")]
-    ToHost(Copying<Flat>, [LedgerEntry; 2]),
+    ToHost(PendingCopy<Flat>, [LedgerEntry; 2]),
     #[cfg(feature = "cuda")]
-    ToDevice(Copying<DeviceFlat>, [LedgerEntry; 2]),
+    ToDevice(PendingCopy<DeviceFlat>, [LedgerEntry; 2]),
 }
 
 impl DeviceCopy {
@@ -121,15 +121,15 @@ impl DeviceCopyQueues {
     ///
     /// # Errors
     /// The driver's: no memory on the GPU, or none to lock.
-    pub fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<DeviceCopy> {
+    pub fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
         match (buffer, to) {
-            (FlatBuffer::Device(buffer), BufferPlace::Host) => {
+            (FlatBuffer::Device(buffer), BufferDevice::Host) => {
                 let held = [hold(MemoryTier::Device, here), hold(MemoryTier::Host, len * size)];
                 Ok(DeviceCopy::ToHost(self.queue(kind)?.down(buffer)?, held))
             }
-            (FlatBuffer::Host(buffer), BufferPlace::Device(device)) => {
+            (FlatBuffer::Host(buffer), BufferDevice::Device(device)) => {
                 let held = [hold(MemoryTier::Host, here), hold(MemoryTier::Device, capacity.max(len) * size)];
                 Ok(DeviceCopy::ToDevice(self.queue(kind)?.up(device, buffer, capacity)?, held))
             }
@@ -143,9 +143,9 @@ impl DeviceCopyQueues {
             return Ok(queue.clone());
         }
         let lane = match kind {
-            CopyKind::Gradients => Lane::Gradients,
-            CopyKind::Updates => Lane::Updates,
-            CopyKind::Shards => Lane::Shards,
+            CopyKind::Gradients => TimelineLane::Gradients,
+            CopyKind::Updates => TimelineLane::Updates,
+            CopyKind::Shards => TimelineLane::Shards,
         };
         let tier = windows_tier(&self.zero, kind);
         let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == MemoryTier::Pinned, lane)?);

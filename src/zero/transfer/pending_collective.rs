@@ -6,7 +6,7 @@
 //!                  buffer's memory; with one rank nothing moves
 //! ```
 
-use crate::comm::{Communicator, Pending, Wire};
+use crate::comm::{Communicator, Pending, WireFormat};
 use crate::error::Result;
 use crate::precision::Flat;
 use crate::tensor::flat_buffer::FlatBuffer;
@@ -14,7 +14,7 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use crate::{
     comm::{
         Kind as CommKind,
-        gpus::{Gpus, OnWire},
+        gpus::{GpuCollectives, PendingGpuCollective},
     },
     cuda::DeviceFlat,
     memory::{Ledger, LedgerEntry, MemoryKind},
@@ -24,7 +24,7 @@ use crate::{
 pub(crate) struct CollectiveTransport<'a> {
     pub comm: &'a dyn Communicator,
     #[cfg(feature = "cuda")]
-    pub gpus: Option<&'a Gpus>,
+    pub gpus: Option<&'a GpuCollectives>,
     #[cfg(feature = "cuda")]
     pub ledger: &'a Ledger,
 }
@@ -43,7 +43,7 @@ pub(crate) enum CollectiveOp {
 
 impl CollectiveOp {
     /// Begins it. The result lies in the memory of `buffer`.
-    fn begin(self, comm: &dyn Communicator, wire: Wire, buffer: Flat, tag: u64) -> Pending<Flat> {
+    fn begin(self, comm: &dyn Communicator, wire: WireFormat, buffer: Flat, tag: u64) -> Pending<Flat> {
         match self {
             Self::AllReduce => comm.all_reduce_as(wire, buffer, tag),
             Self::ReduceScatter => comm.reduce_scatter_as(wire, buffer, tag),
@@ -55,10 +55,10 @@ impl CollectiveOp {
 
     /// What NCCL does as the communicator would.
     #[cfg(feature = "cuda")]
-    fn between_gpus(self, wire: Wire) -> Option<CommKind> {
+    fn between_gpus(self, wire: WireFormat) -> Option<CommKind> {
         match self {
             // NCCL does not say which ranks share a host.
-            _ if matches!(wire, Wire::BetweenHosts(_)) => None,
+            _ if matches!(wire, WireFormat::BetweenHosts(_)) => None,
             Self::AllReduce => Some(CommKind::AllReduce),
             Self::ReduceScatter => Some(CommKind::ReduceScatter),
             Self::AllGather => Some(CommKind::AllGather),
@@ -85,7 +85,7 @@ pub(crate) enum PendingCollective {
     #[cfg(feature = "cuda")]
     Alone(DeviceFlat),
     #[cfg(feature = "cuda")]
-    BetweenGpus(OnWire),
+    BetweenGpus(PendingGpuCollective),
     /// What is in the buffer has been copied.
     #[cfg(feature = "cuda")]
     Copied {
@@ -103,7 +103,7 @@ impl PendingCollective {
     pub fn launch(
         transport: &CollectiveTransport<'_>,
         collective: CollectiveOp,
-        wire: Wire,
+        wire: WireFormat,
         buffer: FlatBuffer,
         tag: u64,
     ) -> Result<Self> {

@@ -1,0 +1,100 @@
+//! The means by which a rank's collectives run: shared memory, and MPI beyond one host.
+
+use super::mpi::HierarchicalCollectives;
+use super::shm::collectives;
+use super::shm::exchange::{CollectiveThread, ShmExchange};
+use super::stats::counters::ReceivedBytes;
+use super::wire::format::WireFormat;
+use crate::error::CommError;
+use crate::precision::Flat;
+
+type Result<T> = std::result::Result<T, CommError>;
+
+/// The means to run collectives among all ranks.
+pub(super) enum CollectiveBackend {
+    /// All are on this host.
+    SingleHost(ShmExchange),
+    /// They are on several hosts.
+    MultiHost(HierarchicalCollectives),
+}
+
+impl CollectiveBackend {
+    /// Who runs the next collective.
+    pub(super) fn run_by(&mut self, runner: CollectiveThread) {
+        match self {
+            Self::SingleHost(exchange) => exchange.run_by(runner),
+            Self::MultiHost(hierarchical) => hierarchical.run_by(runner),
+        }
+    }
+
+    /// The coming collectives were launched in `call`.
+    pub(super) fn called_in(&mut self, call: u64) {
+        match self {
+            Self::SingleHost(exchange) => exchange.called_in(call),
+            Self::MultiHost(hierarchical) => hierarchical.called_in(call),
+        }
+    }
+
+    /// Bytes from other ranks in the present collective.
+    pub(super) fn bytes(&self) -> ReceivedBytes {
+        match self {
+            Self::SingleHost(exchange) => exchange.bytes(),
+            Self::MultiHost(hierarchical) => hierarchical.bytes(),
+        }
+    }
+
+    pub(super) fn all_reduce(&mut self, wire: WireFormat, input: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::SingleHost(exchange) => collectives::all_reduce(exchange, wire, input, tag),
+            Self::MultiHost(hierarchical) => hierarchical.run(|hierarchical| hierarchical.all_reduce(wire, input, tag)),
+        }
+    }
+
+    pub(super) fn reduce_scatter(&mut self, wire: WireFormat, input: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::SingleHost(exchange) => collectives::reduce_scatter(exchange, wire, input, tag),
+            Self::MultiHost(hierarchical) => {
+                hierarchical.run(|hierarchical| hierarchical.reduce_scatter(wire, input, tag))
+            }
+        }
+    }
+
+    pub(super) fn all_gather(&mut self, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::SingleHost(exchange) => collectives::all_gather(exchange, wire, shard, tag),
+            Self::MultiHost(hierarchical) => hierarchical.run(|hierarchical| hierarchical.all_gather(wire, shard, tag)),
+        }
+    }
+
+    pub(super) fn all_gather_within(&mut self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::SingleHost(exchange) => collectives::all_gather_within(exchange, wire, ranks, shard, tag),
+            Self::MultiHost(hierarchical) => {
+                hierarchical.run(|hierarchical| hierarchical.all_gather_within(wire, ranks, shard, tag))
+            }
+        }
+    }
+
+    pub(super) fn reduce_to_groups(&mut self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::SingleHost(exchange) => collectives::reduce_to_groups(exchange, wire, ranks, input, tag),
+            Self::MultiHost(hierarchical) => {
+                hierarchical.run(|hierarchical| hierarchical.reduce_to_groups(wire, ranks, input, tag))
+            }
+        }
+    }
+
+    pub(super) fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        match self {
+            Self::SingleHost(exchange) => collectives::gather_bytes(exchange, bytes),
+            Self::MultiHost(hierarchical) => hierarchical.run(|hierarchical| hierarchical.gather_bytes(bytes)),
+        }
+    }
+
+    pub(super) fn barrier(&mut self) -> Result<()> {
+        match self {
+            Self::SingleHost(exchange) => collectives::barrier(exchange),
+            Self::MultiHost(hierarchical) => hierarchical.run(HierarchicalCollectives::barrier),
+        }
+    }
+}

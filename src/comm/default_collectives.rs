@@ -1,0 +1,237 @@
+//! Every collective made of one, `gather_bytes`: what a communicator has that brings nothing better.
+//!
+//! ```text
+//!   launch   fingerprint | elements as they travel ----> gather_bytes
+//!   wait     fingerprints alike? | decode | sum in rank order, in f32, rounded once
+//! ```
+//!
+//! The bits are those of shared memory. Every rank receives everything, so a reduction moves more bytes than it needs.
+
+use super::Pending;
+use super::collective_kind::CollectiveKind;
+use super::fingerprint::CollectiveFingerprint;
+use super::shm::collectives::sum_exact;
+use super::shm::partition::{RankGroup, of_group};
+use super::shm::quantized::sum_blocks;
+use super::wire::format::WireFormat;
+use crate::error::CommError;
+use crate::precision::{Flat, FlatRef};
+use candle_core::DType;
+
+/// A rank's place in its world and the collective that it has.
+pub(super) struct DefaultCollectives<G> {
+    pub rank: usize,
+    pub size: usize,
+    /// `gather_bytes`.
+    pub gather: G,
+}
+
+impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
+    /// As `Communicator::all_gather_as`.
+    pub fn all_gather(self, wire: WireFormat, mut shard: Flat, tag: u64) -> Pending<Flat> {
+        let (world, len) = (self.size, shard.len());
+        let call = CollectiveFingerprint::new(0, CollectiveKind::AllGather, wire, shard.dtype(), len, tag);
+        let arriving = self.exchange(call, encoded(wire, shard.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            // Where there is room for the whole, that is where it will lie.
+            shard.reserve_exact(len * (world - 1));
+            shard.extend_zeros(len * (world - 1));
+            for (rank, bytes) in arrived.iter().enumerate() {
+                decode(wire, bytes, &mut shard, rank * len, len);
+            }
+            Ok(shard)
+        })
+    }
+
+    /// As `Communicator::all_gather_within_as`.
+    pub fn all_gather_within(self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        let (group, len) = (RankGroup::neighbours(self.rank, ranks), shard.len());
+        self.all_gather(wire, shard, tag).map(move |whole| of_group(whole, group, len))
+    }
+
+    /// As `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver codes.
+    pub fn reduce_to_groups(self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, rank) = (self.size, self.rank);
+        assert!(world.is_multiple_of(ranks), "{world} ranks in groups of {ranks}");
+        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        let (owners, chunk) = (RankGroup::across(rank, ranks, world), input.len() / world);
+        let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+        let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            let first = rank % ranks * owners.len();
+            let chunks = owners.ranks().map(|owner| (owner, first + owners.place(owner)));
+            Ok(sum_chunks(wire, &arrived, input, chunk, chunks))
+        })
+    }
+
+    /// As `Communicator::reduce_scatter_as`.
+    pub fn reduce_scatter(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, own) = (self.size, self.rank);
+        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        let chunk = input.len() / world;
+        let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+        // Each chunk has blocks of its own.
+        let parts: Vec<Vec<u8>> = (0..world).map(|r| encoded(wire, input.slice(r * chunk..(r + 1) * chunk))).collect();
+        let bytes = parts[own].len();
+        let arriving = self.exchange(call, parts.concat());
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            let peers = others(&arrived, own).map(|all| &all[own * bytes..(own + 1) * bytes]).collect();
+            sum(wire, &mut input, own * chunk, chunk, own, peers);
+            input.truncate(chunk);
+            Ok(input)
+        })
+    }
+
+    /// As `Communicator::all_reduce_as`. Summands travel exact; the receiver codes those that would have been coded.
+    pub fn all_reduce(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, len, dtype) = (self.size, input.len(), input.dtype());
+        let call = CollectiveFingerprint::new(0, CollectiveKind::AllReduce, wire, dtype, len, tag);
+        let chunk = len.div_ceil(world);
+        input.extend_zeros(chunk * world - len);
+        let arriving = self.exchange(call, encoded(WireFormat::Exact, input.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            let mut sums = sum_chunks(wire, &arrived, input, chunk, (0..world).map(|owner| (owner, owner)));
+            sums.truncate(len);
+            Ok(sums)
+        })
+    }
+
+    /// As `Communicator::barrier`.
+    pub fn barrier(self) -> Pending<()> {
+        self.exchange(
+            CollectiveFingerprint::new(0, CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0),
+            Vec::new(),
+        )
+        .map(drop)
+    }
+
+    /// As `Communicator::gather_f64`.
+    pub fn gather_f64(self, values: &[f64]) -> Pending<Vec<Vec<f64>>> {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
+        let (size, rank) = (self.size, self.rank);
+        let arriving = (self.gather)(bytes);
+        Pending::from_fn(move || Ok(of_equal_length(arriving.wait()?, size, rank)?.into_iter().map(values).collect()))
+    }
+
+    /// Brings `bytes` of a call to all ranks, and checks that they are in the same call.
+    fn exchange(self, call: CollectiveFingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        const HEADER: usize = 8 * CollectiveFingerprint::WORDS;
+        let (size, rank) = (self.size, self.rank);
+        let header = call.words().into_iter().flat_map(u64::to_le_bytes);
+        let arriving = (self.gather)(header.chain(bytes).collect());
+        Pending::from_fn(move || {
+            let mut arrived = arriving.wait()?;
+            for (peer, bytes) in arrived.iter_mut().enumerate() {
+                let data = bytes.split_off(HEADER.min(bytes.len()));
+                let mut words = [0; CollectiveFingerprint::WORDS];
+                let header = bytes.as_chunks::<8>().0;
+                words.iter_mut().zip(header).for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));
+                let theirs = CollectiveFingerprint::from_words(words);
+                if theirs != call {
+                    let (here, there) = (call.to_string(), theirs.to_string());
+                    return Err(CommError::Diverged { rank, here, peer, there }.into());
+                }
+                *bytes = data;
+            }
+            Ok(of_equal_length(arrived, size, rank)?)
+        })
+    }
+}
+
+/// The messages of all `size` ranks, if there are so many and each is as long as that of this `rank`.
+///
+/// # Errors
+/// [`CommError::Other`]: the communicator has lost something, or another rank is in another call.
+pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Result<Vec<Vec<u8>>, CommError> {
+    if all.len() != size {
+        let found = all.len();
+        return Err(CommError::other(format!(
+            "gather_bytes gave {found} messages on rank {rank}; it must give one for each of the {size} ranks"
+        )));
+    }
+    let sent = all[rank].len();
+    match all.iter().position(|message| message.len() != sent) {
+        None => Ok(all),
+        Some(peer) => Err(CommError::other(format!(
+            "gather_bytes gave {} bytes of rank {peer} and {sent} of rank {rank}; every rank must make the same calls \
+             in the same order",
+            all[peer].len()
+        ))),
+    }
+}
+
+/// Sums of all ranks' `arrived` elements, in the memory of `room`: those of chunks, one after the other, each as the rank
+/// sums it to which it belongs. `chunks` are that rank and the chunk's place.
+fn sum_chunks(
+    wire: WireFormat,
+    arrived: &[Vec<u8>],
+    mut room: Flat,
+    chunk: usize,
+    chunks: impl Iterator<Item = (usize, usize)>,
+) -> Flat {
+    let dtype = room.dtype();
+    room.truncate(0);
+    for (owner, place) in chunks {
+        let part = |bytes: &Vec<u8>| {
+            let mut part = Flat::zeros(dtype, chunk);
+            let size = chunk * dtype.size_in_bytes();
+            part.as_bytes_mut().copy_from_slice(&bytes[place * size..(place + 1) * size]);
+            part
+        };
+        let mut total = part(&arrived[owner]);
+        let peers: Vec<Vec<u8>> = others(arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
+        sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
+        room.extend_cast(total.as_ref());
+    }
+    room
+}
+
+/// The messages of the other ranks, in rank order.
+fn others(messages: &[Vec<u8>], rank: usize) -> impl Iterator<Item = &Vec<u8>> {
+    messages.iter().enumerate().filter(move |(r, _)| *r != rank).map(|(_, message)| message)
+}
+
+/// Elements as they travel. Nothing is known of hosts here.
+fn encoded(wire: WireFormat, values: FlatRef<'_>) -> Vec<u8> {
+    match wire {
+        WireFormat::Exact | WireFormat::BetweenHosts(_) => values.as_bytes().to_vec(),
+        WireFormat::Blocks(ints) => {
+            let mut bytes = vec![0; ints.encoded_len(values.len())];
+            ints.encode(values, &mut bytes);
+            bytes
+        }
+    }
+}
+
+/// Elements that have travelled, to `at ..` of `values`.
+fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usize) {
+    match wire {
+        WireFormat::Exact | WireFormat::BetweenHosts(_) => {
+            let size = values.dtype().size_in_bytes();
+            values.as_bytes_mut()[at * size..(at + len) * size].copy_from_slice(bytes);
+        }
+        WireFormat::Blocks(ints) => ints.decode(bytes, values.slice_mut(at..at + len)),
+    }
+}
+
+/// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to its beginning.
+fn sum(wire: WireFormat, values: &mut Flat, own: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
+    match wire {
+        WireFormat::Exact | WireFormat::BetweenHosts(_) => {
+            let part = |bytes: &&[u8]| {
+                let mut part = Flat::zeros(values.dtype(), len);
+                part.as_bytes_mut().copy_from_slice(bytes);
+                part
+            };
+            let parts: Vec<Flat> = peers.iter().map(part).collect();
+            let parts: Vec<FlatRef<'_>> = parts.iter().map(Flat::as_ref).collect();
+            sum_exact(values, (own, 0), len, rank, &parts);
+        }
+        WireFormat::Blocks(ints) => sum_blocks(ints, values, (own, 0), len, rank, &peers),
+    }
+}

@@ -1,0 +1,72 @@
+//! The call of the engine in which a collective is launched, for messages about ranks that are in different calls.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+/// Calls that launch collectives; a number in shared memory stands for one. The first: none of them.
+const CALLS: [&str; 12] = [
+    "",
+    "initialize",
+    "forward",
+    "backward",
+    "step",
+    "eval",
+    "save_checkpoint",
+    "load_checkpoint",
+    "wait_for_checkpoint",
+    "export_safetensors",
+    "save_16bit_model",
+    "gather_f64",
+];
+
+thread_local! {
+    static PRESENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Names the call until it is dropped. It belongs to its thread.
+pub(crate) struct EngineCallGuard {
+    before: usize,
+    on_this_thread: PhantomData<*const ()>,
+}
+
+/// From now on this thread is in `call`, unless it is in another one, which then counts.
+pub(crate) fn during(call: &str) -> EngineCallGuard {
+    let before = PRESENT.get();
+    if before == 0 {
+        PRESENT.set(CALLS.iter().position(|name| *name == call).unwrap_or(0));
+    }
+    EngineCallGuard { before, on_this_thread: PhantomData }
+}
+
+impl Drop for EngineCallGuard {
+    fn drop(&mut self) {
+        PRESENT.set(self.before);
+    }
+}
+
+/// The number of this thread's call.
+pub(super) fn present() -> u64 {
+    PRESENT.get() as u64
+}
+
+/// The name of a call, if there is one.
+pub(super) fn name(call: u64) -> Option<&'static str> {
+    CALLS.get(usize::try_from(call).ok()?).copied().filter(|name| !name.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_outermost_call_counts_until_it_ends() {
+        assert_eq!(name(present()), None);
+        let outer = during("save_checkpoint");
+        let inner = during("wait_for_checkpoint");
+        assert_eq!(name(present()), Some("save_checkpoint"));
+        drop(inner);
+        assert_eq!(name(present()), Some("save_checkpoint"));
+        drop(outer);
+        assert_eq!((name(present()), name(u64::MAX)), (None, None));
+    }
+}

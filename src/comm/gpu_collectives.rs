@@ -1,0 +1,333 @@
+//! Collectives between the GPUs of ranks, by NCCL, beside the communicator that the ranks have in any case.
+//!
+//! ```text
+//!   launch    NCCL's collective on its own stream + a few words by the communicator: which collective this is
+//!   wait      the words of all ranks are the same -> NCCL is done, or the communicator knows a rank that has failed
+//! ```
+//!
+//! NCCL compares nothing and sees no dead neighbour. So it is waited for only where all ranks have launched the same, and while
+//! it is waited for the communicator is asked whether all ranks are alive.
+
+use super::agree::gather_u64;
+use super::fingerprint::CollectiveFingerprint;
+use super::{CollectiveKind, Communicator, Pending, WireFormat};
+use crate::cuda::DeviceFlat;
+use crate::cuda::nccl::{self, FailureWatch, NcclComm, NcclError, NcclLibrary, NcclSumMode, PendingNcclCollective};
+use crate::error::{CommError, Error, Result};
+use crate::memory::{Ledger, LedgerEntry, MemoryKind as Purpose, MemoryTier};
+use crate::notice::say;
+use crate::timeline::{self, CarriedContext, TimelineLane};
+use crate::util::{fnv1a, lock};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::{CudaDevice, DType};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How ranks sum what lies on their GPUs: `exact`, `fast` or `off`.
+const CHOICE: &str = "CANDLE_ZERO_NCCL";
+/// With 1, NCCL does not reach into other threads' memory: CUDA's pools, where tensors lie, are not open to other GPUs.
+const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
+/// How long NCCL's own error waits for the name of the rank that has failed.
+const ECHO: Duration = Duration::from_secs(2);
+
+/// This rank's GPU among those of all ranks.
+pub(crate) struct GpuCollectives {
+    nccl: Arc<NcclComm>,
+    comm: Arc<dyn Communicator>,
+    sums: NcclSumMode,
+    /// Collectives so far.
+    sequence: AtomicU64,
+    /// The memory in which others' elements wait for their sum.
+    room: Mutex<LedgerEntry>,
+}
+
+/// What a rank tells of itself before NCCL is used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct NcclCapability {
+    /// The library is there, and this rank wants it.
+    usable: bool,
+    fast: bool,
+    /// Threads of one process may use it.
+    apart: bool,
+    host: u64,
+    process: u64,
+    gpu: [u64; 2],
+}
+
+impl NcclCapability {
+    fn to_words(self) -> [u64; 5] {
+        let flags = u64::from(self.usable) | u64::from(self.fast) << 1 | u64::from(self.apart) << 2;
+        [flags, self.host, self.process, self.gpu[0], self.gpu[1]]
+    }
+
+    fn from_words(words: &[u64]) -> Self {
+        let is = |bit: u64| words[0] >> bit & 1 == 1;
+        let (host, process, gpu) = (words[1], words[2], [words[3], words[4]]);
+        Self { usable: is(0), fast: is(1), apart: is(2), host, process, gpu }
+    }
+
+    fn is_on(&self, other: &Self) -> bool {
+        (self.host, self.gpu) == (other.host, other.gpu)
+    }
+}
+
+/// Why NCCL is not used, of what all ranks can do; nothing where it is.
+fn hindrance(capabilities: &[NcclCapability]) -> Option<&'static str> {
+    let pairs = || (0..capabilities.len()).flat_map(|b| (0..b).map(move |a| (&capabilities[a], &capabilities[b])));
+    if capabilities.iter().any(|capability| !capability.usable) {
+        Some("it is off or not found on a rank")
+    } else if pairs().any(|(a, b)| a.fast != b.fast) {
+        Some("ranks disagree on its sums")
+    } else if pairs().any(|(a, b)| a.is_on(b)) {
+        Some("ranks share a GPU")
+    } else if pairs().any(|(a, b)| (a.host, a.process) == (b.host, b.process) && !(a.apart && b.apart)) {
+        Some("ranks are threads of one process, and NCCL_P2P_DIRECT_DISABLE is not 1")
+    } else {
+        None
+    }
+}
+
+impl GpuCollectives {
+    /// Collective: this rank's GPU among those of all ranks; nothing where there is one rank, or NCCL cannot be used. A rank whose
+    /// share lies elsewhere has no `device`.
+    ///
+    /// # Errors
+    /// A variable with another value than those that are allowed; NCCL's; a rank has failed.
+    pub fn join(comm: &Arc<dyn Communicator>, device: Option<&CudaDevice>, ledger: &Ledger) -> Result<Option<Self>> {
+        if comm.size() == 1 {
+            return Ok(None);
+        }
+        let (rank, choice) = (comm.rank(), NcclMode::of(std::env::var(CHOICE).ok())?);
+        let library = device.filter(|_| choice != NcclMode::Off).map(|_| NcclLibrary::find());
+        let uuid = match device {
+            Some(device) => device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8),
+            None => [0; 16],
+        };
+        let half = |at: usize| u64::from_le_bytes(uuid[at..at + 8].try_into().expect("eight bytes"));
+        let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        // Processes of several containers have the same numbers.
+        let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let process = format!("{} {}", space.display(), std::process::id());
+        let own = NcclCapability {
+            usable: matches!(library, Some(Ok(_))),
+            fast: choice == NcclMode::Fast,
+            apart: std::env::var(APART).as_deref() == Ok("1"),
+            host: fnv1a(&boot),
+            process: fnv1a(process.as_bytes()),
+            gpu: [half(0), half(8)],
+        };
+        let capabilities = gather_u64(&**comm, &own.to_words())?;
+        let capabilities: Vec<NcclCapability> =
+            capabilities.iter().map(|words| NcclCapability::from_words(words)).collect();
+        if let Some(why) = hindrance(&capabilities) {
+            if let (0, Some(library)) = (rank, library) {
+                let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
+                say(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
+            }
+            return Ok(None);
+        }
+        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has offered both") };
+        let library = library.map_err(|error| error_of(error, rank, &**comm))?;
+        if rank == 0 {
+            let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };
+            say(&format!("collectives between GPUs by NCCL {}, {way}", library.name()));
+        }
+        let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
+        let id = id.map_err(|error| error_of(error, rank, &**comm))?;
+        let id = comm.gather_bytes(id.to_vec()).wait()?.swap_remove(0);
+        let watched = comm.clone();
+        let is_failed = move || watched.failure().map(|error| -> nccl::CallerFailure { Arc::new(error) });
+        let watch = FailureWatch { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
+        let id = id.try_into().expect("128 bytes");
+        let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
+        let gpus = Self {
+            nccl: Arc::new(joined.map_err(|error| error_of(error, rank, &**comm))?),
+            comm: comm.clone(),
+            sums: if choice == NcclMode::Fast { NcclSumMode::Fast } else { NcclSumMode::Exact },
+            sequence: AtomicU64::new(0),
+            room: Mutex::new(ledger.hold_in(MemoryTier::Device, Purpose::Buckets, 0)),
+        };
+        gpus.meet(device)?;
+        Ok(Some(gpus))
+    }
+
+    /// Collective: one small collective of each kind. NCCL connects GPUs where they first exchange something, which takes time, and
+    /// memory that is not there any more in the middle of a step.
+    fn meet(&self, device: &CudaDevice) -> Result<()> {
+        for kind in [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather] {
+            let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;
+            self.launch(kind, WireFormat::Exact, buffer, 0)?.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks launch the
+    /// same ones in the same order, which is checked where they are waited for. Elements travel as they are or as integers: what is
+    /// coded between hosts alone passes through them.
+    ///
+    /// # Errors
+    /// NCCL's; a rank has failed.
+    pub fn launch(
+        &self,
+        kind: CollectiveKind,
+        wire: WireFormat,
+        buffer: DeviceFlat,
+        tag: u64,
+    ) -> Result<PendingGpuCollective> {
+        let (sums, codes) = match wire {
+            WireFormat::Exact => (self.sums, None),
+            WireFormat::Blocks(ints) => (NcclSumMode::Coded(ints), Some(ints)),
+            WireFormat::BetweenHosts(_) => unreachable!("{wire:?} is the communicator's"),
+        };
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed) + 1;
+        let mine = CollectiveFingerprint::new(sequence, kind, wire, buffer.dtype(), buffer.len(), tag);
+        let bytes = (buffer.len() * buffer.dtype().size_in_bytes()) as u64;
+        self.nccl.keep_times(timeline::is_recording());
+        let all = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
+        let launched = match kind {
+            CollectiveKind::AllReduce => self.nccl.all_reduce(sums, buffer),
+            CollectiveKind::ReduceScatter => self.nccl.reduce_scatter(sums, buffer),
+            CollectiveKind::AllGather => self.nccl.all_gather(codes, buffer),
+            CollectiveKind::Control | CollectiveKind::Barrier => unreachable!("these have no elements on a GPU"),
+        };
+        lock(&self.room).resize(self.nccl.room_bytes());
+        let launched = launched.map_err(|error| error_of(error, self.comm.rank(), &*self.comm))?;
+        let shown = (kind, bytes, timeline::carry());
+        Ok(PendingGpuCollective { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched, shown })
+    }
+
+    /// This rank gives up: what is under way between GPUs ends.
+    pub fn abort(&self) {
+        self.nccl.abort();
+    }
+}
+
+/// A collective under way.
+pub(crate) struct PendingGpuCollective {
+    nccl: Arc<NcclComm>,
+    comm: Arc<dyn Communicator>,
+    mine: CollectiveFingerprint,
+    /// What all ranks have launched.
+    all: Pending<Vec<Vec<u8>>>,
+    launched: PendingNcclCollective,
+    /// What the timeline shows of it.
+    shown: (CollectiveKind, u64, CarriedContext),
+}
+
+impl PendingGpuCollective {
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// Ranks have launched different collectives; one has failed, with its name; NCCL's.
+    pub fn wait(self) -> Result<DeviceFlat> {
+        let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
+        let (rank, ended) = (comm.rank(), |error: Error| {
+            nccl.abort();
+            error
+        });
+        for (peer, bytes) in all.wait().map_err(ended)?.iter().enumerate() {
+            let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
+            let theirs = CollectiveFingerprint::from_words(std::array::from_fn(word));
+            if theirs != mine {
+                let (here, there) = (mine.to_string(), theirs.to_string());
+                return Err(ended(CommError::Diverged { rank, here, peer, there }.into()));
+            }
+        }
+        let settle = || {
+            launched.wait_on_host()?;
+            if let Some(times) = launched.times()? {
+                carried.past(
+                    TimelineLane::BetweenGpus,
+                    timeline::EventCategory::Collective,
+                    kind.name(),
+                    times,
+                    ("bytes", bytes),
+                );
+            }
+            launched.settle()
+        };
+        settle().map_err(|error| error_of(error, rank, &*comm))
+    }
+}
+
+/// The error that names the rank, if it can be known.
+fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
+    match error {
+        NcclError::Told(failure) => match failure.downcast_ref::<CommError>() {
+            Some(error) => error.clone().into(),
+            None => CommError::Other(failure).into(),
+        },
+        // With its text, which tells of a lack of memory.
+        NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
+        NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
+            // Others' failures come to NCCL sooner than their names come here.
+            let until = Instant::now() + ECHO;
+            loop {
+                match comm.failure() {
+                    Some(failure) => return failure.into(),
+                    None if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                    None => return CommError::Gpus { rank, why: error.to_string() }.into(),
+                }
+            }
+        }
+        error => CommError::Gpus { rank, why: error.to_string() }.into(),
+    }
+}
+
+/// The user's choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NcclMode {
+    Exact,
+    Fast,
+    Off,
+}
+
+impl NcclMode {
+    fn of(found: Option<String>) -> Result<Self, CommError> {
+        match found.as_deref() {
+            None | Some("" | "exact") => Ok(Self::Exact),
+            Some("fast") => Ok(Self::Fast),
+            Some("off") => Ok(Self::Off),
+            Some(found) => Err(CommError::NcclChoice { found: found.into() }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn capability(process: u64, gpu: u64) -> NcclCapability {
+        NcclCapability { usable: true, fast: false, apart: false, host: 1, process, gpu: [0, gpu] }
+    }
+
+    #[test]
+    fn ranks_use_nccl_where_each_has_a_gpu_and_all_want_the_same() {
+        assert_eq!(hindrance(&[capability(1, 1), capability(2, 2)]), None);
+        let other_host = NcclCapability { host: 2, ..capability(1, 1) };
+        assert_eq!(hindrance(&[capability(1, 1), other_host]), None);
+        assert_eq!(hindrance(&[capability(1, 1), capability(2, 1)]), Some("ranks share a GPU"));
+        let without = NcclCapability { usable: false, ..capability(2, 2) };
+        assert_eq!(hindrance(&[capability(1, 1), without]), Some("it is off or not found on a rank"));
+        let fast = NcclCapability { fast: true, ..capability(2, 2) };
+        assert_eq!(hindrance(&[capability(1, 1), fast]), Some("ranks disagree on its sums"));
+        assert!(hindrance(&[capability(1, 1), capability(1, 2)]).unwrap().contains("threads of one process"));
+        let apart = |gpu| NcclCapability { apart: true, ..capability(1, gpu) };
+        assert_eq!(hindrance(&[apart(1), apart(2)]), None);
+        assert!(
+            NcclCapability::from_words(&fast.to_words()) == fast
+                && NcclCapability::from_words(&apart(7).to_words()) == apart(7)
+        );
+    }
+
+    #[test]
+    fn another_choice_than_the_three_is_an_error() {
+        assert_eq!(NcclMode::of(Some(String::new())).unwrap(), NcclMode::Exact);
+        assert_eq!(NcclMode::of(Some("fast".into())).unwrap(), NcclMode::Fast);
+        assert_eq!(NcclMode::of(Some("off".into())).unwrap(), NcclMode::Off);
+        insta::assert_snapshot!(NcclMode::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick"; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own sums) and off (collectives pass through the host)"#);
+    }
+}

@@ -1,0 +1,123 @@
+//! Who does what where partial sums go from host to host.
+//!
+//! The chunk of rank o belongs to lane o modulo the number of lanes, which is the smallest number of ranks of any host. The
+//! first ranks of each host are its lanes. Where all hosts have as many ranks, the lane of a chunk on its owner's host is the
+//! owner.
+
+use super::topology::HostTopology;
+
+/// What one rank does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ChainRole {
+    /// The owners of the chunks that this rank's lane adds up, in order; none where it is no lane.
+    pub owners: Vec<usize>,
+    /// The lane's ranks on the host before and after.
+    pub before: Option<usize>,
+    pub after: Option<usize>,
+    /// The rank of the last host from which this rank gets its chunk's sums.
+    pub giver: usize,
+    /// Whether this rank's host is the first, and the last.
+    pub first: bool,
+    pub last: bool,
+}
+
+impl ChainRole {
+    /// That of `rank`, which is on this host.
+    pub(super) fn of(hosts: &HostTopology, rank: usize) -> Self {
+        let (each, number, lanes) = (hosts.each(), hosts.number(), hosts.lanes());
+        let (lane, last) = (rank - hosts.here().start, each.len() - 1);
+        let on =
+            |host: Option<usize>| host.filter(|_| lane < lanes).and_then(|host| Some(each.get(host)?.start + lane));
+        Self {
+            owners: (0..hosts.world_size()).filter(|owner| lane < lanes && owner % lanes == lane).collect(),
+            before: on(number.checked_sub(1)),
+            after: on(Some(number + 1)),
+            giver: each[last].start + rank % lanes,
+            first: number == 0,
+            last: number == last,
+        }
+    }
+
+    /// The ranks of other hosts with which this rank exchanges messages, in order: each is told of by the other.
+    pub(super) fn partners(&self, hosts: &HostTopology) -> Vec<usize> {
+        let here = hosts.here();
+        let mut partners: Vec<usize> = self.before.into_iter().chain(self.after).collect();
+        match self.last {
+            true => partners.extend(self.owners.iter().filter(|owner| !here.contains(owner))),
+            false => partners.push(self.giver),
+        }
+        partners.sort_unstable();
+        partners.dedup();
+        partners
+    }
+}
+
+/// The owners among the ranks of the last host that get their sums from rank `giver` of that host, but for itself.
+pub(super) fn handed_by(hosts: &HostTopology, giver: usize) -> Vec<usize> {
+    let last = hosts.each()[hosts.each().len() - 1].clone();
+    let lane = giver - last.start;
+    let lanes = hosts.lanes();
+    last.filter(|owner| lane < lanes && owner % lanes == lane && *owner != giver).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COUNTS: [&[usize]; 8] = [&[1, 1], &[2, 2], &[3, 3, 3], &[1, 2], &[3, 1], &[9, 7], &[2, 3, 2], &[5, 2, 4, 3]];
+
+    fn all(counts: &[usize]) -> Vec<(HostTopology, ChainRole)> {
+        let world = counts.iter().sum();
+        let of = |rank| {
+            let hosts = HostTopology::with(counts, rank);
+            let role = ChainRole::of(&hosts, rank);
+            (hosts, role)
+        };
+        (0..world).map(of).collect()
+    }
+
+    #[test]
+    fn the_lanes_of_each_host_share_all_chunks() {
+        for counts in COUNTS {
+            let all = all(counts);
+            for ranks in all[0].0.each() {
+                let mut owners: Vec<usize> = ranks.clone().flat_map(|rank| all[rank].1.owners.clone()).collect();
+                owners.sort_unstable();
+                assert_eq!(owners, (0..all.len()).collect::<Vec<_>>(), "{counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_partner_has_this_rank_as_its_partner_and_no_rank_of_its_own_host() {
+        for counts in COUNTS {
+            let all = all(counts);
+            for (rank, (hosts, role)) in all.iter().enumerate() {
+                for partner in role.partners(hosts) {
+                    let (theirs, other) = &all[partner];
+                    assert!(other.partners(theirs).contains(&rank), "{counts:?}: {rank} and {partner}");
+                    assert!(!hosts.here().contains(&partner));
+                }
+                let next = role.after.map(|after| all[after].1.before);
+                assert!(next.is_none_or(|before| before == Some(rank)), "{counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_owner_has_one_giver_and_where_hosts_are_alike_it_hands_nothing_to_others_of_its_host() {
+        for counts in COUNTS {
+            let all = all(counts);
+            let last = all[0].0.each()[counts.len() - 1].clone();
+            for (rank, (hosts, role)) in all.iter().enumerate() {
+                assert!(last.contains(&role.giver) && all[role.giver].1.owners.contains(&rank), "{counts:?}");
+                if role.last {
+                    assert_eq!(handed_by(hosts, role.giver).contains(&rank), role.giver != rank, "{counts:?}");
+                }
+            }
+            if counts.windows(2).all(|pair| pair[0] == pair[1]) {
+                assert!(last.clone().all(|rank| handed_by(&all[rank].0, rank).is_empty()), "{counts:?}");
+            }
+        }
+    }
+}

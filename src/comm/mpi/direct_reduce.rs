@@ -1,0 +1,109 @@
+//! Sums of which every rank gets all parts: the parts themselves go from host to host.
+//!
+//! A rank sends its part of a chunk to the owner on another host, as it travels on one machine (as integers, where those
+//! are). Ranks of one host show each other theirs in shared memory, and the owner adds all of them in rank order. Parts of
+//! the next pieces are on their way while this one is added up. What that costs stands in [`super::traffic`].
+
+use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::link::{MessageTag, MpiTransfer};
+use crate::comm::shm::collectives::{piece_of, sum_exact};
+use crate::comm::shm::partition::{give_each, given, pieces};
+use crate::comm::shm::quantized::sum_blocks;
+use crate::comm::wire::format::WireFormat;
+use crate::precision::{Flat, FlatRef};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), of which elements travel as `wire`, and writes
+/// it from element `at` on: the place of the first chunk or of this rank's.
+pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
+    let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
+    let here = inter_host.hosts.here();
+    let remote: Vec<usize> = inter_host.hosts.remote().collect();
+    let (chunk, size) = (input.len() / world, dtype.size_in_bytes());
+    let (local_wire, local_step) = piece_of(here.len(), wire, dtype);
+    assert!(local_wire == wire, "fewer ranks leave more room");
+    let local_step = if here.len() == 1 { usize::MAX } else { local_step };
+    let step = message_elements(wire, size, remote.len());
+    let encoded = |len: usize| wire.encoded_len(len, size);
+    inter_host.greet(&remote)?;
+    let mut coming = VecDeque::new();
+    let mut ahead = pieces(chunk, step);
+    for range in ahead.by_ref().take(AHEAD - 1) {
+        coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
+    }
+    for range in pieces(chunk, step) {
+        if let Some(range) = ahead.next() {
+            coming.push_back(post(inter_host, &remote, wire, input, range, encoded)?);
+        }
+        let arriving = coming.pop_front().unwrap_or_default();
+        let mut parts = Vec::with_capacity(remote.len());
+        for (peer, transfer) in remote.iter().zip(arriving) {
+            parts.push(inter_host.finish(*peer, transfer)?);
+        }
+        inter_host.count(remote.len() * encoded(range.len()), remote.len() * range.len() * size);
+        for inside in pieces(range.len(), local_step) {
+            let bytes = encoded(inside.len());
+            let of =
+                |owner: usize| owner * chunk + range.start + inside.start..owner * chunk + range.start + inside.end;
+            give_each(&mut inter_host.local, bytes, |r, part| match wire {
+                WireFormat::Blocks(ints) => ints.encode(input.slice(of(here.start + r)), part),
+                _ => part.copy_from_slice(input.slice(of(here.start + r)).as_bytes()),
+            })?;
+            if inside.is_empty() {
+                continue;
+            }
+            let from = encoded(inside.start);
+            let (before, after) = parts.split_at(here.start);
+            let peers: Vec<&[u8]> = (before.iter().map(|part| &part[from..from + bytes]))
+                .chain(given(&inter_host.local, bytes, inside.len() * size))
+                .chain(after.iter().map(|part| &part[from..from + bytes]))
+                .collect();
+            let places = (of(rank).start, at + range.start + inside.start);
+            match wire {
+                WireFormat::Blocks(ints) => sum_blocks(ints, input, places, inside.len(), rank, &peers),
+                _ => {
+                    let peers: Vec<_> = peers.into_iter().map(|part| FlatRef::of_bytes(dtype, part)).collect();
+                    sum_exact(input, places, inside.len(), rank, &peers);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sends the elements `range` of each remote rank's chunk, and begins to receive theirs of this rank's.
+fn post(
+    inter_host: &mut InterHostExchange,
+    remote: &[usize],
+    wire: WireFormat,
+    input: &Flat,
+    range: Range<usize>,
+    encoded: impl Fn(usize) -> usize,
+) -> Result<Vec<MpiTransfer>> {
+    let chunk = input.len() / inter_host.size();
+    let bytes = encoded(range.len());
+    let arriving = inter_host.receive_each(remote, MessageTag::Data, bytes)?;
+    for peer in remote {
+        let part = input.slice(peer * chunk + range.start..peer * chunk + range.end);
+        let message = match wire {
+            WireFormat::Blocks(ints) => {
+                let mut coded = vec![0; bytes];
+                ints.encode(part, &mut coded);
+                coded
+            }
+            _ => part.as_bytes().to_vec(),
+        };
+        inter_host.send(*peer, MessageTag::Data, message)?;
+    }
+    Ok(arriving)
+}
+
+/// Elements of a message to each of `peers` ranks, whole blocks of them where they travel in blocks.
+pub(super) fn message_elements(wire: WireFormat, size: usize, peers: usize) -> usize {
+    let bytes = message_bytes(peers);
+    match wire {
+        WireFormat::Blocks(ints) => ints.whole_blocks_in(bytes),
+        _ => bytes / size,
+    }
+}

@@ -1,0 +1,208 @@
+//! Collectives of ranks on several hosts.
+//!
+//! ```text
+//!   reduce-scatter   direct  every rank's part goes to the owner ----> sums of all parts in rank order
+//!                    chain   sums of a host's parts, on top of those of the hosts before, go on to the next host
+//!                    host sums   sums of each host's parts, as codes, go to the owner ----> sums of these in order of hosts
+//!   all-gather       shards inside of each host -> slices of the host's whole from host to host -> slices inside again
+//! ```
+//!
+//! Inside a host is the [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) of a world of that host's ranks. Between hosts are
+//! messages: a header, which names the collective that a rank is in, then pieces of data. Those of the next piece are on
+//! their way while this one is worked on.
+//!
+//! Sums run in rank order in f32, so the bits are those of one machine with as many ranks, whichever algorithm makes them. The
+//! one with fewer bytes between hosts is taken: see [`super::traffic`]. But for hosts' sums as codes, which are a choice of the
+//! caller ([`WireFormat::BetweenHosts`]) with bits of its own.
+
+use super::all_gather::{gather, gather_across};
+use super::inter_host::{InterHostExchange, Result};
+use super::topology::HostTopology;
+use super::traffic::{ReduceAlgorithm, algorithm};
+use super::{chain_reduce, direct_reduce, host_sum_reduce};
+use crate::comm::collective_kind::CollectiveKind;
+use crate::comm::shm::collectives::{gather_of, piece_of};
+use crate::comm::shm::exchange::CollectiveThread;
+use crate::comm::shm::partition::{RankGroup, by_rank, of_group};
+use crate::comm::stats::counters::ReceivedBytes;
+use crate::comm::wire::format::WireFormat;
+use crate::precision::Flat;
+use candle_core::DType;
+use std::ops::Range;
+
+/// How the elements of a sum with chunks of `chunk` elements travel, and by which algorithm.
+pub(super) fn sum_of(
+    hosts: &HostTopology,
+    wire: WireFormat,
+    dtype: DType,
+    chunk: usize,
+) -> (WireFormat, ReduceAlgorithm) {
+    if let WireFormat::BetweenHosts(_) = wire {
+        return (wire.inside(), algorithm(hosts, wire, dtype.size_in_bytes(), chunk));
+    }
+    // As elements travel in a world of this size on one machine.
+    let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
+    (wire, algorithm(hosts, wire, dtype.size_in_bytes(), chunk))
+}
+
+/// One rank's side of collectives across hosts.
+pub(in crate::comm) struct HierarchicalCollectives(InterHostExchange);
+
+impl HierarchicalCollectives {
+    pub(super) fn new(inter_host: InterHostExchange) -> Self {
+        Self(inter_host)
+    }
+
+    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
+        self.0.local.run_by(runner);
+    }
+
+    pub(in crate::comm) fn called_in(&mut self, call: u64) {
+        self.0.called_in(call);
+    }
+
+    /// Bytes that came from other ranks in the present collective.
+    pub(in crate::comm) fn bytes(&self) -> ReceivedBytes {
+        self.0.bytes()
+    }
+
+    /// Runs one of the collectives that follow, to the end of everything that this rank sends in it.
+    pub(in crate::comm) fn run<T>(&mut self, collective: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let result = collective(self);
+        self.0.end(result)
+    }
+
+    /// The sum lies where `input` lay.
+    pub(in crate::comm) fn reduce_scatter(&mut self, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
+        self.0.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+        assert!(
+            input.len().is_multiple_of(self.0.size()),
+            "{} elements in {} equal chunks",
+            input.len(),
+            self.0.size()
+        );
+        let chunk = input.len() / self.0.size();
+        self.reduce(wire, &mut input, 0)?;
+        input.truncate(chunk);
+        Ok(input)
+    }
+
+    pub(in crate::comm) fn all_gather(&mut self, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
+        self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
+        let (world, rank, chunk) = (self.0.size(), self.0.rank(), shard.len());
+        let exact = shard.size_in_bytes();
+        let mut whole = shard;
+        whole.reserve_exact(chunk * (world - 1));
+        // Where nothing crosses, what is coded between hosts alone stays as it is.
+        let wire = if self.0.hosts.each().len() == 1 { wire.inside() } else { wire };
+        let Some(code) = wire.code() else {
+            whole.extend_zeros(chunk * (world - 1));
+            let bytes = whole.as_bytes_mut();
+            bytes.copy_within(..exact, rank * exact);
+            gather(&mut self.0, bytes, exact)?;
+            return Ok(whole);
+        };
+        let part = code.encoded_len(chunk);
+        let mut coded = vec![0; part * world];
+        code.encode(whole.slice(0..chunk), &mut coded[rank * part..][..part]);
+        gather(&mut self.0, &mut coded, exact)?;
+        whole.extend_zeros(chunk * (world - 1));
+        for (r, coded) in coded.chunks_exact(part.max(1)).enumerate() {
+            code.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
+        }
+        Ok(whole)
+    }
+
+    /// Nothing goes from host to host where each group lies on one.
+    pub(in crate::comm) fn all_gather_within(
+        &mut self,
+        wire: WireFormat,
+        ranks: usize,
+        shard: Flat,
+        tag: u64,
+    ) -> Result<Flat> {
+        if self.groups_lie_on_one_host(ranks) {
+            self.0.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
+            let here = self.0.rank() - self.0.hosts.here().start;
+            return gather_of(&mut self.0.local, wire, RankGroup::neighbours(here, ranks), shard);
+        }
+        let len = shard.len();
+        let whole = self.all_gather(wire, shard, tag)?;
+        Ok(of_group(whole, RankGroup::neighbours(self.0.rank(), ranks), len))
+    }
+
+    /// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups, in the
+    /// memory of `input`. What of the sums goes from host to host is what an all-reduce would send there, if each host has
+    /// the same number of ranks and whole groups.
+    pub(in crate::comm) fn reduce_to_groups(
+        &mut self,
+        wire: WireFormat,
+        ranks: usize,
+        mut input: Flat,
+        tag: u64,
+    ) -> Result<Flat> {
+        by_rank(&mut input, ranks, self.0.size());
+        let mut sum = self.reduce_scatter(wire, input, tag)?;
+        let (group, len) = (RankGroup::across(self.0.rank(), ranks, self.0.size()), sum.len());
+        let bytes = sum.size_in_bytes();
+        let hosts = self.0.hosts.clone();
+        if self.groups_lie_on_one_host(ranks) && hosts.each().iter().all(|host| host.len() == hosts.lanes()) {
+            sum.extend_zeros(len * (group.len() - 1));
+            let whole = sum.as_bytes_mut();
+            whole.copy_within(..bytes, group.place(self.0.rank()) * bytes);
+            gather_across(&mut self.0, whole, ranks)?;
+            return Ok(sum);
+        }
+        sum.extend_zeros(len * (self.0.size() - 1));
+        let whole = sum.as_bytes_mut();
+        whole.copy_within(..bytes, self.0.rank() * bytes);
+        gather(&mut self.0, whole, bytes)?;
+        Ok(of_group(sum, group, len))
+    }
+
+    fn groups_lie_on_one_host(&self, ranks: usize) -> bool {
+        let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
+        self.0.hosts.each().iter().all(on_one)
+    }
+
+    /// A reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit for bit.
+    pub(in crate::comm) fn all_reduce(&mut self, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
+        self.0.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
+        let (len, size) = (input.len(), input.dtype().size_in_bytes());
+        let chunk = len.div_ceil(self.0.size());
+        input.extend_zeros(chunk * self.0.size() - len);
+        self.reduce(wire, &mut input, self.0.rank() * chunk)?;
+        gather(&mut self.0, input.as_bytes_mut(), chunk * size)?;
+        input.truncate(len);
+        Ok(input)
+    }
+
+    pub(in crate::comm) fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.0.begin(CollectiveKind::Control, WireFormat::Exact, DType::U8, bytes.len(), 0);
+        let mut whole = vec![0; bytes.len() * self.0.size()];
+        whole[self.0.rank() * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        gather(&mut self.0, &mut whole, bytes.len())?;
+        Ok(match bytes.len() {
+            0 => vec![Vec::new(); self.0.size()],
+            len => whole.chunks_exact(len).map(<[u8]>::to_vec).collect(),
+        })
+    }
+
+    pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
+        self.0.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0);
+        // A byte from each rank: whoever has all of them knows that all have come.
+        let mut bytes = vec![0; self.0.size()];
+        gather(&mut self.0, &mut bytes, 1)
+    }
+
+    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place
+    /// of the first chunk or of this rank's.
+    fn reduce(&mut self, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
+        let (wire, algorithm) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
+        match algorithm {
+            ReduceAlgorithm::Direct => direct_reduce::reduce(&mut self.0, wire, input, at),
+            ReduceAlgorithm::Chain => chain_reduce::reduce(&mut self.0, wire, input, at),
+            ReduceAlgorithm::HostSums(code) => host_sum_reduce::reduce(&mut self.0, code, input, at),
+        }
+    }
+}

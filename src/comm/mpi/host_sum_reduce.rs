@@ -1,0 +1,332 @@
+//! Sums of hosts' partial sums, which are coded between hosts: [`WireFormat::BetweenHosts`].
+//!
+//! ```text
+//!   host 0   parts of its ranks -> partial sum of rank 2's chunk --(code)--> rank 2:  decoded partial sum of host 0
+//!   host 1   parts of its ranks -> partial sum of rank 2's chunk -----(f32)------->  + partial sum of host 1, as it is
+//!   host 2   parts of its ranks -> partial sum of rank 2's chunk --(code)-------->  + decoded partial sum of host 2
+//! ```
+//!
+//! A host sends each owner on another host one chunk of codes, however many ranks it has. Of its ranks each adds up its own
+//! chunk, and chunks of ranks of other hosts: the one that has the same place on its host, where hosts have as many ranks.
+//! The owner adds the hosts' sums in their order, in f32, and rounds once. So with one rank on each host the bits are those of
+//! parts that are coded one by one, and on one host those of exact ones.
+//!
+//! # Blocks on their way
+//!
+//! A block is the same piece of every chunk. Its codes are sent when it has been added up on this host; those of the other
+//! hosts are awaited when [`AHEAD`] blocks have been: hosts and their cables do not wait for one message to cross. The partial
+//! sums of a block that a rank makes take at most [`HELD`] bytes, and their codes half as many. It holds those of one block, the
+//! codes of AHEAD and one that go and of 2 AHEAD that come, and AHEAD blocks of its own chunk's sums: less than 20 MiB, whatever
+//! is summed. What that costs on the cables stands in [`super::traffic`].
+
+use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
+use super::intra_host::IntraHostSum;
+use super::link::{MessageTag, MpiTransfer};
+use super::partial_sum::{SlotLayout, Summand, add};
+use super::topology::HostTopology;
+use super::traffic::LEAST_MESSAGE;
+use crate::comm::shm::partition::pieces;
+use crate::comm::wire::format::WireFormat;
+use crate::comm::wire::inter_host::InterHostFormat;
+use crate::precision::{Flat, FlatRef};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// The most bytes of a block's partial sums that a rank has, unless they are one block of integers each.
+const HELD: usize = 2 << 20;
+/// Blocks of a sum that is long enough: some are added up while others cross.
+const BLOCKS: usize = 8;
+
+/// What one rank does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct HostSumRole {
+    /// The owners of the chunks of which this rank adds up its host's parts, itself among them, in order.
+    owners: Vec<usize>,
+    /// The rank of each other host that adds up this rank's chunk there, in order.
+    givers: Vec<usize>,
+}
+
+impl HostSumRole {
+    /// That of `rank`, which is on this host.
+    fn of(hosts: &HostTopology, rank: usize) -> Self {
+        let here = hosts.here();
+        let giver = |host: &Range<usize>, place: usize| host.start + place % host.len();
+        let taken = |ranks: &Range<usize>| {
+            let start = ranks.start;
+            ranks.clone().filter(|owner| giver(&here, owner - start) == rank).collect::<Vec<_>>()
+        };
+        Self {
+            owners: hosts.each().iter().flat_map(taken).collect(),
+            givers: hosts.elsewhere().map(|host| giver(&host, rank - here.start)).collect(),
+        }
+    }
+
+    /// The ranks of other hosts with which this one exchanges messages, in order: each is told of by the other.
+    fn partners(&self, rank: usize) -> Vec<usize> {
+        let mut partners = [&self.owners[..], &self.givers].concat();
+        partners.sort_unstable();
+        partners.dedup();
+        partners.retain(|partner| *partner != rank);
+        partners
+    }
+}
+
+/// The most chunks that a rank of any host adds up.
+fn most_chunks(hosts: &HostTopology) -> usize {
+    let of = |here: &Range<usize>| hosts.each().iter().map(|host| host.len().div_ceil(here.len())).sum();
+    hosts.each().iter().map(of).max().unwrap_or(1)
+}
+
+/// Elements of every chunk in one block: a message has those of one chunk. The same on all ranks.
+pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
+    let chunks = most_chunks(hosts);
+    let bytes = (code.encoded_len(chunk) / BLOCKS).max(LEAST_MESSAGE).min(message_bytes(chunks));
+    let held = HELD / (size_of::<f32>() * chunks);
+    let align = code.alignment();
+    (code.elements_in(bytes).min(held) / align * align).max(align)
+}
+
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place of
+/// the first chunk or of this rank's.
+pub(super) fn reduce(
+    inter_host: &mut InterHostExchange,
+    code: InterHostFormat,
+    input: &mut Flat,
+    at: usize,
+) -> Result<()> {
+    let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
+    let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
+    let role = HostSumRole::of(&hosts, rank);
+    inter_host.greet(&role.partners(rank))?;
+    let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, code, chunk)).collect();
+    let (coming, kept) = (VecDeque::new(), VecDeque::new());
+    let mut sums = HostSumReduce { inter_host, code, role, at, coming, kept };
+    for block in blocks.iter().take(AHEAD) {
+        sums.expect(block)?;
+    }
+    for (i, block) in blocks.iter().enumerate() {
+        if let Some(block) = blocks.get(i + AHEAD) {
+            sums.expect(block)?;
+        }
+        let mut partial = vec![0f32; sums.role.owners.len() * block.len()];
+        let layout = SlotLayout { wire: WireFormat::Exact, size, world };
+        let here = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, begins: true };
+        here.add_parts(sums.inter_host, &mut partial, block)?;
+        sums.give(&partial, block)?;
+        if sums.kept.len() == AHEAD {
+            sums.take(input)?;
+        }
+    }
+    while !sums.kept.is_empty() {
+        sums.take(input)?;
+    }
+    Ok(())
+}
+
+/// One rank's side of one collective between hosts.
+struct HostSumReduce<'a> {
+    inter_host: &'a mut InterHostExchange,
+    code: InterHostFormat,
+    role: HostSumRole,
+    /// Where this rank's chunk of the sum goes.
+    at: usize,
+    /// The codes of a block from each other host, in order; oldest block first.
+    coming: VecDeque<Vec<MpiTransfer>>,
+    /// This host's partial sums of this rank's chunk, of blocks whose codes are awaited.
+    kept: VecDeque<(Range<usize>, Vec<f32>)>,
+}
+
+impl HostSumReduce<'_> {
+    /// Begins to receive the other hosts' codes of a block.
+    fn expect(&mut self, block: &Range<usize>) -> Result<()> {
+        let bytes = self.code.encoded_len(block.len());
+        self.coming.push_back(self.inter_host.receive_each(&self.role.givers, MessageTag::Data, bytes)?);
+        Ok(())
+    }
+
+    /// Sends a block's partial sums to their owners on other hosts, and keeps that of this rank's chunk.
+    fn give(&mut self, partial: &[f32], block: &Range<usize>) -> Result<()> {
+        let mut sent = 0;
+        for (place, owner) in self.role.owners.iter().enumerate() {
+            let sum = &partial[place * block.len()..(place + 1) * block.len()];
+            if *owner == self.inter_host.rank() {
+                self.kept.push_back((block.clone(), sum.to_vec()));
+                continue;
+            }
+            let mut codes = vec![0; self.code.encoded_len(sum.len())];
+            self.code.encode(FlatRef::F32(sum), &mut codes);
+            self.inter_host.send(*owner, MessageTag::Data, codes)?;
+            sent += 1;
+        }
+        self.inter_host.hold(AHEAD * sent)
+    }
+
+    /// Takes the other hosts' codes of the oldest block, and writes the sums of this rank's chunk.
+    fn take(&mut self, input: &mut Flat) -> Result<()> {
+        let (Some((block, own)), Some(coming)) = (self.kept.pop_front(), self.coming.pop_front()) else {
+            return Ok(());
+        };
+        let mut arrived = Vec::with_capacity(coming.len());
+        for (giver, transfer) in self.role.givers.iter().zip(coming) {
+            let codes = self.inter_host.finish(*giver, transfer)?;
+            self.inter_host.count(codes.len(), size_of_val(&own[..]));
+            arrived.push(codes);
+        }
+        let sum = sum_of(self.code, &arrived, &own, self.inter_host.hosts.number());
+        input.slice_mut(self.at + block.start..self.at + block.end).copy_cast(FlatRef::F32(&sum));
+        Ok(())
+    }
+}
+
+/// The sum of all hosts' partial sums in their order: codes of the others, and this host's `own`, in `place` among them.
+fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> {
+    if own.is_empty() {
+        // An empty message is aligned to nothing.
+        return Vec::new();
+    }
+    let read = |codes| match code.ints_or_dtype() {
+        Ok(ints) => Summand::Blocks(ints, codes),
+        Err(dtype) => Summand::Exact(FlatRef::of_bytes(dtype, codes)),
+    };
+    let mut parts: Vec<Summand<'_>> = codes.iter().map(|codes| read(codes)).collect();
+    parts.insert(place, Summand::Exact(FlatRef::F32(own)));
+    let mut sum = vec![0f32; own.len()];
+    add(&mut sum, true, &parts);
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::mpi::inter_host::MESSAGE_BYTES;
+    use crate::comm::shm::quantized::sum_blocks;
+    use crate::precision::IntFormat;
+    use proptest::prelude::*;
+
+    const CODES: [InterHostFormat; 4] = [
+        InterHostFormat::Blocks(IntFormat::Int8),
+        InterHostFormat::Blocks(IntFormat::Int4),
+        InterHostFormat::Bf16,
+        InterHostFormat::F16,
+    ];
+
+    fn all(counts: &[usize]) -> Vec<(HostTopology, HostSumRole)> {
+        let of = |rank| {
+            let hosts = HostTopology::with(counts, rank);
+            let role = HostSumRole::of(&hosts, rank);
+            (hosts, role)
+        };
+        (0..counts.iter().sum()).map(of).collect()
+    }
+
+    /// Numbers whose sums depend on their order.
+    fn values(rank: usize, len: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7 + rank * 13) % 101) as f32 * 0.37 + 1.0 / (1 + i % 17 + rank) as f32 - 20.0).collect()
+    }
+
+    fn encoded(code: InterHostFormat, values: &[f32]) -> Vec<u8> {
+        let mut codes = vec![0; code.encoded_len(values.len())];
+        code.encode(FlatRef::F32(values), &mut codes);
+        codes
+    }
+
+    #[test]
+    fn of_one_rank_on_each_host_the_bits_are_those_of_parts_that_are_coded_one_by_one() {
+        for (world, ints) in
+            [2, 3, 5].into_iter().flat_map(|world| [IntFormat::Int8, IntFormat::Int4].map(|ints| (world, ints)))
+        {
+            let (code, parts): (_, Vec<_>) =
+                (InterHostFormat::Blocks(ints), (0..world).map(|rank| values(rank, 999)).collect());
+            for owner in 0..world {
+                let others = (0..world).filter(|rank| *rank != owner);
+                let codes: Vec<Vec<u8>> = others.map(|rank| encoded(code, &parts[rank])).collect();
+                let mut expected = Flat::from(parts[owner].clone());
+                let peers: Vec<&[u8]> = codes.iter().map(|codes| &codes[..]).collect();
+                sum_blocks(ints, &mut expected, (0, 0), 999, owner, &peers);
+                assert_eq!(
+                    Flat::from(sum_of(code, &codes, &parts[owner], owner)),
+                    expected,
+                    "{world} {ints:?} {owner}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn of_one_host_the_sum_is_exact_and_of_several_the_own_hosts_part_is() {
+        let own = values(0, 300);
+        for code in CODES {
+            assert_eq!(sum_of(code, &[], &own, 0), own);
+            // What others send is zeros: codes of those are exact.
+            let zeros = encoded(code, &[0.0; 300]);
+            for place in 0..3 {
+                assert_eq!(sum_of(code, &[zeros.clone(), zeros.clone()], &own, place), own, "{code:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_overflow_of_one_host_is_seen_by_the_owner() {
+        for code in CODES {
+            let mut part = values(1, 300);
+            part[200] = f32::INFINITY;
+            let sum = sum_of(code, &[encoded(code, &part)], &values(0, 300), 0);
+            assert!(!sum[200].is_finite(), "{code:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_ranks_of_each_host_share_all_chunks_and_each_adds_up_its_own(
+            counts in prop::collection::vec(1usize..7, 1..6),
+        ) {
+            let all = all(&counts);
+            for ranks in all[0].0.each() {
+                let mut owners: Vec<usize> = ranks.clone().flat_map(|rank| all[rank].1.owners.clone()).collect();
+                owners.sort_unstable();
+                prop_assert_eq!(owners, (0..all.len()).collect::<Vec<_>>());
+            }
+            let most = most_chunks(&all[0].0);
+            for (rank, (_, role)) in all.iter().enumerate() {
+                prop_assert!(role.owners.contains(&rank) && role.owners.is_sorted());
+                prop_assert!(role.owners.len() <= most);
+            }
+            prop_assert!(all.iter().any(|(_, role)| role.owners.len() == most));
+            if counts.iter().all(|count| *count == counts[0]) {
+                prop_assert_eq!(most, counts.len());
+            }
+        }
+
+        #[test]
+        fn every_partial_sum_that_a_rank_sends_is_awaited_by_its_owner_once(
+            counts in prop::collection::vec(1usize..7, 1..6),
+        ) {
+            let all = all(&counts);
+            for (rank, (hosts, role)) in all.iter().enumerate() {
+                prop_assert_eq!(role.givers.len(), counts.len() - 1);
+                for (giver, host) in role.givers.iter().zip(hosts.elsewhere()) {
+                    prop_assert!(host.contains(giver) && all[*giver].1.owners.contains(&rank));
+                }
+                for partner in role.partners(rank) {
+                    prop_assert!(!hosts.here().contains(&partner));
+                    prop_assert!(all[partner].1.partners(partner).contains(&rank));
+                }
+            }
+        }
+
+        #[test]
+        fn blocks_are_whole_and_of_bounded_memory(
+            counts in prop::collection::vec(1usize..70, 1..40),
+            chunk in prop_oneof![0usize..300, 1usize..1 << 26],
+        ) {
+            let hosts = HostTopology::with(&counts, 0);
+            for code in CODES {
+                let elements = block_elements(&hosts, code, chunk);
+                prop_assert!(elements > 0 && elements.is_multiple_of(code.alignment()));
+                prop_assert!(code.encoded_len(elements) <= MESSAGE_BYTES);
+                let held = 4 * elements * most_chunks(&hosts);
+                prop_assert!(held <= HELD || elements == code.alignment(), "{} of {:?}", elements, code);
+            }
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! One rank's side of a collective across hosts: its host's ranks, its messages to others, and its waits.
+//!
+//! A message is a header, which names the collective that a rank is in, or data. Everything is sent and received beside
+//! other work; a wait for a message ends with an error when a rank has failed or left, or when the time limit is over. Waits
+//! for this host's ranks move messages on too: what this rank has sent may be what they wait for, through other hosts.
+
+use super::link::{MessageTag, MpiLink, MpiTransfer};
+use super::peer_status::PeerStatus;
+use super::topology::HostTopology;
+use crate::comm::collective_kind::CollectiveKind;
+use crate::comm::fingerprint::CollectiveFingerprint;
+use crate::comm::shm::exchange::ShmExchange;
+use crate::comm::shm::pieces::SpinLimits;
+use crate::comm::stats::counters::ReceivedBytes;
+use crate::comm::wire::format::WireFormat;
+use crate::error::CommError;
+use candle_core::DType;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The most bytes of a message.
+pub(super) const MESSAGE_BYTES: usize = 1 << 18;
+/// The most bytes of a rank's messages that go to all others at a time.
+const SENT_BYTES: usize = 16 << 20;
+/// Messages that are on their way to and from each other rank: a cable is not idle while a message that has come is worked
+/// on, nor while a library asks the other side whether it may send one.
+pub(super) const AHEAD: usize = 4;
+/// How long a thread sleeps between looks at a message that is awaited, when its spin_limits is over.
+const NAP: Duration = Duration::from_micros(50);
+/// How much later than its echo in this host the failure of a rank of another host may be heard of.
+const ECHO: Duration = Duration::from_millis(100);
+/// How often a wait looks for ranks that have failed, and after how many looks at the message it looks at a clock.
+const WATCH: Duration = Duration::from_millis(20);
+const LOOKS: u32 = 200;
+pub(super) type Result<T> = std::result::Result<T, CommError>;
+
+/// The most bytes of a message where a rank sends one to each of `peers` ranks at a time.
+pub(super) fn message_bytes(peers: usize) -> usize {
+    MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12))
+}
+
+/// One rank's side.
+pub(super) struct InterHostExchange {
+    /// The ranks of this host, counted from 0.
+    pub(super) local: ShmExchange,
+    pub(super) link: Arc<MpiLink>,
+    pub(super) hosts: Arc<HostTopology>,
+    peer_status: Arc<PeerStatus>,
+    timeout: Duration,
+    /// The present collective, and the engine's call in which it was launched.
+    current: Option<CollectiveFingerprint>,
+    sequence: u64,
+    call: u64,
+    /// Bytes from other hosts in the present collective, as they travelled and as they are in memory.
+    wire_bytes: usize,
+    exact_bytes: usize,
+    /// What is being sent, oldest first.
+    sending: VecDeque<(usize, MpiTransfer)>,
+}
+
+impl InterHostExchange {
+    pub(super) fn new(
+        local: ShmExchange,
+        link: Arc<MpiLink>,
+        hosts: Arc<HostTopology>,
+        peer_status: Arc<PeerStatus>,
+        timeout: Duration,
+    ) -> Self {
+        let messages = peer_status.clone();
+        Self {
+            local: local.waiting_with(move || messages.progress()),
+            link,
+            hosts,
+            peer_status,
+            timeout,
+            current: None,
+            sequence: 0,
+            call: 0,
+            wire_bytes: 0,
+            exact_bytes: 0,
+            sending: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.link.rank()
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.hosts.world_size()
+    }
+
+    pub(super) fn called_in(&mut self, call: u64) {
+        self.call = call;
+        self.local.called_in(call);
+    }
+
+    /// Bytes that came from other ranks in the present collective.
+    pub(super) fn bytes(&self) -> ReceivedBytes {
+        let local = self.local.bytes();
+        let (wire, exact) = (local.wire + self.wire_bytes, local.exact + self.exact_bytes);
+        ReceivedBytes { wire, exact, between_hosts: self.wire_bytes }
+    }
+
+    /// Counts bytes that came from another host: as they travelled, and as they are in memory.
+    pub(super) fn count(&mut self, wire: usize, exact: usize) {
+        self.wire_bytes += wire;
+        self.exact_bytes += exact;
+    }
+
+    /// Begins a collective.
+    pub(super) fn begin(&mut self, kind: CollectiveKind, wire: WireFormat, dtype: DType, elements: usize, tag: u64) {
+        self.sequence += 1;
+        self.current = Some(CollectiveFingerprint::new(self.sequence, kind, wire, dtype, elements, tag));
+        self.local.begin(kind, wire, dtype, elements, tag);
+        (self.wire_bytes, self.exact_bytes) = (0, 0);
+    }
+
+    /// Ends a collective, which came to `result`, when everything that this rank sends in it has been sent: the process may
+    /// end before the next one.
+    pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.and_then(|result| self.hold(0).map(|()| result)).map_err(|error| self.at_first(error))
+    }
+
+    /// The failure of which this one is the echo, if it is: a rank of this host may have been told of a rank of another host
+    /// before this one was.
+    fn at_first(&self, error: CommError) -> CommError {
+        if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
+            return error;
+        }
+        let until = Instant::now() + ECHO;
+        loop {
+            match self.peer_status.failure() {
+                Ok(Some((from, why))) => return self.aborted(from, &why),
+                Ok(None) if Instant::now() < until => std::thread::sleep(NAP),
+                _ => return error,
+            }
+        }
+    }
+
+    /// Tells the ranks with which data will be exchanged which collective this is, and looks that theirs is the same.
+    pub(super) fn greet(&mut self, peers: &[usize]) -> Result<()> {
+        let mine = self.current.expect("a collective has begun");
+        let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
+        let header: Vec<u8> = mine.words().into_iter().chain([self.call]).flat_map(u64::to_le_bytes).collect();
+        for peer in peers {
+            self.send(*peer, MessageTag::Header, header.clone())?;
+        }
+        for (peer, transfer) in peers.iter().zip(arriving) {
+            let bytes = self.finish(*peer, transfer)?;
+            let mut words = [0u64; CollectiveFingerprint::WORDS + 1];
+            for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+                *word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+            }
+            let [words @ .., call] = words;
+            let theirs = CollectiveFingerprint::from_words(words);
+            if theirs != mine {
+                let (here, there) = (mine.within(self.call), theirs.within(call));
+                return Err(CommError::Diverged { rank: self.rank(), here, peer: *peer, there });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn receive_each(&self, peers: &[usize], tag: MessageTag, len: usize) -> Result<Vec<MpiTransfer>> {
+        peers.iter().map(|peer| self.link.receive(*peer, tag, len)).collect()
+    }
+
+    /// Begins to receive `len` bytes.
+    pub(super) fn receive(&self, peer: usize, tag: MessageTag, len: usize) -> Result<MpiTransfer> {
+        self.link.receive(peer, tag, len)
+    }
+
+    /// Begins to send; what was sent before is freed where it is done.
+    pub(super) fn send(&mut self, peer: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<()> {
+        while let Some((_, oldest)) = self.sending.front_mut() {
+            if !oldest.is_done()? {
+                break;
+            }
+            drop(self.sending.pop_front().map(|(_, sent)| sent.into_bytes()));
+        }
+        self.sending.push_back((peer, self.link.send(peer, tag, bytes)?));
+        Ok(())
+    }
+
+    /// Waits until at most `messages` of those that were sent are on their way, the newest.
+    pub(super) fn hold(&mut self, messages: usize) -> Result<()> {
+        while self.sending.len() > messages
+            && let Some((peer, sent)) = self.sending.pop_front()
+        {
+            self.finish(peer, sent)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a message of a rank of another host.
+    pub(super) fn finish(&mut self, peer: usize, mut transfer: MpiTransfer) -> Result<Vec<u8>> {
+        let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
+        let SpinLimits { spins, yields } = self.local.spin_limits();
+        while !transfer.is_done()? {
+            turns += 1;
+            match turns {
+                turn if turn < spins => std::hint::spin_loop(),
+                turn if turn < spins + yields => std::thread::yield_now(),
+                _ => std::thread::sleep(NAP),
+            }
+            if turns.is_multiple_of(LOOKS) {
+                let now = Instant::now();
+                let passed = now.duration_since(*last.get_or_insert(now));
+                if passed >= WATCH {
+                    // As in shared memory, a job that was stopped for an hour has not waited for an hour.
+                    waited += passed.min(Duration::from_secs(1));
+                    last = Some(now);
+                    self.watch(peer)?;
+                    if waited > self.timeout {
+                        let (rank, op, limit) = (self.rank(), self.op(), self.timeout);
+                        return Err(CommError::Timeout { rank, peer, op, limit });
+                    }
+                }
+            }
+        }
+        Ok(transfer.into_bytes())
+    }
+
+    /// Looks for ranks that have failed, while `peer` is awaited.
+    fn watch(&mut self, peer: usize) -> Result<()> {
+        if let Some(error) = self.local.failed_peer() {
+            return Err(error);
+        }
+        if let Some((from, why)) = self.peer_status.failure()? {
+            return Err(self.aborted(from, &why));
+        }
+        if self.peer_status.has_left(peer) {
+            let (rank, op) = (self.rank(), self.op());
+            return Err(CommError::RankLeft { rank, peer, op });
+        }
+        Ok(())
+    }
+
+    /// The error where rank `from` of another host has given up.
+    fn aborted(&self, from: usize, why: &str) -> CommError {
+        let why = format!("on host {}: {why}", self.hosts.name_of(from));
+        CommError::RankAborted { rank: self.rank(), peer: from, why, op: self.op() }
+    }
+
+    /// The present collective, for messages.
+    fn op(&self) -> String {
+        self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
+    }
+}

@@ -1,0 +1,83 @@
+//! What the ranks of this host add to partial sums: they show each other their parts, and each adds up some of the chunks.
+
+use super::inter_host::{InterHostExchange, Result};
+use super::partial_sum::{SlotLayout, Summand, add};
+use crate::comm::shm::partition::pieces;
+use crate::comm::shm::region::SLOT_BYTES;
+use crate::comm::wire::format::WireFormat;
+use crate::precision::{Flat, FlatRef};
+use std::ops::Range;
+
+/// One rank's work on a sum inside of its host.
+pub(super) struct IntraHostSum<'a> {
+    /// How the parts lie in a slot.
+    pub layout: SlotLayout,
+    /// This rank's parts: world size x `chunk` elements.
+    pub input: &'a Flat,
+    /// Elements of a chunk.
+    pub chunk: usize,
+    /// The owners of the chunks that this rank adds up, in order. Each chunk is added up by one rank of the host.
+    pub owners: &'a [usize],
+    /// Whether sums begin with the parts of this host's first rank; else they hold those of other hosts.
+    pub begins: bool,
+}
+
+impl IntraHostSum<'_> {
+    /// Adds the elements `block` of the chunks of this host's ranks to `partial`, owner after owner. All ranks of the host take
+    /// part, with the same block.
+    pub(super) fn add_parts(
+        &self,
+        inter_host: &mut InterHostExchange,
+        partial: &mut [f32],
+        block: &Range<usize>,
+    ) -> Result<()> {
+        let (layout, rank, here) = (self.layout, inter_host.rank(), inter_host.hosts.here());
+        // A rank alone shows nobody anything.
+        let alone = here.len() == 1;
+        let step = if alone { block.len().max(1) } else { layout.elements_in(SLOT_BYTES) };
+        let mut own_codes = Vec::new();
+        for inside in pieces(block.len(), step) {
+            let len = inside.len();
+            let of = |owner: usize| {
+                let start = owner * self.chunk + block.start;
+                start + inside.start..start + inside.end
+            };
+            let shown = if alone { 0 } else { layout.bytes(len) };
+            inter_host.local.piece(shown, |slot| {
+                for owner in (0..layout.world).filter(|owner| !alone && !self.owners.contains(owner)) {
+                    let part = self.input.slice(of(owner));
+                    let place = &mut slot[layout.offset(rank, owner, len)..][..layout.part(rank, owner, len)];
+                    match layout.wire {
+                        WireFormat::Blocks(ints) if owner != rank => ints.encode(part, place),
+                        _ => place.copy_from_slice(part.as_bytes()),
+                    }
+                }
+            })?;
+            if len == 0 {
+                continue;
+            }
+            for (owner, sum) in self.owners.iter().zip(partial.chunks_exact_mut(block.len())) {
+                let own = self.input.slice(of(*owner));
+                let own = match layout.wire {
+                    WireFormat::Blocks(ints) if *owner != rank => {
+                        own_codes.resize(ints.encoded_len(len), 0);
+                        ints.encode(own, &mut own_codes);
+                        Summand::Blocks(ints, &own_codes)
+                    }
+                    _ => Summand::Exact(own),
+                };
+                let part = |r: usize| {
+                    let (offset, bytes) = (layout.offset(r, *owner, len), layout.part(r, *owner, len));
+                    let part = inter_host.local.coded(r - here.start, offset, bytes, len * layout.size);
+                    match layout.wire {
+                        WireFormat::Blocks(ints) if *owner != r => Summand::Blocks(ints, part),
+                        _ => Summand::Exact(FlatRef::of_bytes(self.input.dtype(), part)),
+                    }
+                };
+                let parts: Vec<Summand<'_>> = here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
+                add(&mut sum[inside.clone()], self.begins, &parts);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! What MPI itself gives between hosts: messages without any collective of this library.
+
+use super::MpiRank;
+use super::link::{MessageTag, MpiTransfer};
+use crate::error::CommError;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Bytes of a message: large, as a program that only wants to move bytes would choose.
+const MESSAGE_BYTES: usize = 4 << 20;
+/// Messages to and from a rank that are on their way at a time.
+const AHEAD: usize = 3;
+/// Messages of a few bytes, there and back.
+const ROUNDS: usize = 200;
+/// How often a wait looks for ranks that have failed.
+const WATCH: Duration = Duration::from_millis(20);
+
+type Result<T> = std::result::Result<T, CommError>;
+
+impl MpiRank {
+    /// Sends `bytes` from this host to the next one, and receives as many from the one before, all ranks of a host
+    /// together. All ranks call it at a time, and no collective is under way.
+    ///
+    /// # Errors
+    /// MPI's, and a rank that has given up.
+    pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
+        let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.here().start);
+        if lane >= lanes {
+            return Ok(());
+        }
+        let (each, number) = (self.hosts.each(), self.hosts.number());
+        let to = each[(number + 1) % each.len()].start + lane;
+        let from = each[(number + each.len() - 1) % each.len()].start + lane;
+        let (mut coming, mut going) = (VecDeque::new(), VecDeque::new());
+        let share = bytes.div_ceil(lanes);
+        for start in (0..share).step_by(MESSAGE_BYTES) {
+            let len = MESSAGE_BYTES.min(share - start);
+            coming.push_back(self.link.receive(from, MessageTag::Plain, len)?);
+            going.push_back(self.link.send(to, MessageTag::Plain, vec![1; len])?);
+            if coming.len() > AHEAD {
+                self.finish(coming.pop_front())?;
+                self.finish(going.pop_front())?;
+            }
+        }
+        coming.into_iter().chain(going).try_for_each(|transfer| self.finish(Some(transfer)))
+    }
+
+    /// How long a few bytes take from the first host's first rank to the second's: the median of half of the way there and
+    /// back. `None` on all other ranks.
+    ///
+    /// # Errors
+    /// As [`MpiRank::send_around`].
+    pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
+        let (rank, hosts) = (self.link.rank(), self.hosts.each());
+        let (first, second) = (hosts[0].start, hosts[1].start);
+        let mut times = Vec::new();
+        for _ in 0..ROUNDS {
+            let start = Instant::now();
+            if rank == first {
+                self.finish(Some(self.link.send(second, MessageTag::Data, vec![1; 8])?))?;
+                self.finish(Some(self.link.receive(second, MessageTag::Data, 8)?))?;
+            } else if rank == second {
+                self.finish(Some(self.link.receive(first, MessageTag::Data, 8)?))?;
+                self.finish(Some(self.link.send(first, MessageTag::Data, vec![1; 8])?))?;
+            }
+            times.push(start.elapsed() / 2);
+        }
+        times.sort_unstable();
+        Ok((rank == first).then_some(times[ROUNDS / 2]))
+    }
+
+    fn finish(&self, transfer: Option<MpiTransfer>) -> Result<()> {
+        let Some(mut transfer) = transfer else { return Ok(()) };
+        let mut looked = Instant::now();
+        while !transfer.is_done()? {
+            std::thread::yield_now();
+            if looked.elapsed() > WATCH {
+                looked = Instant::now();
+                if let Some((rank, why)) = self.peer_status.failure()? {
+                    return Err(CommError::other(format!("rank {rank} gave up: {why}")));
+                }
+            }
+        }
+        drop(transfer.into_bytes());
+        Ok(())
+    }
+}

@@ -1,0 +1,211 @@
+//! Partial sums: those of the first ranks so far, in f32, to which the parts of the next ranks are added in rank order.
+//!
+//! On one machine a sum begins with the part of rank 0, widened; the part of each rank after it is added in f32; and what
+//! comes out is rounded once. A part that travels as integers counts as what these stand for, but to the rank that owns the
+//! sum its own part is exact. Here the same additions are made in the same order, some of them on each host.
+
+use crate::comm::wire::format::WireFormat;
+use crate::kernels::simd::{SimdLoop, level};
+use crate::precision::cast::{accumulate, widen};
+use crate::precision::{BLOCK, FlatRef, IntFormat};
+
+/// Elements that are added up together, whole blocks of integers.
+const STRETCH: usize = 8 * BLOCK;
+
+/// One rank's part of a sum.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Summand<'a> {
+    /// Elements as they are.
+    Exact(FlatRef<'a>),
+    /// Blocks of integers, from the start of a block on.
+    Blocks(IntFormat, &'a [u8]),
+}
+
+/// Adds `parts` to `sum` in their order. Where the sum `begins` with the first of them, it holds nothing yet.
+pub(super) fn add(sum: &mut [f32], begins: bool, parts: &[Summand<'_>]) {
+    level().run(AddSummands { sum, begins, parts });
+}
+
+struct AddSummands<'a> {
+    sum: &'a mut [f32],
+    begins: bool,
+    parts: &'a [Summand<'a>],
+}
+
+impl SimdLoop for AddSummands<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { sum, begins, parts } = self;
+        let mut room = [0f32; BLOCK];
+        for (stretch, sum) in sum.chunks_mut(STRETCH).enumerate() {
+            let (start, end) = (stretch * STRETCH, stretch * STRETCH + sum.len());
+            for (place, part) in parts.iter().enumerate() {
+                let first = begins && place == 0;
+                match part {
+                    Summand::Exact(values) if first => widen(sum, values.slice(start..end)),
+                    Summand::Exact(values) => accumulate(sum, values.slice(start..end)),
+                    Summand::Blocks(ints, codes) => {
+                        for (i, sum) in sum.chunks_mut(BLOCK).enumerate() {
+                            let nth = start / BLOCK + i;
+                            if first {
+                                ints.decode_nth(nth, codes, sum);
+                                continue;
+                            }
+                            let values = &mut room[..sum.len()];
+                            ints.decode_nth(nth, codes, values);
+                            sum.iter_mut().zip(&*values).for_each(|(s, v)| *s += v);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How the parts of a piece for all owners lie in one rank's slot: those for others as they travel, then that for itself as
+/// it is in memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SlotLayout {
+    pub wire: WireFormat,
+    /// Bytes of an element.
+    pub size: usize,
+    pub world: usize,
+}
+
+impl SlotLayout {
+    /// The most elements of each owner's chunk for which a slot of `bytes` has room, whole blocks of them; may be 0.
+    pub(super) fn elements_in(self, bytes: usize) -> usize {
+        match self.wire {
+            WireFormat::Exact | WireFormat::BetweenHosts(_) => bytes / (self.world * self.size),
+            WireFormat::Blocks(_) => bytes / self.bytes(BLOCK) * BLOCK,
+        }
+    }
+
+    /// Bytes of `len` elements for every owner.
+    pub(super) fn bytes(self, len: usize) -> usize {
+        (self.world - 1) * self.stride(len) + len * self.size
+    }
+
+    /// Bytes of `len` elements of rank `of` for `owner`.
+    pub(super) fn part(self, of: usize, owner: usize, len: usize) -> usize {
+        if owner == of { len * self.size } else { self.encoded(len) }
+    }
+
+    /// Where in the slot of rank `of` its part for `owner` begins. Elements are aligned.
+    pub(super) fn offset(self, of: usize, owner: usize, len: usize) -> usize {
+        let place = match owner {
+            owner if owner < of => owner,
+            owner if owner > of => owner - 1,
+            _ => self.world - 1,
+        };
+        place * self.stride(len)
+    }
+
+    fn stride(self, len: usize) -> usize {
+        match self.wire {
+            WireFormat::Exact | WireFormat::BetweenHosts(_) => len * self.size,
+            WireFormat::Blocks(_) => self.encoded(len).next_multiple_of(4),
+        }
+    }
+
+    fn encoded(self, len: usize) -> usize {
+        self.wire.encoded_len(len, self.size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::shm::collectives::sum_exact;
+    use crate::comm::shm::quantized::sum_blocks;
+    use crate::comm::shm::region::SLOT_BYTES;
+    use crate::precision::Flat;
+    use candle_core::DType;
+
+    const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+    const WIRES: [WireFormat; 3] =
+        [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)];
+
+    /// Numbers whose sums depend on their order; zeros of both signs among them.
+    fn part(rank: usize, len: usize, dtype: DType) -> Flat {
+        let value = |i: usize| match i % 29 {
+            3 => -0.0,
+            _ => ((i * 7 + rank * 13) % 101) as f32 * 0.37 + 1.0 / (1 + i % 17 + rank) as f32 - 20.0,
+        };
+        Flat::from_f32((0..len).map(value).collect(), dtype)
+    }
+
+    #[test]
+    fn sums_carried_from_host_to_host_have_the_bits_of_one_machine() {
+        for (dtype, wire) in DTYPES.into_iter().flat_map(|dtype| WIRES.map(|wire| (dtype, wire))) {
+            for (world, cuts) in [(2, vec![1]), (5, vec![2, 3]), (7, vec![1, 4])] {
+                for (owner, len) in (0..world).flat_map(|owner| [1, 127, 1024, 3001].map(|len| (owner, len))) {
+                    let parts: Vec<Flat> = (0..world).map(|rank| part(rank, len, dtype)).collect();
+                    let coded: Vec<Vec<u8>> = (parts.iter())
+                        .map(|part| match wire {
+                            WireFormat::Exact | WireFormat::BetweenHosts(_) => part.as_bytes().to_vec(),
+                            WireFormat::Blocks(ints) => {
+                                let mut codes = vec![0; ints.encoded_len(len)];
+                                ints.encode(part.as_ref(), &mut codes);
+                                codes
+                            }
+                        })
+                        .collect();
+                    let mut expected = parts[owner].clone();
+                    let peers: Vec<&[u8]> = (0..world).filter(|r| *r != owner).map(|r| &*coded[r]).collect();
+                    match wire {
+                        WireFormat::Exact | WireFormat::BetweenHosts(_) => {
+                            let peers: Vec<_> = peers.iter().map(|part| FlatRef::of_bytes(dtype, part)).collect();
+                            sum_exact(&mut expected, (0, 0), len, owner, &peers);
+                        }
+                        WireFormat::Blocks(ints) => sum_blocks(ints, &mut expected, (0, 0), len, owner, &peers),
+                    }
+                    let mut sum = vec![f32::NAN; len];
+                    let bounds: Vec<usize> = [0].into_iter().chain(cuts.clone()).chain([world]).collect();
+                    for host in bounds.windows(2) {
+                        let parts: Vec<Summand<'_>> = (host[0]..host[1])
+                            .map(|rank| match wire {
+                                WireFormat::Blocks(ints) if rank != owner => Summand::Blocks(ints, &coded[rank]),
+                                _ => Summand::Exact(parts[rank].as_ref()),
+                            })
+                            .collect();
+                        add(&mut sum, host[0] == 0, &parts);
+                    }
+                    let mut rounded = Flat::zeros(dtype, len);
+                    rounded.as_mut().copy_cast(FlatRef::F32(&sum));
+                    assert!(
+                        rounded.as_bytes() == expected.as_bytes(),
+                        "{dtype:?} {wire:?}, {world} ranks cut at {cuts:?}, {len} of rank {owner}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_slot_are_apart_aligned_and_inside() {
+        for (wire, size) in WIRES.into_iter().flat_map(|wire| [2, 4].map(|size| (wire, size))) {
+            for world in [2, 3, 16, 500] {
+                let layout = SlotLayout { wire, size, world };
+                let most = layout.elements_in(SLOT_BYTES);
+                assert!(most > 0 && most.is_multiple_of(wire.alignment()));
+                for (len, of) in [1, 77, most].into_iter().flat_map(|len| [0, world / 2, world - 1].map(|of| (len, of)))
+                {
+                    let len = len.min(most);
+                    let place = |owner| (layout.offset(of, owner, len), layout.part(of, owner, len));
+                    let mut places: Vec<_> = (0..world).map(place).collect();
+                    assert!(
+                        places[of].0.is_multiple_of(size)
+                            && (wire != WireFormat::Exact || places[0].0.is_multiple_of(size))
+                    );
+                    places.sort_unstable();
+                    assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{layout:?} {len} {of}");
+                    let (start, bytes) = places[world - 1];
+                    assert!(start + bytes <= layout.bytes(len) && layout.bytes(len) <= SLOT_BYTES, "{layout:?} {len}");
+                }
+            }
+        }
+    }
+}

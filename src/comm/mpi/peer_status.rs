@@ -1,0 +1,164 @@
+//! What ranks tell those of other hosts of themselves: once, that they leave or give up.
+
+use super::link::{MessageTag, MpiLink, MpiTransfer};
+use super::topology::HostTopology;
+use crate::comm::shm::region::SharedMemoryRegion;
+use crate::error::CommError;
+use crate::util::lock;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+/// Bytes of a notice: what it is, the rank that it is about, the length of its text, and the text.
+const BYTES: usize = 12 + TEXT;
+const TEXT: usize = 1024;
+
+/// What a rank tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum StatusNotice {
+    /// It gives up: because of this rank of its host, which may be itself, and why that one did.
+    GivesUp(usize, String),
+    /// It leaves in good order.
+    Leaves,
+}
+
+impl StatusNotice {
+    fn to_bytes(&self) -> Vec<u8> {
+        let (kind, rank, text) = match self {
+            Self::GivesUp(rank, why) => (1u32, *rank as u32, why.as_str()),
+            Self::Leaves => (2, 0, ""),
+        };
+        let mut end = text.len().min(TEXT);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let mut bytes = [kind, rank, end as u32].map(u32::to_le_bytes).concat();
+        bytes.extend_from_slice(&text.as_bytes()[..end]);
+        bytes.resize(BYTES, 0);
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let word = |i: usize| u32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().expect("four bytes")) as usize;
+        match word(0) {
+            2 => Self::Leaves,
+            _ => Self::GivesUp(word(1), String::from_utf8_lossy(&bytes[12..12 + word(2).min(TEXT)]).into_owned()),
+        }
+    }
+}
+
+/// The notices of this rank and of those of other hosts.
+pub(super) struct PeerStatus {
+    link: Arc<MpiLink>,
+    /// In which zerorun, or the first rank's heartbeat, says that a host is gone.
+    region: Arc<SharedMemoryRegion>,
+    state: Mutex<PeerStatusRecord>,
+}
+
+#[derive(Default)]
+struct PeerStatusRecord {
+    /// Of the ranks that have told nothing yet.
+    awaited: Vec<(usize, MpiTransfer)>,
+    left: BTreeSet<usize>,
+    /// The first that failed, with its reason.
+    failure: Option<(usize, String)>,
+    /// What this rank has told, on its way to each.
+    told: Option<Vec<MpiTransfer>>,
+}
+
+impl PeerStatus {
+    /// Begins to listen to every rank of other hosts.
+    ///
+    /// # Errors
+    /// MPI's.
+    pub(super) fn listen(
+        link: Arc<MpiLink>,
+        hosts: &HostTopology,
+        region: Arc<SharedMemoryRegion>,
+    ) -> Result<Self, CommError> {
+        let mut awaited = Vec::new();
+        for peer in hosts.remote() {
+            awaited.push((peer, link.receive(peer, MessageTag::Status, BYTES)?));
+        }
+        Ok(Self { link, region, state: Mutex::new(PeerStatusRecord { awaited, ..PeerStatusRecord::default() }) })
+    }
+
+    /// Tells the others that this rank gives up, because of `rank` of this host.
+    pub(super) fn give_up(&self, hosts: &HostTopology, rank: usize, why: &str) {
+        self.tell(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
+    }
+
+    /// Tells the others that this rank leaves, unless it has given up.
+    pub(super) fn leave(&self, hosts: &HostTopology) {
+        self.tell(hosts, &StatusNotice::Leaves);
+    }
+
+    fn tell(&self, hosts: &HostTopology, notice: &StatusNotice) {
+        let mut state = lock(&self.state);
+        if state.told.is_none() {
+            // As well as that goes: a rank that is gone cannot take it.
+            let sent =
+                hosts.remote().filter_map(|peer| self.link.send(peer, MessageTag::Status, notice.to_bytes()).ok());
+            state.told = Some(sent.collect());
+        }
+    }
+
+    /// The first rank of another host that has failed, with its reason, as far as was heard.
+    ///
+    /// # Errors
+    /// MPI's.
+    pub(super) fn failure(&self) -> Result<Option<(usize, String)>, CommError> {
+        let mut state = lock(&self.state);
+        for (peer, mut transfer) in std::mem::take(&mut state.awaited) {
+            if !transfer.is_done()? {
+                state.awaited.push((peer, transfer));
+                continue;
+            }
+            match StatusNotice::from_bytes(&transfer.into_bytes()) {
+                StatusNotice::Leaves => drop(state.left.insert(peer)),
+                StatusNotice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
+            }
+        }
+        // A rank that has told why it gives up knows more than the launcher.
+        Ok(state.failure.clone().or_else(|| self.region.elsewhere()))
+    }
+
+    /// Moves all messages of this rank on, whatever they are, if any other rank is still awaited.
+    pub(super) fn progress(&self) {
+        // Errors are found again where notices are read.
+        let mut state = lock(&self.state);
+        _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
+    }
+
+    /// Whether a rank has left, of what [`PeerStatus::failure`] has heard.
+    pub(super) fn has_left(&self, rank: usize) -> bool {
+        lock(&self.state).left.contains(&rank)
+    }
+
+    /// Whether all ranks of other hosts have told something, and everything that this rank had to tell is on its way.
+    ///
+    /// # Errors
+    /// MPI's.
+    pub(super) fn all_told(&self) -> Result<bool, CommError> {
+        self.failure()?;
+        let mut state = lock(&self.state);
+        let mut sent = true;
+        for transfer in state.told.iter_mut().flatten() {
+            sent &= transfer.is_done()?;
+        }
+        Ok(sent && state.awaited.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_notice_is_read_as_it_was_sent_and_a_long_text_is_cut_at_a_character() {
+        for notice in [StatusNotice::GivesUp(7, "out of memory".into()), StatusNotice::Leaves] {
+            assert_eq!(StatusNotice::from_bytes(&notice.to_bytes()), notice);
+        }
+        let long = StatusNotice::GivesUp(7, "é".repeat(TEXT));
+        assert_eq!(StatusNotice::from_bytes(&long.to_bytes()), StatusNotice::GivesUp(7, "é".repeat(TEXT / 2)));
+    }
+}

@@ -1,0 +1,209 @@
+//! Which ranks share a host, and the memory that these share.
+
+use super::link::MpiLink;
+use crate::comm::rank_env::SHM_FD;
+use crate::comm::shm::region::SharedMemoryRegion;
+use crate::error::{CommError, Result};
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+/// Bytes of a host's name and of all that tells two hosts apart.
+const TEXT: usize = 256;
+
+/// The ranks of each host, which are consecutive, in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct HostTopology {
+    ranks: Vec<Range<usize>>,
+    names: Vec<String>,
+    /// This rank's.
+    own: usize,
+}
+
+/// What a rank tells of its host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct HostIdentity {
+    name: String,
+    /// Equal where memory can be shared.
+    key: String,
+}
+
+impl HostIdentity {
+    /// This host: its name, this start of its system, and the namespaces in which processes and addresses are.
+    fn here() -> Self {
+        let kernel = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}")).unwrap_or_default();
+        let (name, boot) = (kernel("hostname").trim().to_string(), kernel("random/boot_id"));
+        let space = |kind: &str| {
+            let link = std::fs::read_link(format!("/proc/self/ns/{kind}"));
+            link.map(|link| link.display().to_string()).unwrap_or_default()
+        };
+        // Under zerorun the ranks that one launcher has started share its memory, and no others.
+        let node = match std::env::var_os(SHM_FD) {
+            Some(_) => std::env::var("CROSS_RANK").unwrap_or_default(),
+            None => String::new(),
+        };
+        let key = format!("{} {} {} {node} {name}", boot.trim(), space("net"), space("pid"));
+        Self { name, key }
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        [&self.name, &self.key].into_iter().flat_map(|text| fixed(text)).collect()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
+        Self { name: text(&bytes[..TEXT]), key: text(&bytes[TEXT..]) }
+    }
+}
+
+/// A text in TEXT bytes, cut off or with zeros behind it.
+fn fixed(text: &str) -> Vec<u8> {
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize(TEXT, 0);
+    bytes
+}
+
+impl HostTopology {
+    /// Asks all ranks.
+    ///
+    /// # Errors
+    /// MPI's; ranks of one host that are not consecutive.
+    pub(super) fn meet(link: &MpiLink) -> Result<Self> {
+        let all = link.gather(&HostIdentity::here().to_bytes())?;
+        Self::of(&all.iter().map(|bytes| HostIdentity::from_bytes(bytes)).collect::<Vec<_>>(), link.rank())
+    }
+
+    fn of(all: &[HostIdentity], rank: usize) -> Result<Self> {
+        let (mut ranks, mut names) = (Vec::<Range<usize>>::new(), Vec::new());
+        for (r, identity) in all.iter().enumerate() {
+            if r > 0 && all[r - 1].key == identity.key {
+                ranks.last_mut().expect("rank 0 has begun a host").end = r + 1;
+                continue;
+            }
+            if let Some(earlier) = all[..r].iter().position(|other| other.key == identity.key) {
+                return Err(CommError::HostsMixed { host: identity.name.clone(), first: earlier, second: r }.into());
+            }
+            ranks.push(r..r + 1);
+            names.push(identity.name.clone());
+        }
+        let own = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("every rank is on a host");
+        Ok(Self { ranks, names, own })
+    }
+
+    /// `hosts` hosts with `each` ranks each, for estimates.
+    pub(super) fn even(hosts: usize, each: usize) -> Self {
+        let ranks = (0..hosts).map(|host| host * each..(host + 1) * each).collect();
+        Self { ranks, names: Vec::new(), own: 0 }
+    }
+
+    /// Hosts with so many ranks each, as `rank` sees them.
+    #[cfg(test)]
+    pub(super) fn with(counts: &[usize], rank: usize) -> Self {
+        let starts = (0..=counts.len()).map(|host| counts[..host].iter().sum::<usize>());
+        let ranks: Vec<_> = starts.clone().zip(starts.skip(1)).map(|(start, end)| start..end).collect();
+        let own = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("a rank of a host");
+        Self { names: vec![String::new(); ranks.len()], ranks, own }
+    }
+
+    /// The ranks of all hosts.
+    pub(super) fn world_size(&self) -> usize {
+        self.ranks.last().map_or(0, |ranks| ranks.end)
+    }
+
+    /// The ranks of this host.
+    pub(super) fn here(&self) -> Range<usize> {
+        self.ranks[self.own].clone()
+    }
+
+    /// The ranks of each host, in order.
+    pub(super) fn each(&self) -> &[Range<usize>] {
+        &self.ranks
+    }
+
+    /// The number of this host among all.
+    pub(super) fn number(&self) -> usize {
+        self.own
+    }
+
+    /// The ranks of each of the other hosts.
+    pub(super) fn elsewhere(&self) -> impl Iterator<Item = Range<usize>> {
+        let own = self.own;
+        self.ranks.iter().enumerate().filter(move |(host, _)| *host != own).map(|(_, ranks)| ranks.clone())
+    }
+
+    /// The ranks of all other hosts, in order.
+    pub(super) fn remote(&self) -> impl Iterator<Item = usize> {
+        self.elsewhere().flatten()
+    }
+
+    /// The fewest ranks of any host: as many of each send and receive what goes from host to host as a whole.
+    pub(super) fn lanes(&self) -> usize {
+        self.ranks.iter().map(Range::len).min().unwrap_or(1)
+    }
+
+    /// The host of a rank.
+    pub(super) fn name_of(&self, rank: usize) -> &str {
+        let host = self.ranks.iter().position(|ranks| ranks.contains(&rank));
+        host.map_or("?", |host| &self.names[host])
+    }
+}
+
+/// The memory that this host's ranks share, made by the first of them. The others open it through that process' descriptor.
+///
+/// # Errors
+/// MPI's and the system's.
+pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) -> Result<Arc<SharedMemoryRegion>> {
+    let here = hosts.here();
+    let made = if rank == here.start { Some(SharedMemoryRegion::create(here.len())?) } else { None };
+    let fd = made.as_ref().map_or(-1, |region| region.as_fd().as_raw_fd());
+    let own = [std::process::id() as i32, fd].map(i32::to_le_bytes).concat();
+    let all = link.gather(&own)?;
+    let number = |at: usize| i32::from_le_bytes(all[here.start][at..at + 4].try_into().expect("four bytes"));
+    let region = match made {
+        Some(region) => {
+            region.let_in();
+            region
+        }
+        None => {
+            let path = format!("/proc/{}/fd/{}", number(0), number(4));
+            let opened = std::fs::File::options().read(true).write(true).open(&path);
+            let file = opened.map_err(|source| CommError::Region { action: "open", source: Arc::new(source) })?;
+            SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
+        }
+    };
+    // The first rank may end, and its descriptor with it, as soon as all have opened theirs.
+    link.gather(&[0])?;
+    Ok(Arc::new(region))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn of(keys: &str, rank: usize) -> Result<HostTopology> {
+        let identity = |key: char| HostIdentity { name: format!("host-{key}"), key: key.to_string() };
+        HostTopology::of(&keys.chars().map(identity).collect::<Vec<_>>(), rank)
+    }
+
+    #[test]
+    fn consecutive_ranks_with_one_key_are_a_host() {
+        let hosts = of("aabccc", 2).unwrap();
+        assert_eq!((hosts.world_size(), hosts.here(), hosts.lanes()), (6, 2..3, 1));
+        assert_eq!(hosts.elsewhere().collect::<Vec<_>>(), [0..2, 3..6]);
+        assert_eq!(hosts.remote().collect::<Vec<_>>(), [0, 1, 3, 4, 5]);
+        assert_eq!(hosts.name_of(4), "host-c");
+    }
+
+    #[test]
+    fn ranks_of_a_host_with_others_between_them_are_refused() {
+        insta::assert_snapshot!(of("aba", 0).unwrap_err(), @"ranks 0 and 2 are on host host-a, and ranks between them are not: the ranks of a host must be consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)");
+    }
+
+    #[test]
+    fn what_a_rank_tells_of_its_host_is_read_as_it_was() {
+        let here = HostIdentity::here();
+        assert_eq!(HostIdentity::from_bytes(&here.to_bytes()), here);
+        assert!(!here.name.is_empty());
+    }
+}

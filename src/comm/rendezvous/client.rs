@@ -1,0 +1,60 @@
+//! A rank other than 0: finds rank 0, and gets the memory from it.
+
+use super::messages::{self, JoinReply, JoinRequest};
+use super::peer_credentials::PeerCredentials;
+use super::socket::{address, system};
+use crate::comm::rank_env::RankEnv;
+use crate::comm::shm::region::SharedMemoryRegion;
+use crate::error::{CommError, Result};
+use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Between two looks for rank 0.
+const NAP: Duration = Duration::from_millis(50);
+/// How much later than rank 0, which knows who is missing, this rank gives up.
+const LATER: Duration = Duration::from_secs(5);
+
+/// The memory, and the connection to rank 0.
+///
+/// # Errors
+/// As [`super::meet`].
+pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream)> {
+    let stream = find(env)?;
+    let (rank, world) = (env.rank, env.world_size);
+    let gone = || CommError::GoneBeforeStart { rank: 0 };
+    if !PeerCredentials::of(&stream).map_err(system("look at a socket for"))?.is_own() {
+        return Err(CommError::MeetingTaken { port: env.master_port }.into());
+    }
+    JoinRequest { rank, world }.send(&stream).map_err(|_| gone())?;
+    stream.set_read_timeout(Some(env.timeout + LATER)).map_err(system("wait at a socket for"))?;
+    match messages::receive_reply(&stream) {
+        Ok(Some(JoinReply::Welcome(memory))) => Ok((Arc::new(SharedMemoryRegion::open(memory, world)?), stream)),
+        Ok(Some(JoinReply::TurnedAway(why))) => Err(CommError::NotMet { why }.into()),
+        Ok(None) => Err(gone().into()),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            Err(CommError::FirstSilent { rank, limit: env.timeout + LATER }.into())
+        }
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(gone().into()),
+        Err(error) => Err(system("be given")(error).into()),
+    }
+}
+
+/// Waits until rank 0 listens.
+fn find(env: &RankEnv) -> Result<UnixStream> {
+    let (address, began) = (address(env.master_port)?, Instant::now());
+    loop {
+        match UnixStream::connect_addr(&address) {
+            Ok(stream) => return Ok(stream),
+            Err(error) if error.kind() != ErrorKind::ConnectionRefused => {
+                return Err(system("reach rank 0 for")(error).into());
+            }
+            Err(_) if began.elapsed() < env.timeout => std::thread::sleep(NAP),
+            Err(_) => {
+                let (rank, port, world) = (env.rank, env.master_port, env.world_size);
+                return Err(CommError::FirstMissing { rank, world, port, limit: env.timeout }.into());
+            }
+        }
+    }
+}

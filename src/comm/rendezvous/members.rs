@@ -1,0 +1,144 @@
+//! The ranks that have come to rank 0, and what is heard of each.
+
+use super::messages::{self, JoinRequest};
+use super::peer_credentials::PeerCredentials;
+use super::socket::{address, system};
+use crate::error::{CommError, Result};
+use crate::util::list;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+/// Rank 0's socket, and the connections to it.
+pub(super) struct RendezvousMembers {
+    listener: UnixListener,
+    port: u16,
+    world: usize,
+    connections: Vec<MemberConnection>,
+}
+
+struct MemberConnection {
+    stream: UnixStream,
+    process: i32,
+    /// Once it has said so.
+    rank: Option<usize>,
+}
+
+/// What rank 0 learns of the other ranks.
+#[derive(Debug)]
+pub(super) enum MembershipEvent {
+    /// A rank has come.
+    Came,
+    /// Nothing more will be heard of a rank: its process has ended.
+    Gone(usize),
+    /// A process cannot take part.
+    Unfit(CommError),
+}
+
+impl RendezvousMembers {
+    /// Begins to listen.
+    ///
+    /// # Errors
+    /// Another process does at this port; the system's.
+    pub(super) fn open(port: u16, world: usize) -> Result<Self> {
+        let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
+            std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
+            _ => system("open a socket for")(error),
+        })?;
+        Ok(Self { listener, port, world, connections: Vec::new() })
+    }
+
+    /// Which of the other ranks are there.
+    fn there(&self) -> Vec<bool> {
+        (0..self.world)
+            .map(|rank| rank == 0 || self.connections.iter().any(|connection| connection.rank == Some(rank)))
+            .collect()
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.there().into_iter().all(|there| there)
+    }
+
+    /// The error that some have not come within the limit.
+    pub(super) fn incomplete(&self, limit: Duration) -> CommError {
+        let there = self.there();
+        let missing: Vec<String> = (0..self.world).filter(|rank| !there[*rank]).map(|rank| rank.to_string()).collect();
+        let (world, port) = (self.world, self.port);
+        CommError::RanksMissing { came: world - missing.len(), world, missing: list(&missing), port, limit }
+    }
+
+    /// Waits for events, up to `limit`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn next(&mut self, limit: Option<Duration>) -> Result<Vec<MembershipEvent>> {
+        let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+        let mut watched: Vec<PollFd<'_>> =
+            self.connections.iter().map(|g| PollFd::new(&g.stream, PollFlags::IN)).collect();
+        watched.push(PollFd::new(&self.listener, PollFlags::IN));
+        match poll(&mut watched, limit.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(system("listen for")(error.into()).into()),
+        }
+        let mut ready: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(watched);
+        let comes = ready.pop().unwrap_or(false);
+        let mut events = Vec::new();
+        for (connection, ready) in std::mem::take(&mut self.connections).into_iter().zip(ready) {
+            if ready { events.extend(self.read_request(connection)) } else { self.connections.push(connection) }
+        }
+        if comes
+            && let Ok((stream, _)) = self.listener.accept()
+            && let Ok(peer) = PeerCredentials::of(&stream)
+            // Whoever else finds the name has no business here.
+            && peer.is_own()
+        {
+            self.connections.push(MemberConnection { stream, process: peer.process, rank: None });
+        }
+        Ok(events)
+    }
+
+    /// Reads what a rank says over its connection, which is then kept or not.
+    fn read_request(&mut self, mut connection: MemberConnection) -> Option<MembershipEvent> {
+        if let Some(rank) = connection.rank {
+            // A rank says nothing more: its end of the connection is closed.
+            return Some(MembershipEvent::Gone(rank));
+        }
+        let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;
+        let same = self.connections.iter().find(|other| other.rank == Some(rank));
+        let error = if world != self.world {
+            CommError::WorldsDiffer { rank, world, first: self.world, port: self.port }
+        } else if rank == 0 || rank >= world || same.is_some() {
+            let earlier = same.map_or(std::process::id() as i32, |same| same.process);
+            CommError::RankTwice { rank, earlier, later: connection.process, port: self.port }
+        } else {
+            connection.rank = Some(rank);
+            self.connections.push(connection);
+            return Some(MembershipEvent::Came);
+        };
+        // One that is gone already needs no reason.
+        _ = messages::turn_away(&connection.stream, &error.to_string());
+        Some(MembershipEvent::Unfit(error))
+    }
+
+    /// Gives all ranks the memory.
+    ///
+    /// # Errors
+    /// One is gone.
+    pub(super) fn welcome(&self, memory: BorrowedFd<'_>) -> Result<(), CommError> {
+        for connection in &self.connections {
+            if let (Some(rank), Err(_)) = (connection.rank, messages::welcome(&connection.stream, memory)) {
+                return Err(CommError::GoneBeforeStart { rank });
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells all why nothing comes of it.
+    pub(super) fn turn_away(self, why: &str) {
+        for connection in &self.connections {
+            _ = messages::turn_away(&connection.stream, why);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Rendezvous of the ranks of one host that were started one by one, by hand or by torchrun: how they meet, and who notices that one is gone.
+//!
+//! ```text
+//!   rank 0: listens at a socket named by MASTER_PORT <-- JoinRequest -- rank r
+//!           all are there: makes the memory            -- its descriptor, or why there will be none --> rank r
+//!   then:   each connection stays open for as long as its processes live; a hang-up means that one has died
+//! ```
+//!
+//! There is no launcher that would watch the ranks: rank 0 watches the others, and they watch rank 0. Where rank 0 has ended in
+//! good order, heartbeats are what is left.
+//!
+//! The socket has a name in the kernel's own (abstract) space, which is gone with its process and which only processes of this
+//! network namespace see. Who connects is asked for its user.
+
+mod client;
+mod members;
+mod messages;
+mod peer_credentials;
+mod peer_watch;
+mod server;
+mod socket;
+
+use super::rank_env::RankEnv;
+use super::shm::region::SharedMemoryRegion;
+use crate::error::Result;
+use std::sync::{Arc, OnceLock};
+
+/// Meets the other ranks, and lets this one be watched and watch from now on: the memory that they share.
+///
+/// # Errors
+/// A rank that does not come in time or that two processes claim, ranks that differ about how many they are, a port that
+/// another job has, the system's.
+pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
+    let region = if env.rank == 0 {
+        let (region, members) = server::admit_all(env)?;
+        peer_watch::the_others(region.clone(), members)?;
+        region
+    } else {
+        let (region, first) = client::join(env)?;
+        peer_watch::the_first(region.clone(), first)?;
+        region
+    };
+    if ENTERED.set((region.clone(), env.rank)).is_ok() {
+        // SAFETY: the function unwinds nowhere, and only stores to memory that stays mapped.
+        unsafe { atexit(leave) };
+    }
+    Ok(region)
+}
+
+/// The memory that this process leaves when it ends.
+static ENTERED: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
+
+unsafe extern "C" {
+    /// The C library's: the function is called when the process ends by `exit` or by returning from `main`.
+    fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
+}
+
+/// Tells the others that this rank leaves in good order, unless it has given up.
+extern "C" fn leave() {
+    if let Some((region, rank)) = ENTERED.get() {
+        region.finish(*rank);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::comm::{Communicator, CpuCommunicator};
+    use std::sync::atomic::{AtomicU16, Ordering};
+    use std::time::Duration;
+
+    /// A port that no other test of this process has; other processes have ports of other tens.
+    fn port() -> u16 {
+        static NEXT: AtomicU16 = AtomicU16::new(0);
+        20_000 + (std::process::id() % 4_000) as u16 * 10 + NEXT.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn env(rank: usize, world_size: usize, master_port: u16, milliseconds: u64) -> RankEnv {
+        RankEnv {
+            rank,
+            world_size,
+            local_rank: rank,
+            local_world_size: world_size,
+            master_addr: "127.0.0.1".into(),
+            master_port,
+            shm_fd: None,
+            mpi: false,
+            timeout: Duration::from_millis(milliseconds),
+        }
+    }
+
+    /// Ranks as threads that meet, each with its own variables: what each is told.
+    fn told<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
+        let met = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
+        met.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))
+    }
+
+    #[test]
+    fn ranks_meet_in_any_order_and_have_one_memory() {
+        let port = port();
+        let ranks = [2, 0, 1].map(|rank| {
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis([100, 0, 50][rank]));
+                let env = env(rank, 3, port, 20_000);
+                let shared = CpuCommunicator::new(meet(&env).unwrap(), rank, env.timeout).unwrap();
+                shared.gather_bytes(vec![rank as u8 + 10]).wait().unwrap()
+            })
+        });
+        for rank in ranks {
+            assert_eq!(rank.join().unwrap(), [[10], [11], [12]]);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_does_not_come_is_named_to_those_that_did() {
+        let port = port();
+        let [first, third] = told([env(0, 3, port, 300), env(2, 3, port, 20_000)]);
+        let [first, third] = [first, third].map(|text| text.replace(&port.to_string(), "PORT"));
+        insta::assert_snapshot!(first, @"of 3 ranks, 2 came to MASTER_PORT PORT of this host within 300ms; missing is rank 1: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+        insta::assert_snapshot!(third, @"rank 0 has called the meeting of ranks off: of 3 ranks, 2 came to MASTER_PORT PORT of this host within 300ms; missing is rank 1: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    }
+
+    #[test]
+    fn rank_0_that_does_not_come_is_missed() {
+        let port = port();
+        let [second] = told([env(1, 2, port, 300)]);
+        insta::assert_snapshot!(second.replace(&port.to_string(), "PORT"), @"rank 1 of 2 found no rank 0 at MASTER_PORT PORT of this host within 300ms: start it with RANK=0, WORLD_SIZE=2 and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with `zerorun --num_ranks 2`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    }
+
+    #[test]
+    fn ranks_that_differ_about_their_number_are_told_both() {
+        let port = port();
+        let told = told([env(0, 3, port, 20_000), env(1, 2, port, 20_000)]);
+        let [first, second] = told.map(|text| text.replace(&port.to_string(), "PORT"));
+        insta::assert_snapshot!(first, @"WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
+        insta::assert_snapshot!(second, @"rank 0 has called the meeting of ranks off: WORLD_SIZE is 3 on rank 0 and 2 on rank 1; give all ranks of a job the same, and each job its own MASTER_PORT, which is PORT here");
+    }
+
+    #[test]
+    fn a_rank_of_two_processes_and_a_port_of_two_jobs_are_told() {
+        let port = port();
+        let own = std::process::id().to_string();
+        let known = |text: String| text.replace(&port.to_string(), "PORT").replace(&own, "PID");
+        let [first, second, same] = told([env(0, 3, port, 20_000), env(1, 3, port, 20_000), env(1, 3, port, 20_000)]);
+        assert_eq!(second, same);
+        insta::assert_snapshot!(known(first), @"processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
+        insta::assert_snapshot!(known(second), @"rank 0 has called the meeting of ranks off: processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
+        let port = self::port();
+        let waits = std::thread::spawn(move || meet(&env(0, 2, port, 1_000)).map(drop));
+        std::thread::sleep(Duration::from_millis(200));
+        let [other] = told([env(0, 2, port, 20_000)]);
+        insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job meets at MASTER_PORT PORT of this host: give each job a port of its own");
+        waits.join().unwrap().unwrap_err();
+    }
+}

@@ -1,0 +1,57 @@
+//! Whose process is at the other end of a socket.
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+
+/// `SOL_SOCKET` and `SO_PEERCRED` of Linux, and its `struct ucred`.
+const SOCKET: c_int = 1;
+const PEER: c_int = 17;
+
+/// The process at the other end, as the kernel knows it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct PeerCredentials {
+    /// Its number; 0 where it is in another namespace of processes.
+    pub(super) process: i32,
+    pub(super) user: u32,
+    group: u32,
+}
+
+unsafe extern "C" {
+    fn getsockopt(socket: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut u32) -> c_int;
+}
+
+impl PeerCredentials {
+    /// Asks the kernel.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
+        let mut peer = Self::default();
+        let mut len = size_of::<Self>() as u32;
+        // SAFETY: an open socket, and memory of `len` bytes in which any bytes are a value.
+        let code = unsafe { getsockopt(stream.as_raw_fd(), SOCKET, PEER, (&raw mut peer).cast(), &raw mut len) };
+        if code == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Whether it is this user's.
+    pub(super) fn is_own(self) -> bool {
+        self.user == rustix::process::geteuid().as_raw()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_other_end_of_a_pair_is_this_process() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let peer = PeerCredentials::of(&one).unwrap();
+        assert_eq!(peer.process, std::process::id() as i32);
+        assert!(peer.is_own());
+    }
+}

@@ -1,0 +1,77 @@
+//! Who is gone: rank 0 watches the others, and they watch rank 0, by the connection between them.
+
+use super::members::{MembershipEvent, RendezvousMembers};
+use super::socket::system;
+use crate::comm::shm::rank_state::RankState;
+use crate::comm::shm::region::SharedMemoryRegion;
+use crate::error::CommError;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+/// What is known of the end of a rank that has not told of it.
+const WHY: &str = "its process has ended without a word";
+
+/// On rank 0: watches the others, and turns away who comes too late.
+///
+/// # Errors
+/// The system's.
+pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
+    watch(move || {
+        // An error of the system's: then heartbeats are what is left.
+        while let Ok(all) = members.next(None) {
+            for event in all {
+                if let MembershipEvent::Gone(rank) = event {
+                    lost(&region, rank);
+                }
+            }
+        }
+    })
+}
+
+/// On another rank: watches rank 0.
+///
+/// # Errors
+/// The system's.
+pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
+    stream.set_read_timeout(None).map_err(system("wait at a socket for"))?;
+    watch(move || {
+        // Rank 0 says nothing: this returns when it is gone.
+        while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
+        lost(&region, 0);
+    })
+}
+
+fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
+    let spawned = std::thread::Builder::new().name("watches ranks".into()).spawn(run);
+    spawned.map(drop).map_err(system("start a thread for"))
+}
+
+/// The process of a rank has ended: whoever waits for it is told, unless it has left or given up before.
+fn lost(region: &SharedMemoryRegion, rank: usize) {
+    let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
+    // Of rank 0 all others see it.
+    if !told && region.claims_cause(rank) {
+        region.mark_dead(rank, WHY);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_has_left_is_not_dead_and_of_a_dead_one_one_writes() {
+        let region = SharedMemoryRegion::anonymous(3).unwrap();
+        (0..3).for_each(|rank| region.start(rank).unwrap());
+        region.finish(1);
+        lost(&region, 1);
+        assert_eq!((region.state(1), region.first_failure()), (RankState::Finished, None));
+        assert!(region.claims_cause(2));
+        lost(&region, 2);
+        assert_eq!(region.state(2), RankState::Running, "another writes it");
+        lost(&region, 0);
+        assert_eq!(region.state(0), RankState::Dead(WHY.into()));
+    }
+}

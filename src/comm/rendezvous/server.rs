@@ -1,0 +1,51 @@
+//! Rank 0: waits for the others, and makes the memory.
+
+use super::members::{MembershipEvent, RendezvousMembers};
+use super::socket::system;
+use crate::comm::rank_env::RankEnv;
+use crate::comm::shm::region::SharedMemoryRegion;
+use crate::error::{CommError, Result};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The memory, which all ranks have been given.
+///
+/// # Errors
+/// As [`super::meet`]. Ranks that are there are told the same.
+pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, RendezvousMembers)> {
+    let mut members = RendezvousMembers::open(env.master_port, env.world_size)?;
+    let met = await_all(&mut members, env).and_then(|()| {
+        let region = SharedMemoryRegion::create(env.world_size)?;
+        // Helpers that a rank starts must not keep it.
+        rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
+            .map_err(|error| system("open")(error.into()))?;
+        region.let_in();
+        members.welcome(region.as_fd())?;
+        Ok(region)
+    });
+    match met {
+        Ok(region) => Ok((Arc::new(region), members)),
+        Err(error) => {
+            members.turn_away(&error.to_string());
+            Err(error)
+        }
+    }
+}
+
+fn await_all(members: &mut RendezvousMembers, env: &RankEnv) -> Result<()> {
+    let began = Instant::now();
+    while !members.is_complete() {
+        let left = env.timeout.saturating_sub(began.elapsed());
+        if left.is_zero() {
+            return Err(members.incomplete(env.timeout).into());
+        }
+        for event in members.next(Some(left))? {
+            match event {
+                MembershipEvent::Came => {}
+                MembershipEvent::Gone(rank) => return Err(CommError::GoneBeforeStart { rank }.into()),
+                MembershipEvent::Unfit(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok(())
+}

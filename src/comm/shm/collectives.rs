@@ -1,0 +1,305 @@
+//! The collectives, as sequences of pieces.
+
+use super::exchange::ShmExchange;
+use super::partition::{RankGroup, by_rank, give_each, given, others, pieces};
+use super::quantized;
+use super::region::SLOT_BYTES;
+use super::streaming_copy;
+use crate::comm::collective_kind::CollectiveKind;
+use crate::comm::wire::format::WireFormat;
+use crate::error::CommError;
+use crate::kernels::simd::{SimdLoop, level};
+use crate::precision::{Flat, FlatMut, FlatRef, cast};
+use candle_core::DType;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+/// An all-reduce of two ranks up to this size travels whole, in one exchange. That moves as many bytes as two exchanges
+/// of halves; with more ranks it would move more.
+const SHORT_BYTES: usize = 16 << 10;
+
+/// A gathered buffer of this size or more is written past the caches, which it would fill.
+const PAST_CACHE_BYTES: usize = 4 << 20;
+
+type Result<T> = std::result::Result<T, CommError>;
+
+/// The sum lies where `input` lay.
+pub(in crate::comm) fn reduce_scatter(
+    ex: &mut ShmExchange,
+    wire: WireFormat,
+    mut input: Flat,
+    tag: u64,
+) -> Result<Flat> {
+    ex.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+    assert!(input.len().is_multiple_of(ex.size()), "{} elements in {} equal chunks", input.len(), ex.size());
+    let chunk = input.len() / ex.size();
+    let (wire, step) = piece_of(ex.size(), wire, input.dtype());
+    for range in pieces(chunk, step) {
+        reduce_piece(ex, wire, &mut input, 0, range)?;
+    }
+    input.truncate(chunk);
+    Ok(input)
+}
+
+/// Where `shard` has room for the whole, that is where the whole will lie.
+pub(in crate::comm) fn all_gather(ex: &mut ShmExchange, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
+    gather_of(ex, wire, RankGroup::all(ex.size()), shard)
+}
+
+/// The same of the ranks of this rank's group: of `ranks` neighbours, who are as many in each group.
+pub(in crate::comm) fn all_gather_within(
+    ex: &mut ShmExchange,
+    wire: WireFormat,
+    ranks: usize,
+    shard: Flat,
+    tag: u64,
+) -> Result<Flat> {
+    ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
+    assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
+    gather_of(ex, wire, RankGroup::neighbours(ex.rank(), ranks), shard)
+}
+
+/// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups. All of
+/// it in the memory of `input`.
+pub(in crate::comm) fn reduce_to_groups(
+    ex: &mut ShmExchange,
+    wire: WireFormat,
+    ranks: usize,
+    mut input: Flat,
+    tag: u64,
+) -> Result<Flat> {
+    assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
+    by_rank(&mut input, ranks, ex.size());
+    let sum = reduce_scatter(ex, wire, input, tag)?;
+    // Every group has to have the same sums, so they travel as they are.
+    gather_of(ex, WireFormat::Exact, RankGroup::across(ex.rank(), ranks, ex.size()), sum)
+}
+
+/// Joins the shards of the ranks of a group. The other ranks take part, among themselves.
+pub(in crate::comm) fn gather_of(
+    ex: &mut ShmExchange,
+    wire: WireFormat,
+    group: RankGroup,
+    mut shard: Flat,
+) -> Result<Flat> {
+    if let WireFormat::Blocks(ints) = wire {
+        return quantized::gather_of(ex, ints, group, shard);
+    }
+    let (whole, bytes) = (shard.len() * group.len(), shard.size_in_bytes());
+    let mut apart = None;
+    if shard.capacity_in_bytes() < bytes * group.len() {
+        let out = Flat::with_capacity(shard.dtype(), whole);
+        apart = Some(std::mem::replace(&mut shard, out));
+    }
+    let room = shard.room_bytes(whole);
+    let own = apart.as_ref().map_or(OwnShardLocation::At(0), |own| OwnShardLocation::Apart(own.as_bytes()));
+    for range in pieces(bytes, SLOT_BYTES) {
+        gather_piece(ex, group, room, own, range)?;
+    }
+    // SAFETY: the pieces of all ranks of the group cover the whole.
+    unsafe { shard.set_len(whole) };
+    Ok(shard)
+}
+
+/// A reduce-scatter and an all-gather under one name, piece by piece in the memory of `input`. The sums are those of
+/// [`reduce_scatter`], bit for bit.
+pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
+    let (len, size) = (input.len(), input.dtype().size_in_bytes());
+    if wire.inside() == WireFormat::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
+        reduce_whole(ex, &mut input)?;
+        return Ok(input);
+    }
+    let chunk = len.div_ceil(ex.size());
+    input.extend_zeros(chunk * ex.size() - len);
+    let own = ex.rank() * chunk;
+    // The sums are gathered as they are, in the same pieces.
+    let (wire, step) = piece_of(ex.size(), wire, input.dtype());
+    for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
+        reduce_piece(ex, wire, &mut input, own, range.clone())?;
+        let whole = input.room_bytes(chunk * ex.size());
+        gather_piece(
+            ex,
+            RankGroup::all(ex.size()),
+            whole,
+            OwnShardLocation::At(own * size),
+            range.start * size..range.end * size,
+        )?;
+    }
+    input.truncate(len);
+    Ok(input)
+}
+
+pub(in crate::comm) fn gather_bytes(ex: &mut ShmExchange, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    ex.begin(CollectiveKind::Control, WireFormat::Exact, DType::U8, bytes.len(), 0);
+    let mut all = vec![Vec::new(); ex.size()];
+    for range in pieces(bytes.len(), SLOT_BYTES) {
+        let own = &bytes[range];
+        ex.piece(own.len(), |slot| slot.copy_from_slice(own))?;
+        for (r, message) in all.iter_mut().enumerate() {
+            message.extend_from_slice(if r == ex.rank() { own } else { ex.peer(r, 0, own.len()) });
+        }
+    }
+    Ok(all)
+}
+
+pub(in crate::comm) fn barrier(ex: &mut ShmExchange) -> Result<()> {
+    ex.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0);
+    ex.piece(0, |_| {})
+}
+
+/// How the elements of a reduction travel, and how many of every peer's chunk in one piece. Where a slot has no room for
+/// a block for each peer (Int8, from 994 ranks on) they travel as they are.
+pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) -> (WireFormat, usize) {
+    let bytes = SLOT_BYTES / (world - 1).max(1);
+    let blocks = if let WireFormat::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };
+    if blocks > 0 { (wire, blocks) } else { (WireFormat::Exact, bytes / dtype.size_in_bytes()) }
+}
+
+/// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
+/// `at + range` of `input`, where `at` is the place of the first chunk or that of this rank's: what was there has been
+/// published by then, or is this rank's.
+fn reduce_piece(
+    ex: &mut ShmExchange,
+    wire: WireFormat,
+    input: &mut Flat,
+    at: usize,
+    range: Range<usize>,
+) -> Result<()> {
+    if let WireFormat::Blocks(ints) = wire {
+        return quantized::reduce_piece(ex, ints, input, at, range);
+    }
+    let (rank, dtype) = (ex.rank(), input.dtype());
+    let chunk = input.len() / ex.size();
+    let bytes = range.len() * dtype.size_in_bytes();
+    give_each(ex, bytes, |r, part| {
+        part.copy_from_slice(input.slice(r * chunk + range.start..r * chunk + range.end).as_bytes());
+    })?;
+    let peers: Vec<_> = given(ex, bytes, bytes).map(|part| FlatRef::of_bytes(dtype, part)).collect();
+    sum_exact(input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
+    Ok(())
+}
+
+/// The sum of all ranks' `input`, when all of it fits into one piece.
+fn reduce_whole(ex: &mut ShmExchange, input: &mut Flat) -> Result<()> {
+    let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
+    let bytes = input.size_in_bytes();
+    ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
+    let peers: Vec<_> = others(world, rank).map(|(r, _)| FlatRef::of_bytes(dtype, ex.peer(r, 0, bytes))).collect();
+    sum_exact(input, (0, 0), len, rank, &peers);
+    Ok(())
+}
+
+/// Adds the peers' parts to elements `own ..` of `values`, and writes the sums to elements `to ..`.
+pub(in crate::comm) fn sum_exact(
+    values: &mut Flat,
+    (own, to): (usize, usize),
+    len: usize,
+    rank: usize,
+    peers: &[FlatRef<'_>],
+) {
+    level().run(RankOrderSum { values: values.as_mut(), own, sum: to, len, rank, peers });
+}
+
+/// Elements `own ..` of `values` and the peers' parts, summed in rank order in f32, rounded once and written to
+/// elements `sum ..`, block by block through the first-level cache.
+struct RankOrderSum<'a> {
+    values: FlatMut<'a>,
+    own: usize,
+    sum: usize,
+    len: usize,
+    rank: usize,
+    peers: &'a [FlatRef<'a>],
+}
+
+impl SimdLoop for RankOrderSum<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        const BLOCK: usize = 1024;
+        let Self { mut values, own, sum, len, rank, peers } = self;
+        let mut block = [0f32; BLOCK];
+        for start in (0..len).step_by(BLOCK) {
+            let block = &mut block[..BLOCK.min(len - start)];
+            let end = start + block.len();
+            for r in 0..=peers.len() {
+                let part = match r {
+                    r if r < rank => peers[r].slice(start..end),
+                    r if r == rank => values.as_ref().slice(own + start..own + end),
+                    r => peers[r - 1].slice(start..end),
+                };
+                if r == 0 { cast::widen(block, part) } else { cast::accumulate(block, part) }
+            }
+            cast::narrow(values.reborrow().slice(sum + start..sum + end), block);
+        }
+    }
+}
+
+/// Where a rank's own part of a gather lies.
+#[derive(Clone, Copy)]
+enum OwnShardLocation<'a> {
+    /// In the buffer that is filled, from this byte on: in its place, or at the start.
+    At(usize),
+    /// The bytes are in memory of their own.
+    Apart(&'a [u8]),
+}
+
+/// Writes bytes `range` of the parts of a group's ranks, this one among them, to their places in `whole`. Pieces must come in
+/// order: one that lies at the start, in the place of the first rank's, is moved to its own before that one arrives.
+fn gather_piece(
+    ex: &mut ShmExchange,
+    group: RankGroup,
+    whole: &mut [MaybeUninit<u8>],
+    own: OwnShardLocation<'_>,
+    range: Range<usize>,
+) -> Result<()> {
+    let rank = ex.rank();
+    let past_cache = whole.len() >= PAST_CACHE_BYTES;
+    let place = |r: usize| group.place(r) * (whole.len() / group.len()) + range.start;
+    let (own_place, len) = (place(rank), range.len());
+    let places: Vec<_> = group.ranks().filter(|r| *r != rank).map(|r| (r, place(r))).collect();
+    match own {
+        OwnShardLocation::Apart(own) => {
+            ex.publish(len, |slot| slot.copy_from_slice(&own[range.clone()]));
+            streaming_copy::copy(&mut whole[own_place..own_place + len], &own[range], past_cache);
+        }
+        OwnShardLocation::At(start) => {
+            let from = start + range.start;
+            ex.publish(len, |slot| {
+                // SAFETY: this rank's part is initialized.
+                slot.copy_from_slice(unsafe { whole[from..from + len].assume_init_ref() });
+            });
+            if from != own_place {
+                whole.copy_within(from..from + len, own_place);
+            }
+        }
+    }
+    ex.await_peers()?;
+    for (r, place) in places {
+        streaming_copy::copy(&mut whole[place..place + len], ex.peer(r, 0, len), past_cache);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::precision::{BLOCK, IntFormat};
+
+    #[test]
+    fn a_piece_of_a_reduction_has_elements_for_every_peer_in_any_world() {
+        for world in 2..=2048 {
+            for wire in [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)] {
+                let (travels, step) = piece_of(world, wire, DType::F32);
+                let bytes = match travels {
+                    WireFormat::Exact | WireFormat::BetweenHosts(_) => 4 * step,
+                    WireFormat::Blocks(ints) => ints.encoded_len(step),
+                };
+                assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "{world} ranks, {wire:?}: {step}");
+                assert!(travels == wire && (wire == WireFormat::Exact || step.is_multiple_of(BLOCK)) || world >= 994);
+            }
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! The one primitive under every collective: each rank shows the others one piece of data.
+//!
+//! How pieces go through shared memory is in [`super::pieces`]. Here each gets the fingerprint of its collective, and a
+//! wait gets its limits.
+//!
+//! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time
+//! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
+//! it has not published. The failure that came first is the one that every rank is told.
+
+use super::pieces::{PieceSlots, SpinLimits};
+use super::rank_state::{PeerFailure, RankFault};
+use super::region::SharedMemoryRegion;
+use crate::comm::collective_kind::CollectiveKind;
+use crate::comm::fingerprint::CollectiveFingerprint;
+use crate::comm::rank_env::BOUND;
+use crate::comm::stats::counters::ReceivedBytes;
+use crate::comm::wire::format::WireFormat;
+use crate::error::CommError;
+use candle_core::DType;
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Words of a piece's header: the fingerprint, and the engine's call, for messages alone.
+const HEADER: usize = CollectiveFingerprint::WORDS + 1;
+/// The spins of the comm thread, which takes time from the thread that computes.
+const BESIDE_WORK: SpinLimits = SpinLimits { spins: 500, yields: 20 };
+/// The spins of a thread that has nothing else to do.
+const IDLE: SpinLimits = SpinLimits { spins: 500, yields: 500 };
+/// Where ranks share cores, and the awaited rank may need this one.
+const CROWDED: SpinLimits = SpinLimits { spins: 20, yields: 20 };
+/// Silence of a heartbeat, which beats four times a second, that counts as death.
+const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
+/// The most that one turn of a wait, which naps and looks, can have lasted. See [`PeerWaitTimer`].
+const LONGEST_TURN: Duration = Duration::from_secs(1);
+
+/// The thread that runs a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::comm) enum CollectiveThread {
+    /// The comm thread of the rank.
+    CommThread,
+    /// The thread that waits for the result.
+    Waiter,
+}
+
+/// One rank's side of the region.
+pub(in crate::comm) struct ShmExchange {
+    pieces: PieceSlots,
+    timeout: Duration,
+    /// The number in the whole job of this world's rank 0, for messages.
+    first: usize,
+    /// Collectives begun so far.
+    sequence: u64,
+    current: Option<CollectiveFingerprint>,
+    /// The call of the engine in which the coming collective was launched: see [`crate::comm::engine_call`].
+    call: u64,
+    /// Bytes read from peers in the current collective.
+    wire_bytes: Cell<usize>,
+    /// Their number without any encoding.
+    exact_bytes: Cell<usize>,
+    /// What to do between naps while this rank waits.
+    beside: Option<Box<dyn Fn() + Send>>,
+    /// Whether each rank has a core to itself.
+    roomy: bool,
+    spin_limits: SpinLimits,
+}
+
+impl ShmExchange {
+    pub(in crate::comm) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Self {
+        let ranks = region.world_size();
+        let roomy = std::env::var_os(BOUND).is_some()
+            || std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= ranks);
+        Self {
+            pieces: PieceSlots::new(region, rank, 0),
+            timeout,
+            first: 0,
+            sequence: 0,
+            current: None,
+            call: 0,
+            wire_bytes: Cell::new(0),
+            exact_bytes: Cell::new(0),
+            beside: None,
+            roomy,
+            spin_limits: CROWDED,
+        }
+    }
+
+    /// Rank 0 of this world is rank `first` of the job.
+    pub(in crate::comm) fn numbered_from(self, first: usize) -> Self {
+        Self { first, ..self }
+    }
+
+    /// Waits call `beside` about once a millisecond.
+    pub(in crate::comm) fn waiting_with(mut self, beside: impl Fn() + Send + 'static) -> Self {
+        self.pieces.nap_at_most(1);
+        Self { beside: Some(Box::new(beside)), ..self }
+    }
+
+    pub(in crate::comm) fn rank(&self) -> usize {
+        self.pieces.rank()
+    }
+
+    pub(in crate::comm) fn size(&self) -> usize {
+        self.pieces.region().world_size()
+    }
+
+    /// Who runs the next collective: the thread that needs its result, or one beside a thread that computes.
+    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
+        self.spin_limits = match (self.roomy, runner) {
+            (false, _) => CROWDED,
+            (true, CollectiveThread::CommThread) => BESIDE_WORK,
+            (true, CollectiveThread::Waiter) => IDLE,
+        };
+    }
+
+    /// How long waits of the present collective go on without sleep.
+    pub(in crate::comm) fn spin_limits(&self) -> SpinLimits {
+        self.spin_limits
+    }
+
+    /// The coming collectives were launched in `call`.
+    pub(in crate::comm) fn called_in(&mut self, call: u64) {
+        self.call = call;
+    }
+
+    /// Begins a collective; its fingerprint goes out with every piece.
+    pub(in crate::comm) fn begin(
+        &mut self,
+        kind: CollectiveKind,
+        wire: WireFormat,
+        dtype: DType,
+        elements: usize,
+        tag: u64,
+    ) {
+        self.sequence += 1;
+        self.current = Some(CollectiveFingerprint::new(self.sequence, kind, wire, dtype, elements, tag));
+        self.wire_bytes.set(0);
+        self.exact_bytes.set(0);
+    }
+
+    /// Bytes read from peers since [`ShmExchange::begin`], and what they would have been as they are in memory.
+    pub(in crate::comm) fn bytes(&self) -> ReceivedBytes {
+        ReceivedBytes { wire: self.wire_bytes.get(), exact: self.exact_bytes.get(), between_hosts: 0 }
+    }
+
+    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`ShmExchange::await_peers`] comes
+    /// next.
+    pub(in crate::comm) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
+        let mut header = [self.call; HEADER];
+        header[..CollectiveFingerprint::WORDS].copy_from_slice(&self.fingerprint().words());
+        self.pieces.publish(header, len, fill);
+    }
+
+    /// Waits until every peer has published its own piece. They can be read with [`ShmExchange::peer`] until this rank
+    /// publishes the next one.
+    pub(in crate::comm) fn await_peers(&mut self) -> Result<(), CommError> {
+        let fingerprint = self.fingerprint();
+        let mut clock = None;
+        // The last first: ranks mostly come in their order, and who waits for the last sleeps once rather than once for
+        // each.
+        for peer in (0..self.size()).rev().filter(|r| *r != self.rank()) {
+            self.wait_for(peer, &mut clock)?;
+            self.compare(peer, &fingerprint)?;
+        }
+        Ok(())
+    }
+
+    fn fingerprint(&self) -> CollectiveFingerprint {
+        self.current.expect("a piece belongs to a collective that was begun")
+    }
+
+    /// Both halves, with nothing to do in between.
+    pub(in crate::comm) fn piece(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<(), CommError> {
+        self.publish(len, fill);
+        self.await_peers()
+    }
+
+    /// Bytes of the current piece of `peer` (not of this rank).
+    pub(in crate::comm) fn peer(&self, peer: usize, offset: usize, len: usize) -> &[u8] {
+        self.coded(peer, offset, len, len)
+    }
+
+    /// The same, where what takes `len` bytes here takes `exact` in memory.
+    pub(in crate::comm) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
+        self.wire_bytes.set(self.wire_bytes.get() + len);
+        self.exact_bytes.set(self.exact_bytes.get() + exact);
+        self.pieces.bytes(peer, offset, len)
+    }
+
+    /// Waits for the present piece of `peer`. `clock` goes on over all peers of one piece.
+    fn wait_for(&self, peer: usize, clock: &mut Option<PeerWaitTimer>) -> Result<(), CommError> {
+        if self.pieces.spin_for(peer, self.spin_limits) {
+            return Ok(());
+        }
+        let beat = || self.pieces.region().heartbeat(peer).load(Ordering::Relaxed);
+        let clock = clock.get_or_insert_with(|| PeerWaitTimer::new(Instant::now()));
+        clock.watch(beat());
+        let overdue = || {
+            if let Some(beside) = &self.beside {
+                beside();
+            }
+            clock.turn(Instant::now(), beat());
+            if clock.silence > HEARTBEAT_LIMIT {
+                Some(RankFault::Silent)
+            } else if clock.waited > self.timeout {
+                Some(RankFault::Late)
+            } else {
+                None
+            }
+        };
+        self.pieces.sleep_for(peer, overdue).map_err(|failure| self.error(failure))
+    }
+
+    /// The failure as this rank reports it.
+    fn error(&self, failure: PeerFailure) -> CommError {
+        failure.error(self.first, self.rank(), self.op(), self.timeout)
+    }
+
+    /// The failure of a peer that can take part no more, while this rank waits for something else.
+    pub(in crate::comm) fn failed_peer(&self) -> Option<CommError> {
+        let region = self.pieces.region();
+        let (peer, fault) = region.first_failure().filter(|(peer, _)| *peer != self.rank())?;
+        Some(self.error(PeerFailure { peer, fault, why: region.explained(peer, fault) }))
+    }
+
+    /// The present collective, for messages.
+    fn op(&self) -> String {
+        self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
+    }
+
+    fn compare(&self, peer: usize, mine: &CollectiveFingerprint) -> Result<(), CommError> {
+        let [words @ .., call] = self.pieces.header::<HEADER>(peer);
+        let theirs = CollectiveFingerprint::from_words(words);
+        if theirs == *mine {
+            return Ok(());
+        }
+        let (here, there) = (mine.within(self.call), theirs.within(call));
+        Err(CommError::Diverged { rank: self.first + self.rank(), here, peer: self.first + peer, there })
+    }
+}
+
+impl PeerFailure {
+    /// The failure as rank `rank` reports it, that waits in `op` for at most `limit`. Rank 0 of its world is rank `first` of the job.
+    pub(in crate::comm) fn error(self, first: usize, rank: usize, op: String, limit: Duration) -> CommError {
+        let Self { peer, fault, why } = self;
+        let (rank, peer) = (first + rank, first + peer);
+        match fault {
+            RankFault::Died => CommError::RankDied { rank, peer, why, op },
+            RankFault::GaveUp => CommError::RankAborted { rank, peer, why, op },
+            RankFault::Left => CommError::RankLeft { rank, peer, op },
+            RankFault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
+            RankFault::Late => CommError::Timeout { rank, peer, op, limit },
+        }
+    }
+}
+
+/// How long a wait lasts, and how long the awaited heart has been silent.
+///
+/// Both count the turns of the waiting loop rather than the hands of a clock: when the whole job was stopped for an
+/// hour (Ctrl-Z) and goes on, nobody has waited for an hour.
+struct PeerWaitTimer {
+    last_turn: Instant,
+    waited: Duration,
+    beat: u64,
+    silence: Duration,
+}
+
+impl PeerWaitTimer {
+    fn new(now: Instant) -> Self {
+        Self { last_turn: now, waited: Duration::ZERO, beat: 0, silence: Duration::ZERO }
+    }
+
+    /// Another heart is listened to from now on.
+    fn watch(&mut self, beat: u64) {
+        (self.beat, self.silence) = (beat, Duration::ZERO);
+    }
+
+    /// A turn of the loop is over. A beat of 0 is that of a rank without a heart: a thread, or not there yet.
+    fn turn(&mut self, now: Instant, beat: u64) {
+        let passed = now.duration_since(self.last_turn).min(LONGEST_TURN);
+        self.last_turn = now;
+        self.waited += passed;
+        self.silence = if beat == self.beat && beat != 0 { self.silence + passed } else { Duration::ZERO };
+        self.beat = beat;
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn seconds(clock: &PeerWaitTimer) -> (f64, f64) {
+        (clock.waited.as_secs_f64(), clock.silence.as_secs_f64())
+    }
+
+    #[test]
+    fn a_wait_counts_its_turns_and_silence_ends_with_a_beat() {
+        let start = Instant::now();
+        let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let mut clock = PeerWaitTimer::new(start);
+        clock.watch(7);
+        clock.turn(at(0.5), 7);
+        clock.turn(at(1.0), 7);
+        assert_eq!(seconds(&clock), (1.0, 1.0));
+        clock.turn(at(1.5), 8);
+        assert_eq!(seconds(&clock), (1.5, 0.0));
+        clock.turn(at(2.0), 8);
+        clock.watch(3);
+        assert_eq!(seconds(&clock), (2.0, 0.0), "another peer, the same piece");
+        clock.turn(at(2.5), 0);
+        clock.turn(at(3.0), 0);
+        assert_eq!(seconds(&clock), (3.0, 0.0), "no heart yet");
+    }
+
+    #[test]
+    fn an_hour_in_which_the_job_was_stopped_does_not_count() {
+        let start = Instant::now();
+        let mut clock = PeerWaitTimer::new(start);
+        clock.watch(7);
+        clock.turn(start + Duration::from_secs(3600), 7);
+        assert_eq!(seconds(&clock), (1.0, 1.0));
+    }
+
+    #[test]
+    fn the_count_of_pieces_may_wrap_around() {
+        let world = 3;
+        let region = Arc::new(SharedMemoryRegion::anonymous(world).unwrap());
+        let before = u32::MAX - 4;
+        (0..world).for_each(|r| region.published(r).store(before, Ordering::Relaxed));
+        std::thread::scope(|scope| {
+            for rank in 0..world {
+                let region = region.clone();
+                scope.spawn(move || {
+                    region.enter(rank).unwrap();
+                    let mut exchange = ShmExchange::new(region.clone(), rank, Duration::from_secs(10));
+                    exchange.pieces = PieceSlots::new(region.clone(), rank, before);
+                    for round in 0u8..10 {
+                        exchange.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 1, 0);
+                        exchange.piece(1, |slot| slot[0] = 10 * rank as u8 + round).unwrap();
+                        for peer in (0..world).filter(|r| *r != rank) {
+                            assert_eq!(exchange.peer(peer, 0, 1), [10 * peer as u8 + round]);
+                        }
+                    }
+                    assert_eq!(exchange.pieces.published(), 5);
+                    region.finish(rank);
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,151 @@
+//! How a buffer is split: what of it travels in one exchange, and who gives which part to whom.
+
+use super::exchange::ShmExchange;
+use crate::error::CommError;
+use crate::precision::Flat;
+use std::ops::Range;
+
+/// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
+/// meets its peers at least once.
+pub(in crate::comm) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = len.div_ceil(step).max(1);
+    (0..count).map(move |i| i * step..((i + 1) * step).min(len))
+}
+
+/// The ranks but `rank`, counted.
+pub(in crate::comm) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..world).filter(move |r| *r != rank).zip(0..)
+}
+
+/// Ranks that gather among themselves: every `step`-th from `first` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::comm) struct RankGroup {
+    first: usize,
+    step: usize,
+    count: usize,
+}
+
+impl RankGroup {
+    pub(in crate::comm) fn all(world: usize) -> Self {
+        Self { first: 0, step: 1, count: world }
+    }
+
+    /// The group of `ranks` neighbours that a rank belongs to.
+    pub(in crate::comm) fn neighbours(rank: usize, ranks: usize) -> Self {
+        Self { first: rank / ranks * ranks, step: 1, count: ranks }
+    }
+
+    /// The ranks of all groups of `ranks` neighbours that have the same place as `rank`.
+    pub(in crate::comm) fn across(rank: usize, ranks: usize, world: usize) -> Self {
+        Self { first: rank % ranks, step: ranks, count: world / ranks }
+    }
+
+    /// How many.
+    pub(in crate::comm) fn len(self) -> usize {
+        self.count
+    }
+
+    pub(in crate::comm) fn ranks(self) -> impl Iterator<Item = usize> {
+        (0..self.count).map(move |place| self.first + place * self.step)
+    }
+
+    /// The place of one of its ranks.
+    pub(in crate::comm) fn place(self, rank: usize) -> usize {
+        (rank - self.first) / self.step
+    }
+}
+
+/// The shards of a group, of `len` elements each, out of those of all ranks.
+pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -> Flat {
+    let bytes = len * whole.dtype().size_in_bytes();
+    for (place, rank) in group.ranks().enumerate() {
+        whole.as_bytes_mut().copy_within(rank * bytes..(rank + 1) * bytes, place * bytes);
+    }
+    whole.truncate(group.len() * len);
+    whole
+}
+
+/// Puts the chunks of `input`, one for each rank of a `world`, in the order of ranks: before, the chunks of the ranks of a
+/// place in groups of `ranks` neighbours lie beside one another.
+pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
+    let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);
+    if ranks == 1 || copies == 1 || bytes == 0 {
+        return;
+    }
+    let chunk = |chunk: usize| chunk * bytes..(chunk + 1) * bytes;
+    // Where the chunk of each rank lies.
+    let mut from: Vec<usize> = (0..world).map(|rank| rank % ranks * copies + rank / ranks).collect();
+    let (all, mut first) = (input.as_bytes_mut(), vec![0; bytes]);
+    for start in 0..world {
+        if from[start] == start {
+            continue;
+        }
+        // Round a cycle: each chunk goes to the place that has become free.
+        first.copy_from_slice(&all[chunk(start)]);
+        let mut to = start;
+        loop {
+            let next = std::mem::replace(&mut from[to], to);
+            if next == start {
+                all[chunk(to)].copy_from_slice(&first);
+                break;
+            }
+            all.copy_within(chunk(next), chunk(to).start);
+            to = next;
+        }
+    }
+}
+
+/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.
+pub(in crate::comm) fn give_each(
+    ex: &mut ShmExchange,
+    bytes: usize,
+    mut write: impl FnMut(usize, &mut [u8]),
+) -> Result<(), CommError> {
+    let (world, rank) = (ex.size(), ex.rank());
+    ex.piece(bytes * (world - 1), |slot| {
+        others(world, rank).for_each(|(r, place)| write(r, &mut slot[place * bytes..(place + 1) * bytes]));
+    })
+}
+
+/// The bytes that the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
+pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
+    let (world, rank) = (ex.size(), ex.rank());
+    // Among the others, as rank r counts them.
+    let place = move |r: usize| if rank < r { rank } else { rank - 1 };
+    others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_come_into_the_order_of_ranks() {
+        for (ranks, copies, len) in [(1, 4, 3), (4, 1, 3), (2, 2, 1), (3, 2, 5), (2, 3, 4), (4, 3, 2), (2, 2, 0)] {
+            let world = ranks * copies;
+            let value = |chunk: usize, i: usize| (chunk * len + i) as f32;
+            let mut flat = Flat::from((0..world * len).map(|i| i as f32).collect::<Vec<_>>());
+            by_rank(&mut flat, ranks, world);
+            for rank in 0..world {
+                let group = RankGroup::across(rank, ranks, world);
+                let chunk = rank % ranks * copies + group.place(rank);
+                let expected: Vec<f32> = (0..len).map(|i| value(chunk, i)).collect();
+                assert_eq!(
+                    flat.slice(rank * len..(rank + 1) * len).to_flat(),
+                    Flat::from(expected),
+                    "{ranks} x {copies}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn groups_and_what_lies_across_them_meet_in_one_rank() {
+        for rank in 0..12 {
+            let (group, across) = (RankGroup::neighbours(rank, 3), RankGroup::across(rank, 3, 12));
+            assert_eq!((group.len(), across.len()), (3, 4));
+            assert_eq!(group.ranks().filter(|r| across.ranks().any(|a| a == *r)).collect::<Vec<_>>(), [rank]);
+            assert_eq!((group.place(rank), across.place(rank)), (rank % 3, rank / 3));
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Collectives whose elements travel as small integers with a scale per block.
+//!
+//! A rank that sends makes the blocks in its slot, a rank that receives reads them there: no buffer of them is kept.
+//! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces that it travels in.
+
+use super::exchange::ShmExchange;
+use super::partition::{RankGroup, give_each, given, pieces};
+use super::region::SLOT_BYTES;
+use crate::error::CommError;
+use crate::kernels::simd::{SimdLoop, level};
+use crate::precision::cast::{accumulate, narrow, widen};
+use crate::precision::{BLOCK, Flat, FlatMut, IntFormat};
+use std::ops::Range;
+
+/// As the reduction of a piece of exact elements, with a peer's part as [`IntFormat`]. This rank's is added as it is.
+pub(in crate::comm) fn reduce_piece(
+    ex: &mut ShmExchange,
+    ints: IntFormat,
+    input: &mut Flat,
+    at: usize,
+    range: Range<usize>,
+) -> Result<(), CommError> {
+    let (rank, chunk) = (ex.rank(), input.len() / ex.size());
+    let bytes = ints.encoded_len(range.len());
+    give_each(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
+    let exact = range.len() * input.dtype().size_in_bytes();
+    let peers: Vec<_> = given(ex, bytes, exact).collect();
+    sum_blocks(ints, input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
+    Ok(())
+}
+
+/// Concatenates what the ranks of a group send of their `shard`s, in rank order; this rank's own too. The other ranks
+/// take part, among themselves.
+pub(in crate::comm) fn gather_of(
+    ex: &mut ShmExchange,
+    ints: IntFormat,
+    group: RankGroup,
+    mut shard: Flat,
+) -> Result<Flat, CommError> {
+    let (rank, chunk) = (ex.rank(), shard.len());
+    shard.reserve_exact(chunk * (group.len() - 1));
+    shard.extend_zeros(chunk * (group.len() - 1));
+    for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
+        let bytes = ints.encoded_len(range.len());
+        let at = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
+        // The shard lies at the start, in the place of rank 0's, and is coded before that one arrives.
+        ex.publish(bytes, |slot| {
+            ints.encode(shard.slice(range.clone()), slot);
+            ints.decode(slot, shard.slice_mut(at(rank)));
+        });
+        ex.await_peers()?;
+        let exact = range.len() * shard.dtype().size_in_bytes();
+        for r in group.ranks().filter(|r| *r != rank) {
+            ints.decode(ex.coded(r, 0, bytes, exact), shard.slice_mut(at(r)));
+        }
+    }
+    Ok(shard)
+}
+
+/// Adds the peers' blocks to elements `own ..` of `values`, and writes the sums to elements `to ..`.
+pub(in crate::comm) fn sum_blocks(
+    ints: IntFormat,
+    values: &mut Flat,
+    (own, to): (usize, usize),
+    len: usize,
+    rank: usize,
+    peers: &[&[u8]],
+) {
+    level().run(QuantizedRankSum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
+}
+
+/// Elements `own ..` of `values` and the peers' blocks, summed in rank order in f32, rounded once and written to
+/// elements `sum ..`.
+struct QuantizedRankSum<'a> {
+    ints: IntFormat,
+    values: FlatMut<'a>,
+    own: usize,
+    sum: usize,
+    len: usize,
+    rank: usize,
+    peers: &'a [&'a [u8]],
+}
+
+impl SimdLoop for QuantizedRankSum<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { ints, mut values, own, sum, len, rank, peers } = self;
+        let (mut total, mut part) = ([0f32; BLOCK], [0f32; BLOCK]);
+        for (i, start) in (0..len).step_by(BLOCK).enumerate() {
+            let end = len.min(start + BLOCK);
+            let (total, part) = (&mut total[..end - start], &mut part[..end - start]);
+            for r in 0..=peers.len() {
+                let own = || own + start..own + end;
+                match r {
+                    0 if rank == 0 => widen(total, values.as_ref().slice(own())),
+                    0 => ints.decode_nth(i, peers[0], total),
+                    r if r == rank => accumulate(total, values.as_ref().slice(own())),
+                    r => {
+                        ints.decode_nth(i, peers[if r < rank { r } else { r - 1 }], part);
+                        total.iter_mut().zip(&*part).for_each(|(t, p)| *t += p);
+                    }
+                }
+            }
+            narrow(values.reborrow().slice(sum + start..sum + end), total);
+        }
+    }
+}

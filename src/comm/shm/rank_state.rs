@@ -1,0 +1,169 @@
+//! How each rank stands in the job, and which failure came first.
+//!
+//! # Orderings
+//!
+//! `state` is stored with Release after the text that explains it, and loaded with Acquire before the text is read. The
+//! first failure is set between the two, in the same way, so that the echo of a failure, which follows from that
+//! state, cannot be taken for the first, and whoever finds the first failure can read its text. Loom checks both: see [`super::pieces`].
+
+use super::region::{FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
+use std::sync::atomic::Ordering;
+
+/// How a rank stands in the job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum RankState {
+    /// Has not opened the region yet.
+    Absent,
+    /// Takes part.
+    Running,
+    /// Has left in good order.
+    Finished,
+    /// Gave up, with its last words.
+    Aborted(String),
+    /// Its process ended, as the launcher saw it.
+    Dead(String),
+}
+
+/// The action of the first rank to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RankFault {
+    /// Its process ended badly.
+    Died = 1,
+    /// It gave up after an error of its own.
+    GaveUp = 2,
+    /// It left in good order while others needed it.
+    Left = 3,
+    /// Its heartbeat stopped.
+    Silent = 4,
+    /// It lived, but others waited for it longer than their limit.
+    Late = 5,
+}
+
+impl RankFault {
+    const ALL: [Self; 5] = [Self::Died, Self::GaveUp, Self::Left, Self::Silent, Self::Late];
+}
+
+/// Why a wait ended without the piece.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct PeerFailure {
+    /// The rank to blame.
+    pub peer: usize,
+    pub fault: RankFault,
+    /// The text of a rank that died or gave up.
+    pub why: String,
+}
+
+const ABSENT: u32 = 0;
+const RUNNING: u32 = 1;
+const FINISHED: u32 = 2;
+const ABORTED: u32 = 3;
+const DEAD: u32 = 4;
+
+impl SharedMemoryRegion {
+    /// The launcher's word that the process of `rank` has ended badly. Every waiting rank returns an error with `why`.
+    pub fn mark_dead(&self, rank: usize, why: &str) {
+        self.write_text(rank, FailureText::Cause, why);
+        self.blame(rank, RankFault::Died);
+        self.leave(rank, DEAD);
+    }
+
+    /// The launcher's word that the process of `rank` has ended with exit code 0.
+    pub fn mark_left(&self, rank: usize) {
+        self.leave(rank, FINISHED);
+    }
+
+    /// From absent to running. The error is the state that the rank is in already.
+    pub(crate) fn start(&self, rank: usize) -> Result<(), RankState> {
+        let taken = self.state_word(rank).compare_exchange(ABSENT, RUNNING, Ordering::AcqRel, Ordering::Acquire);
+        taken.map(drop).map_err(|_| self.state(rank))
+    }
+
+    pub(crate) fn finish(&self, rank: usize) {
+        self.leave(rank, FINISHED);
+    }
+
+    /// The word of `rank` that it gives up, and why. Once per rank: others may be reading the text from then on.
+    pub(crate) fn abort(&self, rank: usize, why: &str) {
+        self.write_text(rank, FailureText::LastWords, why);
+        if matches!(self.state(rank), RankState::Absent | RankState::Running) {
+            self.blame(rank, RankFault::GaveUp);
+        }
+        self.leave(rank, ABORTED);
+    }
+
+    /// Records the first failure of the job; later ones change nothing.
+    pub(super) fn blame(&self, rank: usize, fault: RankFault) {
+        let value = (rank as u64 + 1) << 8 | fault as u64;
+        let _ = self.first_failure_word().compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// The failure from which all others follow, if there is one: the rank, and what it did.
+    pub(crate) fn first_failure(&self) -> Option<(usize, RankFault)> {
+        let value = self.first_failure_word().load(Ordering::Acquire);
+        let fault = RankFault::ALL.into_iter().find(|fault| *fault as u64 == value & 0xff)?;
+        let rank = (value >> 8).checked_sub(1)? as usize;
+        (rank < self.world_size()).then_some((rank, fault))
+    }
+
+    /// The text of the first failure, which was recorded after it was written.
+    pub(crate) fn explained(&self, rank: usize, fault: RankFault) -> String {
+        self.read_text(rank, if fault == RankFault::Died { FailureText::Cause } else { FailureText::LastWords })
+    }
+
+    /// Why `rank` has given up, in its own words.
+    pub(crate) fn last_words(&self, rank: usize) -> Option<String> {
+        match self.state(rank) {
+            RankState::Aborted(why) => Some(why),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn state(&self, rank: usize) -> RankState {
+        match self.state_word(rank).load(Ordering::Acquire) {
+            ABSENT => RankState::Absent,
+            RUNNING => RankState::Running,
+            FINISHED => RankState::Finished,
+            ABORTED => RankState::Aborted(self.read_text(rank, FailureText::LastWords)),
+            DEAD => RankState::Dead(self.read_text(rank, FailureText::Cause)),
+            other => RankState::Aborted(format!("it wrote the unknown state {other}")),
+        }
+    }
+
+    /// From a living state to `state`, once; what came first stays. Wakes whoever waits for the rank.
+    fn leave(&self, rank: usize, state: u32) {
+        let living = |now| (now <= RUNNING).then_some(state);
+        let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);
+        wake(self.published(rank));
+    }
+
+    fn write_text(&self, rank: usize, which: FailureText, text: &str) {
+        let mut end = text.len().min(TEXT_BYTES);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        // SAFETY: the area is TEXT_BYTES long and written by one process, before the state that publishes it is stored
+        // with Release; a second text of the same kind is the same writer's.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), self.text_mut(rank, which), end) };
+        self.text_len(rank, which).store(end as u32, Ordering::Release);
+    }
+
+    fn read_text(&self, rank: usize, which: FailureText) -> String {
+        let len = (self.text_len(rank, which).load(Ordering::Acquire) as usize).min(TEXT_BYTES);
+        let mut bytes = vec![0; len];
+        // SAFETY: inside the area; the writer finished before the state that the caller has seen.
+        unsafe { std::ptr::copy_nonoverlapping(self.text(rank, which), bytes.as_mut_ptr(), len) };
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl RankState {
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Self::Absent => "absent".into(),
+            Self::Running => "running".into(),
+            Self::Finished => "finished".into(),
+            Self::Aborted(why) => format!("stopped: {why}"),
+            Self::Dead(why) => format!("dead: {why}"),
+        }
+    }
+}

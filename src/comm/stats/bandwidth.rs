@@ -1,0 +1,115 @@
+//! Bandwidths from a collective's time: DeepSpeed's formulas.
+
+use crate::comm::CollectiveKind;
+use std::fmt::Write as _;
+
+/// Gigabits per second of one collective.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Bandwidth {
+    /// The bandwidth of the operation: the bytes that it moves by its definition, per second.
+    pub algorithm: f64,
+    /// Of the busiest wire of an ideal algorithm: comparable between operations and numbers of ranks.
+    pub bus: f64,
+}
+
+impl Bandwidth {
+    /// Of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), `bytes` of one rank's part
+    /// and `ms` milliseconds, between `world_size` ranks. Zeros where no time was measured.
+    pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
+        if ms <= 0.0 {
+            return Self::default();
+        }
+        let n = world_size as f64;
+        let gbps = bytes / ms * 8.0 / 1e6;
+        let (algorithm, per_wire) = match op {
+            "all_reduce" | "all_reduce_coalesced" | "inference_all_reduce" => (2.0, (n - 1.0) / n),
+            "all_gather"
+            | "all_gather_into_tensor"
+            | "all_gather_coalesced"
+            | "reduce_scatter"
+            | "reduce_scatter_tensor" => (n, (n - 1.0) / n),
+            "all_to_all_single" => (1.0, (n - 1.0) / n),
+            _ => (1.0, 1.0),
+        };
+        Self { algorithm: gbps * algorithm, bus: gbps * algorithm * per_wire }
+    }
+}
+
+impl CollectiveKind {
+    /// The kind of DeepSpeed's operation of that name, or of its own.
+    pub(in crate::comm) fn of_op(op: &str) -> Option<Self> {
+        Some(match op {
+            "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
+            "reduce_scatter" | "reduce_scatter_tensor" | "reduce_scatter_fn" => Self::ReduceScatter,
+            "all_gather" | "all_gather_into_tensor" | "all_gather_coalesced" => Self::AllGather,
+            "control" | "all_gather_object" => Self::Control,
+            "barrier" | "monitored_barrier" => Self::Barrier,
+            _ => return None,
+        })
+    }
+}
+
+/// `1.5 KB`: two decimals, in steps of 1024.
+pub fn size_text(bytes: u64) -> String {
+    const UNITS: [&str; 9] = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"];
+    if bytes == 0 {
+        return "0B".into();
+    }
+    let step = bytes.ilog2() / 10;
+    let value = bytes as f64 / 1024f64.powi(step.cast_signed());
+    let mut text = format!("{:?}", (value * 100.0).round() / 100.0);
+    // Writing to a String does not fail.
+    _ = write!(text, " {}", UNITS[step as usize]);
+    text
+}
+
+/// The mean without the share `p` of the smallest and of the largest values; 0 of none.
+pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let cut = (sorted.len() as f64 * p).round_ties_even() as usize;
+    let kept = sorted.get(cut..sorted.len().saturating_sub(cut)).unwrap_or_default();
+    if kept.is_empty() { 0.0 } else { kept.iter().sum::<f64>() / kept.len() as f64 }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn cases(area: &str) -> Vec<Value> {
+        let all: Vec<Value> =
+            serde_json::from_str(include_str!("../../../tests/fixtures/conformance_monitor.json")).unwrap();
+        all.into_iter().filter(|case| case["area"] == area).collect()
+    }
+
+    #[test]
+    fn bandwidths_sizes_and_trimmed_means_are_as_recorded() {
+        let near = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
+        for case in cases("comms-log") {
+            let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
+            let bytes = input["bytes"].as_f64().unwrap();
+            if let Some(text) = expect["text"].as_str() {
+                assert_eq!(size_text(bytes as u64), text);
+                continue;
+            }
+            let (op, ms, world) = (input["op"].as_str(), input["ms"].as_f64(), input["world_size"].as_u64());
+            let found = Bandwidth::of(op.unwrap(), bytes, ms.unwrap(), world.unwrap() as usize);
+            assert!(
+                near(found.algorithm, &expect["algbw_gbps"]) && near(found.bus, &expect["busbw_gbps"]),
+                "{id} {found:?}"
+            );
+        }
+        for case in cases("timers") {
+            let values: Vec<f64> =
+                case["input"]["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+            let mean = trimmed_mean(&values, case["input"]["p"].as_f64().unwrap());
+            assert!(near(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
+        }
+        assert_eq!((cases("comms-log").len(), cases("timers").len()), (8, 3));
+        let texts = [1, 1023, 1024, 1536, (1 << 20) + (1 << 18), 1 << 30].map(size_text);
+        assert_eq!(texts, ["1.0 B", "1023.0 B", "1.0 KB", "1.5 KB", "1.25 MB", "1.0 GB"]);
+        assert_eq!(trimmed_mean(&[1.0, 2.0], 0.5), 0.0);
+    }
+}

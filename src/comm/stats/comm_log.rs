@@ -1,0 +1,208 @@
+//! `comms_logger`: every collective by kind and size.
+
+use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
+use crate::config::CommsLogger;
+use crate::notice::say;
+use crate::util::lock;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// The newest calls of a kind and size whose times are kept for the averages.
+const KEPT: usize = 4096;
+/// The share of the fastest and of the slowest calls that averages leave out.
+const TRIMMED: f64 = 0.1;
+
+/// The collectives of one rank, from its comm thread.
+#[derive(Debug)]
+pub struct CommLog {
+    rank: usize,
+    world_size: usize,
+    /// `None`: all.
+    kinds: Option<Vec<CollectiveKind>>,
+    verbose: bool,
+    entries: Mutex<BTreeMap<(CollectiveKind, u64), CommLogEntry>>,
+}
+
+#[derive(Debug, Default)]
+struct CommLogEntry {
+    calls: u64,
+    total_ms: f64,
+    /// A ring of the newest.
+    times: Vec<f64>,
+}
+
+/// The cost of collectives of one kind and size.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CommLogRow {
+    /// Kind of collective.
+    pub kind: CollectiveKind,
+    /// Bytes of one rank's part: of what it gives to an all-gather, and gets from a reduce-scatter.
+    pub bytes: u64,
+    /// Collectives.
+    pub calls: u64,
+    /// Milliseconds of all, waiting for peers included.
+    pub total_ms: f64,
+    /// Mean without the fastest and slowest tenth of the newest calls, as all averages here.
+    pub average_ms: f64,
+    /// Gigabits per second of the operation.
+    pub algorithm_gbps: f64,
+    /// Gigabits per second on the busiest wire of an ideal algorithm.
+    pub bus_gbps: f64,
+}
+
+/// The table of `comms_logger`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CommSummary {
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Rows by kind and size.
+    pub rows: Vec<CommLogRow>,
+}
+
+impl CommLog {
+    /// A log as the section says. Rank 0 says which of its `prof_ops` are unknown, and prints where it is verbose.
+    pub(crate) fn new(config: &CommsLogger, rank: usize, world_size: usize) -> Self {
+        let kind = |op: &String| {
+            let kind = CollectiveKind::of_op(op);
+            if kind.is_none() && rank == 0 {
+                let known = CollectiveKind::ALL.map(CollectiveKind::name).join(", ");
+                say(&format!("config: comms_logger.prof_ops: there is no operation `{op}` here, only {known}"));
+            }
+            kind
+        };
+        let kinds = (!config.prof_all).then(|| config.prof_ops.iter().filter_map(kind).collect());
+        Self { rank, world_size, kinds, verbose: config.verbose && rank == 0, entries: Mutex::default() }
+    }
+
+    /// Adds a collective with an argument of `bytes` bytes and its time.
+    pub(in crate::comm) fn add(&self, kind: CollectiveKind, argument: usize, took: Duration) {
+        if self.kinds.as_ref().is_some_and(|kinds| !kinds.contains(&kind)) {
+            return;
+        }
+        let bytes = match kind {
+            CollectiveKind::ReduceScatter => argument / self.world_size,
+            _ => argument,
+        } as u64;
+        let ms = took.as_secs_f64() * 1e3;
+        if self.verbose {
+            let Bandwidth { algorithm, bus } = self.bandwidth(kind, bytes, ms);
+            let (rank, name, size) = (self.rank, kind.name(), size_text(bytes));
+            say(&format!(
+                "rank={rank} | comm op: {name} | time (ms): {ms:.2} | msg size: {size} | algbw (Gbps): {algorithm:.2} \
+                 | busbw (Gbps): {bus:.2}"
+            ));
+        }
+        let mut entries = lock(&self.entries);
+        let entry = entries.entry((kind, bytes)).or_default();
+        match entry.times.get_mut(entry.calls as usize % KEPT) {
+            Some(oldest) => *oldest = ms,
+            None => entry.times.push(ms),
+        }
+        entry.calls += 1;
+        entry.total_ms += ms;
+    }
+
+    /// The log so far.
+    pub(crate) fn summary(&self) -> CommSummary {
+        let row =
+            |(&(kind, bytes), CommLogEntry { calls, total_ms, times }): (&(CollectiveKind, u64), &CommLogEntry)| {
+                let mean = |values: Vec<f64>| trimmed_mean(&values, TRIMMED);
+                let bandwidth = |of: fn(Bandwidth) -> f64| {
+                    mean(times.iter().map(|ms| of(self.bandwidth(kind, bytes, *ms))).collect())
+                };
+                CommLogRow {
+                    kind,
+                    bytes,
+                    calls: *calls,
+                    total_ms: *total_ms,
+                    average_ms: mean(times.clone()),
+                    algorithm_gbps: bandwidth(|b| b.algorithm),
+                    bus_gbps: bandwidth(|b| b.bus),
+                }
+            };
+        CommSummary { world_size: self.world_size, rows: lock(&self.entries).iter().map(row).collect() }
+    }
+
+    fn bandwidth(&self, kind: CollectiveKind, bytes: u64, ms: f64) -> Bandwidth {
+        Bandwidth::of(kind.name(), bytes as f64, ms, self.world_size)
+    }
+}
+
+impl fmt::Display for CommSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = ["Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)"];
+        write!(f, "{:<16}{:>13}", "Comm. Op", "Message Size")?;
+        columns.iter().try_for_each(|name| write!(f, "{name:>19}"))?;
+        for row in &self.rows {
+            write!(f, "\n{:<16}{:>13}{:>19}", row.kind.name(), size_text(row.bytes), row.calls)?;
+            for value in [row.total_ms, row.average_ms, row.algorithm_gbps, row.bus_gbps] {
+                write!(f, "{value:>19.2}")?;
+            }
+        }
+        if self.rows.is_empty() {
+            write!(
+                f,
+                "\nno collective between {} rank{}",
+                self.world_size,
+                if self.world_size == 1 { "" } else { "s" }
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn log(prof_ops: Option<&[&str]>) -> CommLog {
+        let config = CommsLogger {
+            prof_all: prof_ops.is_none(),
+            prof_ops: prof_ops.unwrap_or_default().iter().map(|op| op.to_string()).collect(),
+            verbose: false,
+        };
+        CommLog::new(&config, 1, 4)
+    }
+
+    #[test]
+    fn calls_add_up_by_kind_and_size_and_averages_leave_out_the_extremes() {
+        let log = log(None);
+        for ms in [1, 2, 2, 2, 2, 2, 2, 2, 2, 100] {
+            log.add(CollectiveKind::AllGather, 1 << 20, Duration::from_millis(ms));
+        }
+        log.add(CollectiveKind::ReduceScatter, 4 << 10, Duration::from_millis(4));
+        log.add(CollectiveKind::AllReduce, 3 << 9, Duration::from_millis(4));
+        log.add(CollectiveKind::Barrier, 0, Duration::from_millis(1));
+        insta::assert_snapshot!(log.summary(), @r"
+        Comm. Op         Message Size              Count  Total Latency(ms)    Avg Latency(ms)    tput_avg (Gbps)   busbw_avg (Gbps)
+        all_reduce             1.5 KB                  1               4.00               4.00               0.01               0.00
+        reduce_scatter         1.0 KB                  1               4.00               4.00               0.01               0.01
+        all_gather             1.0 MB                 10             117.00               2.00              16.78              12.58
+        barrier                    0B                  1               1.00               1.00               0.00               0.00
+        ");
+    }
+
+    #[test]
+    fn the_newest_times_are_kept_and_all_calls_counted() {
+        let log = log(None);
+        for call in 0..2 * KEPT {
+            log.add(CollectiveKind::AllReduce, 8, Duration::from_millis(if call < KEPT { 7 } else { 3 }));
+        }
+        let CommSummary { rows, .. } = log.summary();
+        assert_eq!((rows[0].calls, rows[0].average_ms), (2 * KEPT as u64, 3.0));
+        assert!((rows[0].total_ms - 10.0 * KEPT as f64).abs() < 1e-6);
+    }
+
+    #[test]
+    fn prof_ops_choose_by_deepspeeds_names_and_by_ours() {
+        let log = log(Some(&["all_gather_into_tensor", "barrier", "send"]));
+        for kind in CollectiveKind::ALL {
+            log.add(kind, 8, Duration::from_millis(1));
+        }
+        let kinds: Vec<CollectiveKind> = log.summary().rows.iter().map(|row| row.kind).collect();
+        assert_eq!(kinds, [CollectiveKind::AllGather, CollectiveKind::Barrier]);
+    }
+}

@@ -1,0 +1,120 @@
+//! Calls, bytes and seconds per kind of collective.
+
+use crate::comm::CollectiveKind;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// Bytes that a rank took from others in one collective.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::comm) struct ReceivedBytes {
+    /// As they travelled.
+    pub wire: usize,
+    /// Their number without any encoding.
+    pub exact: usize,
+    /// Of those that travelled, those from other hosts.
+    pub between_hosts: usize,
+}
+
+/// The cost of one kind of collective for one rank so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct CollectiveKindReport {
+    /// Collectives.
+    pub calls: u64,
+    /// Elements of this rank's arguments, summed.
+    pub elements: u64,
+    /// Bytes that this rank took from other ranks.
+    pub wire_bytes: u64,
+    /// Their number without quantization.
+    pub exact_bytes: u64,
+    /// Of `wire_bytes`, those that came from other hosts.
+    pub between_hosts_bytes: u64,
+    /// Seconds in which the comm thread worked or waited for peers.
+    pub busy_s: f64,
+}
+
+/// Communication of one rank since the start.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct CommReport {
+    /// Per kind of collective; kinds that never ran are missing.
+    pub kinds: BTreeMap<CollectiveKind, CollectiveKindReport>,
+    /// Seconds in which the training thread waited for a collective.
+    pub waited_s: f64,
+}
+
+impl CommReport {
+    /// The cost of `kind`; zeros if it never ran.
+    pub fn kind(&self, kind: CollectiveKind) -> CollectiveKindReport {
+        self.kinds.get(&kind).copied().unwrap_or_default()
+    }
+
+    /// Bytes of gradients and parameters on the wire (all kinds but control and barrier).
+    pub fn data_wire_bytes(&self) -> u64 {
+        self.data().map(|k| k.wire_bytes).sum()
+    }
+
+    /// The value of [`data_wire_bytes`](Self::data_wire_bytes) without quantization.
+    pub fn data_exact_bytes(&self) -> u64 {
+        self.data().map(|k| k.exact_bytes).sum()
+    }
+
+    fn data(&self) -> impl Iterator<Item = CollectiveKindReport> {
+        [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather]
+            .into_iter()
+            .map(|k| self.kind(k))
+    }
+}
+
+impl fmt::Display for CommReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<15} {:>8} {:>14} {:>14} {:>9}", "collective", "calls", "elements", "wire bytes", "busy s")?;
+        for (kind, k) in &self.kinds {
+            let (calls, elements, bytes, busy) = (k.calls, k.elements, k.wire_bytes, k.busy_s);
+            writeln!(f, "{:<15} {calls:>8} {elements:>14} {bytes:>14} {busy:>9.3}", kind.name())?;
+        }
+        let (bytes, exact) = (self.data_wire_bytes(), self.data_exact_bytes());
+        if bytes != exact {
+            writeln!(f, "quantized: {bytes} bytes of gradients and weights instead of {exact}")?;
+        }
+        let between: u64 = self.kinds.values().map(|k| k.between_hosts_bytes).sum();
+        if between > 0 {
+            let of_kind = |(kind, k): (&CollectiveKind, &CollectiveKindReport)| {
+                format!("{} {}", kind.name(), k.between_hosts_bytes)
+            };
+            let each: Vec<String> = self.kinds.iter().filter(|(_, k)| k.between_hosts_bytes > 0).map(of_kind).collect();
+            writeln!(f, "from other hosts: {between} bytes ({})", each.join(", "))?;
+        }
+        write!(f, "training thread waited {:.3} s", self.waited_s)
+    }
+}
+
+/// Shared between the comm thread, which adds, and the training thread, which reads.
+#[derive(Debug, Default)]
+pub(in crate::comm) struct CommCounters(Mutex<CommReport>);
+
+impl CommCounters {
+    pub(in crate::comm) fn add(&self, kind: CollectiveKind, elements: usize, received: ReceivedBytes, busy: Duration) {
+        let mut report = self.lock();
+        let k = report.kinds.entry(kind).or_default();
+        k.calls += 1;
+        k.elements += elements as u64;
+        k.wire_bytes += received.wire as u64;
+        k.exact_bytes += received.exact as u64;
+        k.between_hosts_bytes += received.between_hosts as u64;
+        k.busy_s += busy.as_secs_f64();
+    }
+
+    pub(in crate::comm) fn waited(&self, time: Duration) {
+        self.lock().waited_s += time.as_secs_f64();
+    }
+
+    pub(in crate::comm) fn report(&self) -> CommReport {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, CommReport> {
+        crate::util::lock(&self.0)
+    }
+}

@@ -1,0 +1,7 @@
+//! What communication costs: counters, `comms_logger`, bandwidths, and measurements of the network.
+
+pub(in crate::comm) mod bandwidth;
+pub(in crate::comm) mod comm_log;
+pub(in crate::comm) mod counters;
+#[cfg(feature = "cli")]
+pub(crate) mod network_bench;

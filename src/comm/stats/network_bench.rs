@@ -1,0 +1,182 @@
+//! What the network between hosts gives: MPI's own messages, and this library's collectives beside them.
+
+use crate::comm::mpi::{MpiRank, entered};
+use crate::comm::{CollectiveKind, Communicator};
+use crate::error::Result;
+use crate::precision::Flat;
+use serde::Serialize;
+use std::time::{Duration, Instant};
+
+/// Rounds of each measurement; the fastest counts.
+const ROUNDS: usize = 3;
+
+/// How long collectives are repeated while processors are watched, whose clocks tick a hundred times a second.
+const WATCHED_S: f64 = 1.0;
+/// The most rounds of them.
+const MOST_ROUNDS: f64 = 200.0;
+
+/// What was measured, as all ranks know it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct NetworkMeasurement {
+    /// Ranks of each host.
+    pub hosts: Vec<usize>,
+    /// Seconds that a few bytes take from one host to another.
+    pub one_way_s: f64,
+    /// Bytes that each host sent and received in the following.
+    pub bytes: usize,
+    /// MPI's large messages, from each host to the next.
+    pub plain: TransferMeasurement,
+    /// Collectives of buffers of `bytes`.
+    pub reduce_scatter: TransferMeasurement,
+    /// As above.
+    pub all_gather: TransferMeasurement,
+    /// The share of a host's processors that is busy while its cable is; unknown where the system does not tell.
+    pub busy: Option<f64>,
+}
+
+/// One measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct TransferMeasurement {
+    /// Bytes that came into the host that got the most.
+    pub into_a_host: f64,
+    /// Seconds until the last rank was done.
+    pub seconds: f64,
+}
+
+impl TransferMeasurement {
+    /// Bytes per second into a host.
+    pub fn rate(self) -> f64 {
+        self.into_a_host / self.seconds.max(f64::MIN_POSITIVE)
+    }
+}
+
+/// Measures with buffers of about `bytes`, on all ranks at a time. `None` where all are on one host.
+///
+/// # Errors
+/// Those of collectives.
+pub(crate) fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
+    let firsts = comm.gather_f64(vec![comm.ranks_here().start as f64]).wait()?;
+    let mut hosts: Vec<(f64, usize)> = Vec::new();
+    for first in firsts.into_iter().flatten() {
+        match hosts.last_mut() {
+            Some((of, ranks)) if *of == first => *ranks += 1,
+            _ => hosts.push((first, 1)),
+        }
+    }
+    let (Some(place), true) = (entered(), hosts.len() > 1) else { return Ok(None) };
+    let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
+    let bytes = chunk * comm.size() * size_of::<f32>();
+    let one_way = one_way(comm, place)?;
+    let plain = fastest(comm, CollectiveKind::Control, || Ok(place.send_around(bytes)?))?;
+    // Messages outside of collectives are not counted.
+    let plain = TransferMeasurement { into_a_host: bytes as f64, ..plain };
+    let reduce_scatter = fastest(comm, CollectiveKind::ReduceScatter, || {
+        comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1).wait().map(drop)
+    })?;
+    let all_gather =
+        fastest(comm, CollectiveKind::AllGather, || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop))?;
+    let busy = busy(comm, chunk, [plain, reduce_scatter, all_gather])?;
+    Ok(Some(NetworkMeasurement {
+        hosts: hosts.into_iter().map(|(_, ranks)| ranks).collect(),
+        one_way_s: one_way,
+        bytes,
+        plain,
+        reduce_scatter,
+        all_gather,
+        busy,
+    }))
+}
+
+/// The share of processors: of the host where it is most. The collectives run on the communication threads, as beside
+/// computing.
+fn busy(
+    comm: &dyn Communicator,
+    chunk: usize,
+    [plain, reduce_scatter, all_gather]: [TransferMeasurement; 3],
+) -> Result<Option<f64>> {
+    // All ranks know the same times.
+    let round = reduce_scatter.seconds + all_gather.seconds;
+    let rounds = (WATCHED_S / round.max(f64::MIN_POSITIVE)).clamp(1.0, MOST_ROUNDS).ceil();
+    comm.barrier().wait()?;
+    let before = processors();
+    for _ in 0..rounds as usize {
+        let sum = comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1);
+        std::thread::sleep(Duration::from_secs_f64(1.5 * reduce_scatter.seconds));
+        sum.wait()?;
+        let whole = comm.all_gather(Flat::F32(vec![1.0; chunk]), 1);
+        std::thread::sleep(Duration::from_secs_f64(1.5 * all_gather.seconds));
+        whole.wait()?;
+    }
+    comm.barrier().wait()?;
+    // Seconds of all processors together, in which the cable is busy for so long.
+    let cable = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
+    let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * cable));
+    let all = comm.gather_f64(vec![own.unwrap_or(-1.0)]).wait()?.into_iter().flatten().fold(-1.0, f64::max);
+    Ok((all >= 0.0).then_some(all.min(1.0)))
+}
+
+/// This host's processors since it was started.
+struct CpuTimes {
+    count: f64,
+    /// Seconds in which they were busy, all together.
+    busy: f64,
+}
+
+/// As Linux counts them in /proc/stat: in hundredths of a second.
+fn processors() -> Option<CpuTimes> {
+    processors_of(&std::fs::read_to_string("/proc/stat").ok()?)
+}
+
+fn processors_of(stat: &str) -> Option<CpuTimes> {
+    let (all, each) = stat.split_once('\n')?;
+    let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
+    // user, nice, system; not idle, iowait; irq, softirq. What follows is others' time, or in user already.
+    let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
+    let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
+    (count > 0).then(|| CpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
+}
+
+fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
+    comm.barrier().wait()?;
+    let own = place.one_way()?.map_or(0.0, |time| time.as_secs_f64());
+    Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
+}
+
+/// Runs something on all ranks at a time, a few times: the fastest, and the bytes of `kind` that it brought into a host.
+fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
+    let between = || comm.report().kind(kind).between_hosts_bytes;
+    let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };
+    for _ in 0..ROUNDS {
+        comm.barrier().wait()?;
+        let (before, start) = (between(), Instant::now());
+        run()?;
+        let own = [start.elapsed().as_secs_f64(), (between() - before) as f64, comm.ranks_here().start as f64];
+        let all = comm.gather_f64(own.to_vec()).wait()?;
+        let seconds = all.iter().map(|rank| rank[0]).fold(0.0, f64::max);
+        let into = |first: f64| all.iter().filter(|rank| rank[2] == first).map(|rank| rank[1]).sum::<f64>();
+        let into_a_host = all.iter().map(|rank| into(rank[2])).fold(0.0, f64::max);
+        if seconds < best.seconds {
+            best = TransferMeasurement { into_a_host, seconds };
+        }
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_processors_are_counted_without_waiting_for_disks_and_time_taken_by_others() {
+        let stat =
+            "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
+        let CpuTimes { count, busy } = processors_of(stat).unwrap();
+        assert_eq!((count, busy), (2.0, 4.87));
+        for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
+            assert!(processors_of(wrong).is_none(), "{wrong}");
+        }
+        // The machine that this runs on has some, and they have worked.
+        assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
+    }
+}

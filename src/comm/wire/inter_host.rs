@@ -1,0 +1,98 @@
+//! What stands for elements where they cross between hosts.
+
+use crate::precision::{BLOCK, Flat, FlatMut, FlatRef, IntFormat};
+use candle_core::DType;
+
+/// What stands for elements where they cross between hosts: see [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InterHostFormat {
+    /// Integers with a scale per [`BLOCK`] elements: ZeRO++.
+    Blocks(IntFormat),
+    /// The nearest bf16.
+    Bf16,
+    /// The nearest f16; infinity beyond the largest.
+    F16,
+}
+
+impl InterHostFormat {
+    /// Elements that are coded together.
+    pub(crate) fn alignment(self) -> usize {
+        match self {
+            Self::Blocks(_) => BLOCK,
+            Self::Bf16 | Self::F16 => 1,
+        }
+    }
+
+    /// Bytes of `elements`.
+    pub(crate) fn encoded_len(self, elements: usize) -> usize {
+        match self {
+            Self::Blocks(ints) => ints.encoded_len(elements),
+            Self::Bf16 | Self::F16 => 2 * elements,
+        }
+    }
+
+    /// Elements that fit into `bytes`, in whole blocks.
+    pub(in crate::comm) fn elements_in(self, bytes: usize) -> usize {
+        match self {
+            Self::Blocks(ints) => ints.whole_blocks_in(bytes),
+            Self::Bf16 | Self::F16 => bytes / 2,
+        }
+    }
+
+    /// Writes the codes of `values` to `to`, of [`encoded_len`](Self::encoded_len) bytes.
+    pub(in crate::comm) fn encode(self, values: FlatRef<'_>, to: &mut [u8]) {
+        match self.ints_or_dtype() {
+            Ok(ints) => ints.encode(values, to),
+            Err(dtype) => {
+                let mut rounded = Flat::zeros(dtype, values.len());
+                rounded.as_mut().copy_cast(values);
+                to.copy_from_slice(rounded.as_bytes());
+            }
+        }
+    }
+
+    /// Writes the values of `codes`, which are aligned as elements are, rounded to the dtype of `to`.
+    pub(in crate::comm) fn decode(self, codes: &[u8], to: FlatMut<'_>) {
+        match self.ints_or_dtype() {
+            Ok(ints) => ints.decode(codes, to),
+            Err(dtype) => to.copy_cast(FlatRef::of_bytes(dtype, codes)),
+        }
+    }
+
+    /// The integers, or the dtype of rounded elements.
+    pub(in crate::comm) fn ints_or_dtype(self) -> std::result::Result<IntFormat, DType> {
+        match self {
+            Self::Blocks(ints) => Ok(ints),
+            Self::Bf16 => Err(DType::BF16),
+            Self::F16 => Err(DType::F16),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_as_long_as_they_say_and_stand_for_the_nearest_values() {
+        let values: Vec<f32> = (0..300).map(|i| (i as f32 - 150.0) * 0.37).collect();
+        for code in [
+            InterHostFormat::Blocks(IntFormat::Int4),
+            InterHostFormat::Blocks(IntFormat::Int8),
+            InterHostFormat::Bf16,
+            InterHostFormat::F16,
+        ] {
+            let mut codes = vec![0; code.encoded_len(values.len())];
+            code.encode(FlatRef::F32(&values), &mut codes);
+            let mut read = vec![0f32; values.len()];
+            code.decode(&codes, FlatMut::F32(&mut read));
+            let step = match code.ints_or_dtype() {
+                Ok(ints) => 150.0 * 0.37 / ints.largest_code(),
+                Err(_) => 0.25,
+            };
+            assert!(values.iter().zip(&read).all(|(a, b)| (a - b).abs() <= 0.51 * step), "{code:?}");
+            let fit = code.elements_in(codes.len());
+            assert!(code.encoded_len(fit) <= codes.len() && fit.is_multiple_of(code.alignment()), "{code:?}");
+        }
+    }
+}

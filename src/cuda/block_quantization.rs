@@ -1,0 +1,282 @@
+//! Blocks of integers with a scale, made and read on the GPU: `kernels/block_quantization.cu`.
+
+use super::kernel_launch::arguments;
+use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use crate::precision::{BLOCK, IntFormat};
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, LaunchConfig};
+use candle_core::{CudaDevice, DType, Result};
+use std::ffi::c_int;
+use std::sync::Arc;
+
+const KERNELS: KernelModule = module!("block_quantization");
+
+/// Threads that take a block.
+const WARP: usize = 32;
+
+/// Makes and reads blocks of [`IntFormat`], with the bytes and bits of the host, on one stream.
+pub(super) struct BlockQuantizer {
+    encode: KernelFunction,
+    decode: KernelFunction,
+    sum: KernelFunction,
+}
+
+/// Elements of several ranks, as many of each, and what stands for them.
+#[derive(Clone, Copy)]
+pub(super) struct RankChunks {
+    pub number: usize,
+    /// Elements of each.
+    pub count: usize,
+    /// From the elements of one to those of the next.
+    pub elements_apart: usize,
+    /// From the bytes of one to those of the next: a multiple of 4.
+    pub bytes_apart: usize,
+}
+
+impl BlockQuantizer {
+    /// # Errors
+    /// The driver's.
+    pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>, ints: IntFormat, dtype: DType) -> Result<Self> {
+        let ints = match ints {
+            IntFormat::Int8 => "int8",
+            IntFormat::Int4 => "int4",
+        };
+        let kernel = |does: &str| -> Result<KernelFunction> {
+            Ok(KERNELS.function(device, &format!("{does}_{ints}_{}", suffix(dtype)))?.on(stream))
+        };
+        Ok(Self { encode: kernel("encode")?, decode: kernel("decode")?, sum: kernel("sum")? })
+    }
+
+    /// Writes the blocks of each part. Of the elements the part `without`, if there is one, is passed over: it is not one of the
+    /// number.
+    ///
+    /// # Safety
+    /// There are such elements at `elements`, and room for their codes at `bytes`, a multiple of 4; nothing else writes either.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn encode(
+        &self,
+        parts: RankChunks,
+        without: Option<usize>,
+        elements: CUdeviceptr,
+        bytes: CUdeviceptr,
+    ) -> Result<()> {
+        let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
+        let without = without.unwrap_or(usize::MAX);
+        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the number of a part; as the
+        // caller promises.
+        unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, without]) }
+    }
+
+    /// Writes the elements that each part's blocks stand for.
+    ///
+    /// # Safety
+    /// As [`encode`](Self::encode).
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn decode(&self, parts: RankChunks, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
+        let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
+        // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance; as the caller promises.
+        unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
+    }
+
+    /// Sums `count` elements of this rank, as they are, and what stands for those of the others, in rank order in f32, rounded once.
+    ///
+    /// # Safety
+    /// There are as many elements at `to` and `own`, which are the same or do not overlap, and at `bytes`, a multiple of 4, the codes
+    /// of as many of each other rank, in rank order and `bytes_apart`, a multiple of 4. Nothing else writes them.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn sum(
+        &self,
+        count: usize,
+        (to, own): (CUdeviceptr, CUdeviceptr),
+        (bytes, bytes_apart): (CUdeviceptr, usize),
+        (rank, ranks): (usize, usize),
+    ) -> Result<()> {
+        let (rank, ranks) = (rank as c_int, ranks as c_int);
+        let one = RankChunks { number: 1, count, elements_apart: 0, bytes_apart };
+        // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints; as the caller promises.
+        unsafe { one.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
+    }
+}
+
+impl RankChunks {
+    /// # Safety
+    /// That of [`KernelFunction::run`].
+    unsafe fn run<const N: usize>(
+        self,
+        kernel: &KernelFunction,
+        arguments: [super::kernel_launch::KernelArgument<'_>; N],
+    ) -> Result<()> {
+        if self.number == 0 || self.count == 0 {
+            return Ok(());
+        }
+        let of_one = over(self.count.div_ceil(BLOCK) * WARP);
+        let threads = LaunchConfig { grid_dim: (of_one.grid_dim.0, self.number as u32, 1), ..of_one };
+        // SAFETY: as the caller promises.
+        unsafe { kernel.run(threads, arguments) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cuda::DeviceFlat;
+    use crate::precision::{Flat, FlatMut, FlatRef};
+    use candle_core::backend::BackendDevice;
+    use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
+
+    const LENGTHS: [usize; 8] = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1041, 65537];
+
+    /// Of other magnitudes in each block; some blocks with nothing but zeros, and one with the smallest numbers.
+    fn numbers(seed: usize, len: usize) -> Vec<f32> {
+        let number = |i: usize| {
+            let bits = crate::util::mix((seed * 1_000_003 + i) as u64);
+            let value = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+            match i / BLOCK % 7 {
+                2 => 0.0,
+                4 => value * 1e-38,
+                block => value * [1e-3, 1.0, 37.0, 1000.0][block % 4],
+            }
+        };
+        (0..len).map(number).collect()
+    }
+
+    fn cases() -> impl Iterator<Item = (IntFormat, DType, usize)> {
+        let ints = [IntFormat::Int8, IntFormat::Int4].into_iter();
+        let kinds = ints.flat_map(|ints| [DType::F32, DType::BF16, DType::F16].map(|dtype| (ints, dtype)));
+        kinds.flat_map(|(ints, dtype)| LENGTHS.map(|len| (ints, dtype, len)))
+    }
+
+    fn encoded(ints: IntFormat, values: FlatRef<'_>) -> Vec<u8> {
+        let mut bytes = vec![0; ints.encoded_len(values.len())];
+        ints.encode(values, &mut bytes);
+        bytes
+    }
+
+    fn decoded(ints: IntFormat, bytes: &[u8], dtype: DType, len: usize) -> Flat {
+        let mut values = Flat::zeros(dtype, len);
+        ints.decode(bytes, values.as_mut());
+        values
+    }
+
+    /// So many bytes for each part, and some that no kernel may touch.
+    fn upload(device: &CudaDevice, parts: &[Vec<u8>], apart: usize) -> CudaSlice<u8> {
+        let mut all = vec![0x55u8; apart * parts.len() + 4];
+        parts.iter().enumerate().for_each(|(i, part)| all[i * apart..i * apart + part.len()].copy_from_slice(part));
+        device.clone_htod(&all).unwrap()
+    }
+
+    /// Of three of four parts, read into the first three.
+    #[test]
+    fn blocks_have_the_bytes_and_the_values_of_the_host() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let stream = device.cuda_stream();
+        for (ints, dtype, len) in cases() {
+            let what = format!("{len} of {dtype:?} as {ints:?}");
+            let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
+            let values = Flat::from_f32(numbers(1, 4 * len + 3), dtype);
+            let apart = ints.encoded_len(len).next_multiple_of(4) + 8;
+            let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
+            let mut bytes = upload(&device, &[vec![], vec![], vec![]], apart);
+            let parts = RankChunks { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
+            for without in [None, Some(0), Some(2), Some(3)] {
+                let (address, used) = elements.address_mut(&stream).unwrap();
+                // SAFETY: four parts of elements, room for the codes of three.
+                unsafe {
+                    coder.encode(parts, without, address, bytes.device_ptr_mut(&stream).0).unwrap();
+                    coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
+                }
+                drop(used);
+                let which = (0..4).filter(|part| Some(*part) != without).take(3);
+                let part = |part: usize| values.slice(part * (len + 1)..part * (len + 1) + len);
+                let on_host: Vec<_> = which.map(|i| encoded(ints, part(i))).collect();
+                let found = device.clone_dtoh(&bytes).unwrap();
+                let expected = device.clone_dtoh(&upload(&device, &on_host, apart)).unwrap();
+                assert!(found == expected, "{what}, without {without:?}");
+                let mut back = values.clone();
+                for (i, codes) in on_host.iter().enumerate() {
+                    let start = i * (len + 1);
+                    back.slice_mut(start..start + len).copy_cast(decoded(ints, codes, dtype, len).as_ref());
+                }
+                assert_eq!(elements.to_host(0..4 * len + 3).unwrap().as_bytes(), back.as_bytes(), "{what}");
+                elements.replace(values.as_ref()).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_those_of_the_host_in_rank_order() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let stream = device.cuda_stream();
+        for ((ints, dtype, len), rank) in cases().flat_map(|case| [0, 1, 3].map(|rank| (case, rank))) {
+            let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
+            let own = Flat::from_f32(numbers(9, len), dtype);
+            let codes: Vec<_> = (0..3).map(|peer| encoded(ints, FlatRef::F32(&numbers(peer, len)))).collect();
+            let apart = ints.encoded_len(len).next_multiple_of(4);
+            let (bytes, mut values) = (upload(&device, &codes, apart), DeviceFlat::of(&device, own.as_ref()).unwrap());
+            let (address, used) = values.address_mut(&stream).unwrap();
+            // SAFETY: so many elements and codes of three others.
+            unsafe {
+                coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, apart), (rank, 4)).unwrap();
+            }
+            drop(used);
+            let mut sum = vec![0f32; len];
+            let mut part = vec![0f32; len];
+            for r in 0..4 {
+                match r {
+                    r if r == rank => FlatMut::F32(&mut part).copy_cast(own.as_ref()),
+                    r => ints.decode(&codes[if r < rank { r } else { r - 1 }], FlatMut::F32(&mut part)),
+                }
+                sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum = if r == 0 { *x } else { *sum + x });
+            }
+            let found = values.to_host(0..len).unwrap();
+            let what = format!("rank {rank}, {len} of {dtype:?} as {ints:?}");
+            assert_eq!(found.as_bytes(), Flat::from_f32(sum, dtype).as_bytes(), "{what}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_takes_its_block_with_it_as_on_the_host() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let stream = device.cuda_stream();
+        let len = 3 * BLOCK + 5;
+        let bad = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        for (bad, at, (ints, dtype, _)) in bad
+            .into_iter()
+            .flat_map(|bad| [0, BLOCK + 77, len - 1].map(|at| (bad, at)))
+            .flat_map(|(bad, at)| cases().filter(|case| case.2 == 1).map(move |case| (bad, at, case)))
+        {
+            let what = format!("{bad} at {at}, {dtype:?} as {ints:?}");
+            let coder = BlockQuantizer::new(&device, &stream, ints, dtype).unwrap();
+            let mut values = numbers(3, len);
+            values[at] = bad;
+            let values = Flat::from_f32(values, dtype);
+            let apart = ints.encoded_len(len).next_multiple_of(4);
+            let parts = RankChunks { number: 1, count: len, elements_apart: 0, bytes_apart: apart };
+            let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
+            let mut bytes = upload(&device, &[vec![]], apart);
+            let (address, used) = elements.address_mut(&stream).unwrap();
+            // SAFETY: so many elements, and room for their codes.
+            unsafe {
+                coder.encode(parts, None, address, bytes.device_ptr_mut(&stream).0).unwrap();
+                coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
+            }
+            drop(used);
+            let on_host = encoded(ints, values.as_ref());
+            assert_eq!(device.clone_dtoh(&bytes).unwrap()[..on_host.len()], on_host, "{what}");
+            let back = elements.to_host(0..len).unwrap();
+            let expected = decoded(ints, &on_host, dtype, len);
+            for i in 0..len {
+                let (x, y) = (back.as_ref().get(i), expected.as_ref().get(i));
+                assert!(x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan(), "{what}: element {i} is {x}, not {y}");
+                assert_eq!(x.is_finite(), i / BLOCK != at / BLOCK, "{what}: element {i}");
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! When a GPU did something, on the host's clock: for a timeline, whose events then say how long the GPU took and not the host.
+
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
+use std::time::{Duration, Instant};
+
+/// An event in the order of a stream's work, with the time at which the GPU reached it.
+#[derive(Debug)]
+pub(crate) struct TimedEvent(CudaEvent);
+
+impl TimedEvent {
+    /// Behind what is on a stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn behind(stream: &CudaStream) -> Result<Self> {
+        stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w().map(Self)
+    }
+
+    /// When the GPU was at these events. Waits for them and for what is on `stream`, which is of the same context.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn when<const N: usize>(events: [&Self; N], stream: &CudaStream) -> Result<[Instant; N]> {
+        let last = Self::behind(stream)?;
+        last.0.synchronize().w()?;
+        let now = Instant::now();
+        let mut times = [now; N];
+        for (time, Self(event)) in times.iter_mut().zip(events) {
+            let ago = Duration::try_from_secs_f32(event.elapsed_ms(&last.0).w()? / 1e3).unwrap_or_default();
+            *time = now.checked_sub(ago).unwrap_or(now);
+        }
+        Ok(times)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::CudaDevice;
+    use candle_core::backend::BackendDevice;
+
+    #[test]
+    fn moments_are_in_order_and_between_those_of_the_host() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let stream = device.cuda_stream();
+        let before = Instant::now();
+        let first = TimedEvent::behind(&stream).unwrap();
+        let numbers = stream.alloc_zeros::<f32>(1 << 16).unwrap();
+        let second = TimedEvent::behind(&stream).unwrap();
+        let [first, second] = TimedEvent::when([&first, &second], &stream).unwrap();
+        // The GPU's clock counts in steps of half a microsecond.
+        assert!(before <= first + Duration::from_millis(1) && first <= second && second <= Instant::now());
+        drop(numbers);
+    }
+}

@@ -1,0 +1,115 @@
+//! Views of elements in a GPU's memory.
+
+use crate::precision::{FlatMut, FlatRef};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
+use candle_core::{CudaDevice, Result, bail};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Elements in a GPU's memory, for kernels to read.
+#[derive(Debug)]
+pub(crate) enum DeviceFlatRef<'a> {
+    F32(CudaView<'a, f32>),
+    BF16(CudaView<'a, bf16>),
+    F16(CudaView<'a, f16>),
+}
+
+/// Elements in a GPU's memory, for kernels to write.
+#[derive(Debug)]
+pub(crate) enum DeviceFlatMut<'a> {
+    F32(CudaViewMut<'a, f32>),
+    BF16(CudaViewMut<'a, bf16>),
+    F16(CudaViewMut<'a, f16>),
+}
+
+/// Runs one generic expression for whichever dtype it is.
+macro_rules! each {
+    ($type:ident, $value:expr, $v:ident => $body:expr) => {
+        match $value {
+            $type::F32($v) => $body,
+            $type::BF16($v) => $body,
+            $type::F16($v) => $body,
+        }
+    };
+}
+pub(crate) use each;
+
+impl DeviceFlatRef<'_> {
+    /// Where they are, for `stream` to read: it waits for what cudarc knows to write them. Other streams are told of what it does before
+    /// this call.
+    pub fn address(&self, stream: &CudaStream) -> CUdeviceptr {
+        each!(Self, self, v => v.device_ptr(stream).0)
+    }
+
+    /// Copies them to the host, to as many of the same dtype, and waits for them.
+    ///
+    /// # Errors
+    /// Another dtype; the driver's.
+    pub fn read(&self, device: &CudaDevice, values: FlatMut<'_>) -> Result<()> {
+        assert_eq!(self.len(), values.len(), "as many values as elements");
+        if values.is_empty() {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        match (self, values) {
+            (Self::F32(from), FlatMut::F32(to)) => stream.memcpy_dtoh(from, to).w()?,
+            (Self::BF16(from), FlatMut::BF16(to)) => stream.memcpy_dtoh(from, to).w()?,
+            (Self::F16(from), FlatMut::F16(to)) => stream.memcpy_dtoh(from, to).w()?,
+            _ => bail!("elements of {:?} are read as another dtype", self.dtype()),
+        }
+        stream.synchronize().w()
+    }
+}
+
+impl DeviceFlatMut<'_> {
+    /// Where they are, for `stream` to read and to write: it waits for what cudarc knows to use them. Other streams are told of what
+    /// it does before this call.
+    pub fn address(&mut self, stream: &CudaStream) -> CUdeviceptr {
+        each!(Self, self, v => v.device_ptr_mut(stream).0)
+    }
+
+    /// Some of the elements.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
+        if range.start > range.end || range.end > self.len() {
+            bail!("elements {range:?} of {}", self.len())
+        }
+        Ok(match self {
+            Self::F32(v) => DeviceFlatMut::F32(v.slice_mut(range)),
+            Self::BF16(v) => DeviceFlatMut::BF16(v.slice_mut(range)),
+            Self::F16(v) => DeviceFlatMut::F16(v.slice_mut(range)),
+        })
+    }
+
+    /// Sets them to what lies on the host, in the same dtype.
+    ///
+    /// # Errors
+    /// Another dtype; the driver's.
+    pub fn write(self, device: &CudaDevice, values: FlatRef<'_>) -> Result<()> {
+        assert_eq!(self.len(), values.len(), "as many values as elements");
+        if values.is_empty() {
+            return Ok(());
+        }
+        match (self, values) {
+            (Self::F32(mut to), FlatRef::F32(from)) => device.memcpy_htod(from, &mut to),
+            (Self::BF16(mut to), FlatRef::BF16(from)) => device.memcpy_htod(from, &mut to),
+            (Self::F16(mut to), FlatRef::F16(from)) => device.memcpy_htod(from, &mut to),
+            (to, _) => bail!("elements of {:?} are set to another dtype", to.dtype()),
+        }
+    }
+
+    /// Sets them to zero.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn fill_zero(self, device: &CudaDevice) -> Result<()> {
+        if self.len() == 0 {
+            return Ok(());
+        }
+        each!(Self, self, v => device.cuda_stream().memset_zeros(&mut { v }).w())
+    }
+}

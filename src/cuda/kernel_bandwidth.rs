@@ -1,0 +1,288 @@
+#![allow(clippy::unwrap_used)]
+//! What part of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, as does
+//!
+//!     cargo test --release --features cuda --lib cuda::bandwidth -- --ignored --nocapture
+//!
+//! A kernel's bandwidth is the bytes that it must at least move over the time that the GPU takes, the mean of many launches. The
+//! yardstick is the driver's own copy inside of the GPU's memory, in the same run. Attention, which computes more than it moves, is
+//! shown beside cuBLAS's product and not judged.
+
+use super::cross_entropy::{self, DeviceTargets, LogitRows, LossGradientScale};
+use super::embedding::{self, EmbeddingRowUses};
+use super::optimizer::MultiTensorStep;
+use super::rotary::{RotaryAngles, RotaryPositions, rotate};
+use super::*;
+use crate::kernels::attention::{AttentionRule, AttentionShape};
+use crate::kernels::gemm::Activation;
+use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
+
+/// The part of the copy's bandwidth that is expected of what goes through arrays element by element.
+const STREAMING: f64 = 0.6;
+/// And of what sums rows or columns, looks them up, or draws random numbers.
+const SUMMING: f64 = 0.4;
+
+/// Elements of the largest arrays: far beyond any cache. With `CANDLE_ZERO_TEST_ELEMENTS` fewer, and then nothing is judged.
+const ELEMENTS: usize = 1 << 26;
+/// Elements of a row.
+const WIDTH: usize = 2048;
+const CLASSES: usize = 1 << 15;
+
+struct KernelBench {
+    device: CudaDevice,
+    elements: usize,
+    is_judged: bool,
+    /// Bytes a second of the yardstick.
+    copy: f64,
+    slow: Vec<String>,
+}
+
+impl KernelBench {
+    /// Seconds of one `run` on the GPU.
+    fn seconds(&self, mut run: impl FnMut()) -> f64 {
+        let (before, times) = if self.is_judged { (3, 20) } else { (1, 1) };
+        let stream = self.device.cuda_stream();
+        let event = || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
+        // Without a wait between them: the memory that results have had is there for the next ones.
+        (0..before).for_each(|_| run());
+        let begin = event();
+        (0..times).for_each(|_| run());
+        let end = event();
+        f64::from(begin.elapsed_ms(&end).unwrap()) / 1e3 / f64::from(times)
+    }
+
+    /// A row of `run`, which moves so many bytes.
+    fn row(&mut self, name: &str, bytes: usize, floor: f64, run: impl FnMut()) {
+        let bandwidth = bytes as f64 / self.seconds(run);
+        let part = bandwidth / self.copy;
+        let verdict = match (self.is_judged, part >= floor) {
+            (false, _) => "-   ",
+            (true, true) => "PASS",
+            (true, false) => "FAIL",
+        };
+        println!(
+            "{verdict}  {name}: {:.0} GB/s, {:.0} % of a copy (at least {:.0} %)",
+            bandwidth / 1e9,
+            part * 100.0,
+            floor * 100.0
+        );
+        if verdict == "FAIL" {
+            self.slow.push(name.into());
+        }
+    }
+
+    fn zeros(&self, dtype: DType, len: usize) -> DeviceFlat {
+        DeviceFlat::zeros(&self.device, dtype, len).unwrap()
+    }
+
+    /// Arrays of 16 bits and of all elements.
+    fn halves<const N: usize>(&self) -> [DeviceFlat; N] {
+        std::array::from_fn(|_| self.zeros(DType::BF16, self.elements))
+    }
+}
+
+fn all(flat: &DeviceFlat) -> DeviceFlatRef<'_> {
+    flat.part(0..flat.len()).unwrap()
+}
+
+fn all_mut(flat: &mut DeviceFlat) -> DeviceFlatMut<'_> {
+    let range = 0..flat.len();
+    flat.part_mut(range).unwrap()
+}
+
+fn flat(bench: &mut KernelBench) {
+    let (device, n) = (bench.device.clone(), bench.elements);
+    let (mut wide, other) = (bench.zeros(DType::F32, n), bench.zeros(DType::F32, n));
+    let [mut half, other_half] = bench.halves();
+    bench.row("copy, f32", 8 * n, STREAMING, || copy(&device, all_mut(&mut wide), &all(&other)).unwrap());
+    bench.row("cast, f32 to bf16", 6 * n, STREAMING, || copy(&device, all_mut(&mut half), &all(&other)).unwrap());
+    bench.row("scale, f32", 8 * n, STREAMING, || wide.scale(0.5).unwrap());
+    bench.row("add, bf16", 6 * n, STREAMING, || add(&device, all_mut(&mut half), &all(&other_half)).unwrap());
+    for (name, array, bytes) in [("f32", all(&other), 4 * n), ("bf16", all(&other_half), 2 * n)] {
+        let arrays = [array];
+        bench.row(&format!("sum of squares, {name}"), bytes, SUMMING, || {
+            drop(square_sums::launch(&device, &arrays).unwrap());
+        });
+    }
+}
+
+/// Steps of arrays that have all elements together, with gradients and copies in bf16.
+fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, states: usize, arrays: usize) {
+    let (device, n) = (bench.device.clone(), bench.elements);
+    let mut wide: Vec<_> = (0..=states).map(|_| bench.zeros(DType::F32, n)).collect();
+    let [grad, mut copy] = bench.halves();
+    let len = n / arrays;
+    bench.row(name, n * (8 * (1 + states) + 2 + 2), STREAMING, || {
+        let mut steps = MultiTensorStep::new(&device);
+        for range in (0..arrays).map(|i| i * len..(i + 1) * len) {
+            let mut parts: Vec<_> = wide.iter_mut().map(|flat| flat.part_mut(range.clone()).unwrap()).collect();
+            let (param, copy) = (parts.remove(0), copy.part_mut(range.clone()).unwrap());
+            // SAFETY: the steps run below, while the buffers are there; each has elements of its own, used on Candle's stream.
+            unsafe { steps.add(rule, param, &grad.part(range).unwrap(), parts, Some(copy)).unwrap() }
+        }
+        steps.run().unwrap();
+    });
+}
+
+fn optimizers(bench: &mut KernelBench) {
+    let adam = ElementwiseUpdate::Adam([0.5, 0.9, 0.95, 0.1, 0.05, 0.0, 1e-4, 1e-3, 1.0, 1e-8]);
+    optimizer(bench, "Adam", &adam, 2, 1);
+    optimizer(bench, "Adam, 1024 parameters", &adam, 2, 1024);
+    optimizer(bench, "Lion", &ElementwiseUpdate::Lion([0.5, 0.9, 0.99, 0.1, 0.01, 0.99, 1e-3]), 1, 1);
+    optimizer(bench, "Adagrad", &ElementwiseUpdate::Adagrad([0.5, 0.0, 1e-2, 1e-8]), 1, 1);
+    optimizer(bench, "SGD", &ElementwiseUpdate::Sgd([1e-2, 0.5, 0.0]), 0, 1);
+    optimizer(bench, "SGD with momentum", &ElementwiseUpdate::SgdMomentum([1e-2, 0.5, 0.0, 0.9, 1.0, 0.0, 1.0]), 1, 1);
+}
+
+type Forward<'a> = dyn Fn() -> (CudaStorage, norm::NormStatistics) + 'a;
+
+fn norms(bench: &mut KernelBench) {
+    let (device, n) = (bench.device.clone(), bench.elements);
+    let [x, dy, mut dx] = bench.halves();
+    let [weight, bias] = [0; 2].map(|_| bench.zeros(DType::BF16, WIDTH));
+    let (x, dy, weight, bias) = (&all(&x), &all(&dy), &all(&weight), &all(&bias));
+    let layer_norm = || norm::layer_norm(&device, x, [weight, bias], 1e-5).unwrap();
+    let rms_norm = || norm::rms_norm(&device, [x, weight], 0.0, 1e-5).unwrap();
+    let ways: [(&str, &Forward<'_>); 2] = [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
+    for (name, forward) in ways {
+        let (_, statistics) = forward();
+        bench.row(&format!("{name}, forward"), 4 * n, SUMMING, || drop(forward()));
+        bench.row(&format!("{name}, gradient of the input"), 6 * n, SUMMING, || {
+            norm::input_gradient(&device, &statistics, [x, weight, dy], 0.0, all_mut(&mut dx), false).unwrap();
+        });
+        bench.row(&format!("{name}, gradients of parameters"), 4 * n, SUMMING, || {
+            drop(norm::parameter_gradients(&device, &statistics, [x, weight, dy]).unwrap());
+        });
+    }
+    bench.row("sums of columns", 2 * n, SUMMING, || {
+        drop(column_sums::PartialColumnSums::of_columns(&device, x, WIDTH).unwrap())
+    });
+}
+
+fn activations(bench: &mut KernelBench) {
+    let (device, n) = (bench.device.clone(), bench.elements);
+    let [x, other, mut out] = bench.halves();
+    let bias = bench.zeros(DType::BF16, WIDTH);
+    let (x, other, bias) = (&all(&x), &all(&other), &all(&bias));
+    for (name, function) in
+        [("GELU (tanh)", Activation::GeluTanh), ("GELU", Activation::Gelu), ("SiLU", Activation::Silu)]
+    {
+        bench.row(&format!("{name}, forward"), 4 * n, STREAMING, || {
+            drop(activation::forward(&device, function, x).unwrap());
+        });
+        bench.row(&format!("{name}, backward"), 6 * n, STREAMING, || {
+            activation::backward(&device, function, [x, other], all_mut(&mut out)).unwrap();
+        });
+    }
+    bench.row("SwiGLU, forward", 6 * n, STREAMING, || {
+        drop(activation::gated(&device, Activation::Silu, [x, other]).unwrap());
+    });
+    bench.row("SwiGLU, backward", 10 * n, STREAMING, || {
+        drop(activation::gated_backward(&device, Activation::Silu, [x, other], x).unwrap());
+    });
+    bench.row("bias and residual of a linear layer", 6 * n, STREAMING, || {
+        drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), None, Some(other)).unwrap());
+    });
+    bench.row("bias and GELU of a linear layer", 6 * n, STREAMING, || {
+        let function = Some(Activation::GeluTanh);
+        drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), function, None).unwrap());
+    });
+    bench.row("dropout", 4 * n, SUMMING, || drop(dropout::dropout(&device, x, 0.1, 7, 0).unwrap()));
+    let (half, time) = (64, n / WIDTH);
+    let angles = vec![0.5; time * half];
+    let angles = RotaryAngles::new(&device, half, [&angles, &angles]).unwrap();
+    let positions = RotaryPositions::From { first: 0, time: time.min(2048) };
+    bench.row("rotary positions", 4 * n, STREAMING, || {
+        drop(rotate(&device, &angles, x, WIDTH, &positions, 1.0).unwrap());
+    });
+}
+
+fn tables(bench: &mut KernelBench) {
+    let (device, n) = (bench.device.clone(), bench.elements);
+    let [table, dy, mut grad] = bench.halves();
+    let (table, dy) = (&all(&table), &all(&dy));
+    // So wide that ids, which come from the host, are few.
+    let width = n.min(8192);
+    let rows = n / width;
+    // Each row once, in another order; there are a power of two of them.
+    let ids: Vec<u32> = (0..rows).map(|i| (i * 77 % rows) as u32).collect();
+    bench.row("embedding, forward", 4 * n, SUMMING, || {
+        drop(embedding::look_up(&device, &ids, table, width, DType::BF16).unwrap());
+    });
+    let uses = EmbeddingRowUses::new(&ids, None);
+    bench.row("embedding, backward", 6 * n, SUMMING, || {
+        embedding::add_rows(&device, &uses, dy, width, all_mut(&mut grad)).unwrap();
+    });
+
+    let classes = n.min(CLASSES);
+    let targets = DeviceTargets::new(&device, &vec![1; n / classes], classes).unwrap();
+    let of = LogitRows { classes, targets: &targets, first: 0, rows: n / classes, cap: None };
+    let mut losses: CudaSlice<f32> = device.alloc_zeros(of.rows).unwrap();
+    bench.row("cross entropy, losses", 2 * n, SUMMING, || {
+        cross_entropy::losses(&device, &of, table, 1.0, &mut losses).unwrap();
+    });
+    bench.row("cross entropy, gradients", 4 * n, SUMMING, || {
+        cross_entropy::gradients(&device, &of, Some(table), &LossGradientScale::One, all_mut(&mut grad), None).unwrap();
+    });
+}
+
+/// Attention of 16 bits, each query seeing what is before it.
+fn attentions(bench: &KernelBench) {
+    let device = &bench.device;
+    let (batch, time, heads) = if bench.is_judged { (8, 2048, 16) } else { (1, 64, 2) };
+    let side = if bench.is_judged { 8192 } else { 64 };
+    let square = Tensor::zeros((side, side), DType::BF16, &Device::Cuda(device.clone())).unwrap();
+    let of_products = 2.0 * (side as f64).powi(3) / bench.seconds(|| drop(square.matmul(&square).unwrap())) / 1e12;
+    println!("      cuBLAS's product of {side} x {side}, bf16: {of_products:.1} TFLOPS");
+    let show = |name: String, operations: f64, seconds: f64| {
+        let speed = operations / seconds / 1e12;
+        println!("-     {name}: {speed:.1} TFLOPS, {:.0} % of a product", 100.0 * speed / of_products);
+    };
+    for head in [64, 128] {
+        let h = AttentionShape { batch, time, heads, kv_heads: heads, head };
+        if !attention::takes(device, &h) {
+            println!("-     attention, heads of {head}: composed on this GPU");
+            continue;
+        }
+        let rule = AttentionRule { scale: 0.1, soft_cap: None, window: None, bidirectional: false, starts: None };
+        let [qkv, dout] = [3, 1].map(|parts| bench.zeros(DType::BF16, parts * batch * time * heads * head));
+        let (qkv, dout) = ([&all(&qkv)], &all(&dout));
+        let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
+        let (out, lse) = forward();
+        let out = &elements(&out, 0..dout.len()).unwrap();
+        // Half of the pairs of positions, two products of which each takes two operations for an element; backward has five.
+        let operations = 0.5 * (batch * heads * time * time * head) as f64 * 2.0 * 2.0;
+        show(format!("attention, heads of {head}, forward"), operations, bench.seconds(|| drop(forward())));
+        let backward = || drop(attention::backward(device, (&h, &rule), qkv, (out, &lse, dout)).unwrap());
+        show(format!("attention, heads of {head}, backward"), 2.5 * operations, bench.seconds(backward));
+    }
+}
+
+#[test]
+#[ignore = "figures of a GPU, which nothing else may use meanwhile"]
+fn kernels_reach_a_part_of_the_memorys_bandwidth() {
+    let Ok(device) = CudaDevice::new(0) else {
+        println!("skipped: the CUDA driver finds no device");
+        return;
+    };
+    let few = std::env::var("CANDLE_ZERO_TEST_ELEMENTS").ok().map(|few| few.parse::<usize>().unwrap());
+    let elements = few.unwrap_or(ELEMENTS);
+    assert!(elements.is_power_of_two() && elements >= 2 * WIDTH, "{elements} elements");
+    let mut bench = KernelBench { device, elements, is_judged: few.is_none(), copy: 0.0, slow: Vec::new() };
+    {
+        let stream = bench.device.cuda_stream();
+        let from: CudaSlice<f32> = stream.alloc_zeros(elements).unwrap();
+        let mut to: CudaSlice<f32> = stream.alloc_zeros(elements).unwrap();
+        bench.copy = (8 * elements) as f64 / bench.seconds(|| stream.memcpy_dtod(&from, &mut to).unwrap());
+    }
+    println!("      the driver's copy in the GPU's memory, {elements} elements of f32: {:.0} GB/s", bench.copy / 1e9);
+    flat(&mut bench);
+    optimizers(&mut bench);
+    norms(&mut bench);
+    activations(&mut bench);
+    tables(&mut bench);
+    attentions(&bench);
+    assert!(bench.slow.is_empty(), "too slow: {}", bench.slow.join("; "));
+}

@@ -1,0 +1,127 @@
+//! Launches: what a kernel is given, and how many threads run it.
+
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef, each};
+use super::kernel_module::KernelFunction;
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, LaunchConfig, PushKernelArg};
+
+/// An argument of a kernel.
+pub(crate) enum KernelArgument<'a> {
+    /// Elements to read, of the dtype in the kernel's name.
+    Read(&'a DeviceFlatRef<'a>),
+    /// Elements to write.
+    Write(DeviceFlatMut<'a>),
+    /// Numbers of the library's own, to read.
+    Floats(&'a CudaSlice<f32>),
+    /// And to write.
+    FloatsMut(&'a mut CudaSlice<f32>),
+    /// Sums.
+    DoublesMut(&'a mut CudaSlice<f64>),
+    /// A table of pointers and sizes.
+    Table(&'a CudaSlice<u64>),
+    /// Ids and positions.
+    Words(CudaView<'a, u32>),
+    Word(u32),
+    /// A pointer that leads nowhere: what is optional and not there.
+    Nothing,
+    Count(usize),
+    Float(f32),
+    Double(f64),
+    Int(i32),
+    Long(u64),
+}
+
+/// An argument of each type by [`From`].
+macro_rules! argument {
+    ($type:ty, $variant:ident) => {
+        impl<'a> From<$type> for KernelArgument<'a> {
+            fn from(value: $type) -> Self {
+                Self::$variant(value)
+            }
+        }
+    };
+}
+argument!(&'a DeviceFlatRef<'a>, Read);
+argument!(DeviceFlatMut<'a>, Write);
+argument!(&'a CudaSlice<f32>, Floats);
+argument!(&'a mut CudaSlice<f32>, FloatsMut);
+argument!(&'a mut CudaSlice<f64>, DoublesMut);
+argument!(&'a CudaSlice<u64>, Table);
+argument!(CudaView<'a, u32>, Words);
+argument!(u32, Word);
+argument!(i32, Int);
+argument!(usize, Count);
+argument!(f32, Float);
+argument!(f64, Double);
+argument!(u64, Long);
+
+impl<'a> From<&'a CudaSlice<u32>> for KernelArgument<'a> {
+    fn from(words: &'a CudaSlice<u32>) -> Self {
+        Self::Words(words.as_view())
+    }
+}
+
+/// A flag is an int.
+impl From<bool> for KernelArgument<'_> {
+    fn from(value: bool) -> Self {
+        Self::Int(i32::from(value))
+    }
+}
+
+impl<'a, T: Into<KernelArgument<'a>>> From<Option<T>> for KernelArgument<'a> {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::Nothing, Into::into)
+    }
+}
+
+/// A list of arguments of whatever types [`KernelArgument`] is made of.
+macro_rules! arguments {
+    ($($value:expr),* $(,)?) => { [$($crate::cuda::kernel_launch::KernelArgument::from($value)),*] };
+}
+pub(crate) use arguments;
+
+impl KernelFunction {
+    /// Runs the kernel on its stream.
+    ///
+    /// # Safety
+    /// The kernel takes arguments of these types in this order, and stays within them at this launch's threads.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn run<'a>(&self, threads: LaunchConfig, mut arguments: impl AsMut<[KernelArgument<'a>]>) -> Result<()> {
+        let mut launch = self.builder();
+        for argument in arguments.as_mut() {
+            match argument {
+                KernelArgument::Read(elements) => each!(DeviceFlatRef, *elements, v => launch.arg(v)),
+                KernelArgument::Write(elements) => each!(DeviceFlatMut, elements, v => launch.arg(v)),
+                KernelArgument::Floats(numbers) => launch.arg(*numbers),
+                KernelArgument::FloatsMut(numbers) => launch.arg(&mut **numbers),
+                KernelArgument::DoublesMut(numbers) => launch.arg(&mut **numbers),
+                KernelArgument::Table(words) => launch.arg(*words),
+                KernelArgument::Words(words) => launch.arg(&*words),
+                KernelArgument::Nothing => launch.arg(&0usize),
+                KernelArgument::Count(value) => launch.arg(&*value),
+                KernelArgument::Word(value) => launch.arg(&*value),
+                KernelArgument::Float(value) => launch.arg(&*value),
+                KernelArgument::Double(value) => launch.arg(&*value),
+                KernelArgument::Int(value) => launch.arg(&*value),
+                KernelArgument::Long(value) => launch.arg(&*value),
+            };
+        }
+        // SAFETY: as the caller promises.
+        unsafe { launch.launch(threads) }.w().map(drop)
+    }
+}
+
+/// Threads of a warp.
+const WARP: usize = 32;
+/// The most threads that share a row.
+const MOST_PER_ROW: usize = 256;
+
+/// A launch with a block for each of `rows` rows of `width` elements. Its threads depend on the width alone, and with them the
+/// order of a row's sums.
+pub(crate) fn by_row(rows: usize, width: usize) -> LaunchConfig {
+    let threads = width.div_ceil(4).next_multiple_of(WARP).clamp(WARP, MOST_PER_ROW);
+    LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
+}

@@ -1,0 +1,22 @@
+// What follows a product in a linear layer, in one pass: residual + f(product + bias).
+#include "activations.cuh"
+#include "element_types.cuh"
+
+// `before` holds products, rows of `width`, and then product + bias, rounded: what f is applied to. With a function the result is
+// written to `y`; without one y = before + residual replaces it. 0: no function, 1: gelu_tanh, 2: gelu, 3: silu.
+#define FOLLOW(t, T)                                                                                           \
+    extern "C" __global__ void follow_##t(size_t count, size_t width, T *before, const T *bias, int function,  \
+                                          const T *residual, T *y) {                                           \
+        FOR_EACH(i, count) {                                                                                   \
+            float v = widen(before[i]);                                                                        \
+            if (bias) v += widen(bias[i % width]);                                                             \
+            if (function) {                                                                                    \
+                put(before + i, v);                                                                            \
+                v = widen(before[i]);                                                                          \
+                v = function == 1 ? GeluTanh::value(v) : function == 2 ? Gelu::value(v) : Silu::value(v);      \
+            }                                                                                                  \
+            if (residual) v += widen(residual[i]);                                                             \
+            put((function ? y : before) + i, v);                                                               \
+        }                                                                                                      \
+    }
+FOR_FORMATS(FOLLOW)

@@ -1,0 +1,51 @@
+//! What follows a product in a linear layer: `kernels/linear_epilogue.cu`.
+
+use super::array::written;
+use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
+use super::kernel_launch::{KernelArgument, arguments};
+use super::kernel_module::{KernelModule, module, over, suffix};
+use crate::kernels::gemm::Activation;
+use candle_core::{CudaDevice, CudaStorage, Result, bail};
+
+const KERNELS: KernelModule = module!("linear_epilogue");
+
+/// residual + f(product + bias) of products, rows of `width`. With a function they become what it is applied to, and the result
+/// has memory of its own; without one the result replaces them.
+pub(crate) fn follow(
+    device: &CudaDevice,
+    products: DeviceFlatMut<'_>,
+    width: usize,
+    bias: Option<&DeviceFlatRef<'_>>,
+    function: Option<Activation>,
+    residual: Option<&DeviceFlatRef<'_>>,
+) -> Result<Option<CudaStorage>> {
+    let (count, dtype) = (products.len(), products.dtype());
+    let fits = |operand: Option<&DeviceFlatRef<'_>>, len: usize| {
+        operand.is_none_or(|operand| (operand.len(), operand.dtype()) == (len, dtype))
+    };
+    if width == 0 || !count.is_multiple_of(width) || !fits(bias, width) || !fits(residual, count) {
+        bail!(
+            "linear: a bias or a residual of another size or dtype than {count} products of {dtype:?} in rows of {width}"
+        )
+    }
+    let number = match function {
+        None => 0u32,
+        Some(Activation::GeluTanh) => 1,
+        Some(Activation::Gelu) => 2,
+        Some(Activation::Silu) => 3,
+    };
+    let kernel = KERNELS.function(device, &format!("follow_{}", suffix(dtype)))?;
+    let run = |products: DeviceFlatMut<'_>, y: Option<DeviceFlatMut<'_>>| {
+        if count == 0 {
+            return Ok(());
+        }
+        let arguments: [KernelArgument<'_>; 7] = arguments![count, width, products, bias, number, residual, y];
+        // SAFETY: the kernel takes a count and that many elements of three arrays, a bias of the width, and a function's number;
+        // without a function it does not touch the last array.
+        unsafe { kernel.run(over(count), arguments) }
+    };
+    match function {
+        None => run(products, None).map(|()| None),
+        Some(_) => written(device, dtype, count, |y| run(products, Some(y))).map(Some),
+    }
+}

@@ -1,0 +1,114 @@
+//! Collectives between GPUs whose elements travel as small integers with a scale per block.
+//!
+//! ```text
+//!   sum      | codes for each peer | codes of each peer |     kernel -> exchange -> kernel, which adds this rank's elements
+//!   gather   | codes of each rank                       |     kernel -> all-gather -> kernel
+//!              ------------ the room ------------------
+//! ```
+//!
+//! The bytes and the bits are those of `comm/shm/quantized.rs`: blocks are counted from the start of each rank's chunk, and a piece of it has
+//! whole blocks, so that it matters to none of them how much room there is.
+
+use super::library::BYTES;
+use super::member::NcclLaunch;
+use super::{NcclComm, Result};
+use crate::cuda::block_quantization::{BlockQuantizer, RankChunks};
+use crate::precision::{BLOCK, IntFormat};
+use crate::util::pieces;
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use std::ops::Range;
+
+/// Bytes that each rank's codes begin at a multiple of, as NCCL copies them the fastest; scales need 4.
+const ALIGNMENT: usize = 128;
+
+impl NcclComm {
+    /// As [`add_exactly`](Self::add_exactly) where place r is r chunks of `count` elements on, with the peers' parts as integers.
+    /// This rank's is added as it is.
+    ///
+    /// # Safety
+    /// As there: `to` is `from` or this rank's place.
+    pub(super) unsafe fn add_coded(
+        &self,
+        (launch, op): (&mut NcclLaunch<'_>, &'static str),
+        (ints, dtype): (IntFormat, DType),
+        count: usize,
+        (from, to): (CUdeviceptr, CUdeviceptr),
+    ) -> Result<()> {
+        let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
+        if size == 1 {
+            return Ok(());
+        }
+        let coder = self.coder(ints, dtype)?;
+        let peers = size - 1;
+        let (step, apart) = self.pieces(ints, count, 2 * peers);
+        let outgoing = launch.room(2 * peers * apart)?;
+        let incoming = outgoing + (peers * apart) as CUdeviceptr;
+        let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
+        for Range { start, end } in pieces(count, step) {
+            let parts = RankChunks { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
+            // SAFETY: as the caller promises; in the room there are `apart` bytes, no fewer than the codes of a piece, for each peer
+            // on both sides. The wire stream sums a piece before the next one comes in its place, and what the sums are written
+            // over has been coded, or is this rank's.
+            unsafe {
+                coder.encode(parts, Some(rank), from + offset(start), outgoing)?;
+                launch.exchange(op, ints.encoded_len(parts.count), BYTES, |peer| {
+                    let slot = if peer < rank { peer } else { peer - 1 };
+                    let place = (slot * apart) as CUdeviceptr;
+                    (outgoing + place, incoming + place)
+                })?;
+                let own = from + offset(rank * count + start);
+                coder.sum(parts.count, (to + offset(start), own), (incoming, apart), (rank, size))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills the places of all ranks in `whole`, `count` elements each, with what their shards come to as integers: this rank's, which
+    /// lies in its place, too.
+    ///
+    /// # Safety
+    /// There are so many elements, for this launch alone.
+    pub(super) unsafe fn gather_coded(
+        &self,
+        launch: &mut NcclLaunch<'_>,
+        (ints, dtype): (IntFormat, DType),
+        count: usize,
+        whole: CUdeviceptr,
+    ) -> Result<()> {
+        let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
+        if size == 1 {
+            return Ok(());
+        }
+        let coder = self.coder(ints, dtype)?;
+        let (step, most) = self.pieces(ints, count, size);
+        let codes = launch.room(size * most)?;
+        let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
+        for Range { start, end } in pieces(count, step) {
+            // Without a gap: so an all-gather leaves them.
+            let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
+            let all = RankChunks { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
+            let own = codes + (rank * apart) as CUdeviceptr;
+            // SAFETY: as the caller promises; in the room there are `apart` bytes, no fewer than the codes of a piece, for each rank.
+            unsafe {
+                coder.encode(RankChunks { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
+                launch.all_gather(own, codes, apart, BYTES)?;
+                coder.decode(all, codes, whole + offset(start))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Before anything is launched: loading kernels may wait for the device.
+    fn coder(&self, ints: IntFormat, dtype: DType) -> Result<BlockQuantizer> {
+        Ok(BlockQuantizer::new(&self.0.device, &self.0.wire, ints, dtype)?)
+    }
+
+    /// Elements of a piece of `count` elements, in whole blocks, and the bytes from one to the next of the `number` that lie in
+    /// memory at a time.
+    fn pieces(&self, ints: IntFormat, count: usize, number: usize) -> (usize, usize) {
+        let room = self.0.limits.room / number / ALIGNMENT * ALIGNMENT;
+        let step = ints.whole_blocks_in(room).max(BLOCK);
+        (step, ints.encoded_len(step.min(count)).next_multiple_of(ALIGNMENT))
+    }
+}

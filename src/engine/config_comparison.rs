@@ -1,0 +1,184 @@
+//! What each rank was given for an engine, key by key: so that an error can name what differs between two of them.
+
+use crate::comm::Communicator;
+use crate::comm::agree::texts;
+use crate::config::Config;
+use crate::error::{EngineError, Error, Result};
+use crate::optim::GroupedOptimizer;
+use crate::param::BufferSync;
+use crate::util::fnv1a;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Keys that an error names at most.
+const NAMED: usize = 3;
+/// The most characters of a value that an error shows.
+const SHOWN: usize = 48;
+
+/// Parts of the user's own that stand in for those of the configuration.
+#[derive(Debug, Clone, Copy)]
+#[allow(dead_code, reason = "compared between ranks as text")]
+pub(super) struct CustomComponents {
+    pub optimizer: bool,
+    pub schedule: bool,
+    pub buffer_sync: BufferSync,
+}
+
+/// Something whose content is the same on all ranks, by its name and a hash.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SharedContent {
+    pub(super) what: String,
+    pub(super) content: u64,
+}
+
+/// A rank's configuration with DeepSpeed's keys, what stands in for its parts, and data.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct RankConfig {
+    keys: BTreeMap<String, String>,
+    data: Vec<SharedContent>,
+}
+
+impl RankConfig {
+    pub(super) fn new(
+        config: &Config,
+        custom: CustomComponents,
+        trainer: &GroupedOptimizer,
+        groups: &[usize],
+        data: &[SharedContent],
+    ) -> Self {
+        let mut keys = BTreeMap::new();
+        flatten("", &config.to_deepspeed_json(), &mut keys);
+        keys.insert("the parts of the user's own".into(), format!("{custom:?}"));
+        keys.insert("the optimizer's groups and the schedule".into(), format!("{trainer:?} {groups:?}"));
+        Self { keys, data: data.to_vec() }
+    }
+
+    /// The data as a number. How it is called does not count: each host may have it somewhere else.
+    pub(super) fn data_hash(data: &[SharedContent]) -> u64 {
+        fnv1a(&data.iter().flat_map(|shared| shared.content.to_le_bytes()).collect::<Vec<u8>>())
+    }
+
+    /// Collective: the error where this rank and `other` differ.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub(super) fn differs(&self, comm: &dyn Communicator, other: usize) -> Result<Error> {
+        let all = texts(comm, &serde_json::to_string(self).unwrap_or_else(|e| unreachable!("texts and numbers: {e}")))?;
+        let theirs =
+            serde_json::from_str(&all[other]).unwrap_or_else(|_| Self { keys: BTreeMap::new(), data: Vec::new() });
+        Ok(self.error(&theirs, comm.rank(), other))
+    }
+
+    fn error(&self, theirs: &Self, rank: usize, other: usize) -> Error {
+        let names: BTreeSet<&String> = self.keys.keys().chain(theirs.keys.keys()).collect();
+        let differ: Vec<&String> =
+            names.into_iter().filter(|name| self.keys.get(*name) != theirs.keys.get(*name)).collect();
+        if differ.is_empty() {
+            let pairs = self.data.iter().zip(&theirs.data).find(|(mine, theirs)| mine.content != theirs.content);
+            if let Some((mine, theirs)) = pairs {
+                let (mine, theirs) = (mine.what.clone(), theirs.what.clone());
+                return EngineError::DataDiffer { rank, other, mine, theirs }.into();
+            }
+        }
+        let more = differ.len().saturating_sub(NAMED);
+        let value = |config: &Self, name: &String| match config.keys.get(name) {
+            Some(value) if value.chars().count() <= SHOWN => Some(value.clone()),
+            Some(_) => None,
+            None => Some("not there".into()),
+        };
+        let named = differ.into_iter().take(NAMED).map(|name| match (value(self, name), value(theirs, name)) {
+            (Some(mine), Some(theirs)) => format!("{name} is {mine} on rank {rank} and {theirs} on rank {other}"),
+            _ => format!("{name} is not the same"),
+        });
+        let mut keys = named.collect::<Vec<_>>().join(", ");
+        if keys.is_empty() {
+            keys = "what is given to same_on_all_ranks, or a setting without a key".into();
+        }
+        if more > 0 {
+            keys += &format!(", and {more} more keys");
+        }
+        EngineError::ConfigsDiffer { rank, other, keys }.into()
+    }
+}
+
+/// The leaves of a tree by their paths.
+fn flatten(path: &str, value: &Value, to: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Object(entries) if !entries.is_empty() => {
+            for (key, value) in entries {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                flatten(&path, value, to);
+            }
+        }
+        leaf => drop(to.insert(path.into(), leaf.to_string())),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use crate::Engine;
+    use crate::comm::threads;
+    use crate::data::TokenData;
+    use candle_core::Device;
+    use candle_nn::linear;
+    use serde_json::{Value, json};
+
+    fn config(stage: usize) -> Value {
+        json!({
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage},
+        })
+    }
+
+    /// What each of two ranks is told with its configuration and its data.
+    fn told(rank: impl Fn(usize) -> (Value, Vec<(String, u64)>) + Sync) -> [String; 2] {
+        let ranks = threads::run(2, |comm| {
+            let (config, data) = rank(comm.rank());
+            let mut builder = Engine::builder().device(Device::Cpu).communicator(comm);
+            for (what, content) in data {
+                builder = builder.same_on_all_ranks(what, content);
+            }
+            builder.initialize(|vb| linear(4, 5, vb), config).map(drop)
+        });
+        let told = ranks.unwrap().into_iter().map(|rank| rank.err().map_or("nothing".into(), |e| e.to_string()));
+        told.collect::<Vec<String>>().try_into().unwrap()
+    }
+
+    #[test]
+    fn keys_that_differ_are_named_with_both_values() {
+        let [first, second] = told(|rank| {
+            let mut config = config(2 + rank);
+            config["gradient_clipping"] = json!(1.0 + rank as f64);
+            (config, vec![])
+        });
+        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: gradient_clipping is 1.0 on rank 0 and 2.0 on rank 1, zero_optimization.overlap_comm is false on rank 0 and true on rank 1, zero_optimization.stage is 2 on rank 0 and 3 on rank 1; every rank must be given the same file or value, and the same schedule");
+        insta::assert_snapshot!(second, @"rank 1 reads another configuration than rank 0: gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0, zero_optimization.overlap_comm is true on rank 1 and false on rank 0, zero_optimization.stage is 3 on rank 1 and 2 on rank 0; every rank must be given the same file or value, and the same schedule");
+        let [first, _] = told(|rank| {
+            let mut config = config(2);
+            config["optimizer"]["params"]["lr"] = json!(1e-2 * (rank + 1) as f64);
+            (config, vec![])
+        });
+        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: optimizer.params.lr is 0.01 on rank 0 and 0.02 on rank 1, the optimizer's groups and the schedule is not the same; every rank must be given the same file or value, and the same schedule");
+    }
+
+    #[test]
+    fn data_that_differ_are_named_and_other_names_of_the_same_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: String| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            TokenData::open(Some(&path)).unwrap()
+        };
+        let data = [write("a.txt", "to be ".repeat(100)), write("b.txt", "to bf ".repeat(100))];
+        let content = |rank: usize| vec![(format!("/data/{rank}.txt"), data[rank].fingerprint())];
+        let [first, second] = told(|rank| (config(2), content(rank)));
+        insta::assert_snapshot!(first, @"the content of /data/0.txt on rank 0 is not that of /data/1.txt on rank 1; every rank must read the same: copy the files to all hosts, or put them where all hosts see them");
+        insta::assert_snapshot!(second, @"the content of /data/1.txt on rank 1 is not that of /data/0.txt on rank 0; every rank must read the same: copy the files to all hosts, or put them where all hosts see them");
+        let same = |rank: usize| vec![(format!("/data/{rank}.txt"), data[0].fingerprint())];
+        assert_eq!(told(|rank| (config(2), same(rank))), ["nothing", "nothing"]);
+        let [first, _] = told(|rank| (config(2), if rank == 0 { content(0) } else { vec![] }));
+        insta::assert_snapshot!(first, @"rank 0 reads another configuration than rank 1: what is given to same_on_all_ranks, or a setting without a key; every rank must be given the same file or value, and the same schedule");
+    }
+}

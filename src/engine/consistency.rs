@@ -1,0 +1,145 @@
+//! What all ranks must have in common when training begins.
+
+use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
+use crate::comm::agree::gather_u64;
+use crate::config::Config;
+use crate::error::{EngineError, KernelError, Result};
+use crate::kernels::checked_level;
+use crate::optim::GroupedOptimizer;
+use crate::util::fnv1a;
+use crate::zero::rank_core::RankCore;
+use candle_nn::Init;
+
+/// The parts of an engine that all ranks must have in common, as numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct EngineFingerprint {
+    parameters: u64,
+    elements: u64,
+    /// Hashes.
+    model: u64,
+    config: u64,
+    weights: u64,
+    simd: u64,
+    rounding: u64,
+    inits: u64,
+    buffers: u64,
+}
+
+impl EngineFingerprint {
+    const NUMBERS: usize = 9;
+
+    fn numbers(self) -> [u64; Self::NUMBERS] {
+        let Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers } = self;
+        [parameters, elements, model, config, weights, simd, rounding, inits, buffers]
+    }
+
+    fn of_numbers(numbers: &[u64]) -> Self {
+        match numbers[..] {
+            [parameters, elements, model, config, weights, simd, rounding, inits, buffers] => {
+                Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers }
+            }
+            _ => unreachable!("all ranks give as many numbers"),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let Self { parameters, elements, model, .. } = self;
+        format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
+    }
+
+    /// The same without initial values, which are compared one by one where only they differ.
+    fn of_all_else(self) -> Self {
+        Self { inits: 0, buffers: 0, ..self }
+    }
+}
+
+/// Collective: an error where ranks built different models, read different configurations or `data`, begin with different
+/// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
+/// groups, round states otherwise, or compute at another level of SIMD.
+pub(super) fn check_same_on_all_ranks(
+    core: &RankCore,
+    config: &Config,
+    custom: CustomComponents,
+    trainer: &GroupedOptimizer,
+    weights: u64,
+    inits: &[Init],
+    data: &[SharedContent],
+) -> Result<()> {
+    let (params, buffers) = (core.params(), core.buffers().list());
+    let mut model: String = params
+        .iter()
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.weights))
+        .collect();
+    model += &format!("{:?};", core.leaves());
+    model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
+    let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
+    let text = format!(
+        "{:?} {custom:?} {trainer:?} {groups:?} {:x}",
+        Config { notes: Vec::new(), ..config.clone() },
+        RankConfig::data_hash(data)
+    );
+    let init_hashes: Vec<u64> = inits.iter().map(|init| fnv1a(format!("{init:?}").as_bytes())).collect();
+    let buffer_hashes = core.buffers().hashes()?;
+    let mine = EngineFingerprint {
+        parameters: params.len() as u64,
+        elements: params.iter().map(|p| p.numel).sum::<usize>() as u64,
+        model: fnv1a(model.as_bytes()),
+        config: fnv1a(text.as_bytes()),
+        weights,
+        simd: fnv1a(checked_level()?.name().as_bytes()),
+        rounding: of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed])),
+        inits: of_all(&init_hashes),
+        buffers: of_all(&buffer_hashes),
+    };
+    let all: Vec<EngineFingerprint> = gather_u64(core.comm(), &mine.numbers())?
+        .iter()
+        .map(|numbers| EngineFingerprint::of_numbers(numbers))
+        .collect();
+    let rank = core.comm().rank();
+    let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
+    if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
+        // All ranks come here.
+        return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
+    }
+    let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
+    let same_models = all.iter().all(|theirs| model(*theirs) == model(mine));
+    if same_models && all.iter().any(|theirs| theirs.config != all[0].config) {
+        // All ranks come here.
+        let other = (0..all.len()).find(|r| all[*r].config != mine.config).unwrap_or(other);
+        let config = RankConfig::new(config, custom, trainer, &groups, data);
+        return Err(config.differs(core.comm(), other)?);
+    }
+    let other = (0..all.len()).find(|r| all[*r].of_all_else() != mine.of_all_else()).unwrap_or(other);
+    let theirs = all[other];
+    Err(if model(mine) != model(theirs) {
+        EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
+    } else if mine.config != theirs.config {
+        EngineError::ConfigsDiffer { rank, other, keys: "as the models of other ranks do".into() }.into()
+    } else if mine.weights != theirs.weights {
+        EngineError::WeightsDiffer { rank, other }.into()
+    } else if mine.rounding != theirs.rounding {
+        EngineError::RoundingDiffers { rank, other }.into()
+    } else {
+        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
+    })
+}
+
+fn of_all(hashes: &[u64]) -> u64 {
+    fnv1a(&hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<u8>>())
+}
+
+/// Collective: the error with the first parameter or buffer whose `hashes` differ between ranks.
+fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Result<crate::Error> {
+    let all = gather_u64(core.comm(), hashes)?;
+    let rank = core.comm().rank();
+    let differs = |at: &usize| all.iter().any(|theirs| theirs[*at] != all[0][*at]);
+    let first = (0..hashes.len()).find(differs).unwrap_or(0);
+    let other = (0..all.len()).find(|r| all[*r][first] != hashes[first]).unwrap_or(0);
+    let (what, hint) = match inits.get(first) {
+        Some(init) => {
+            (format!("parameter {}", core.params()[first].name), format!(": its hint is {init:?} on rank {rank}"))
+        }
+        None => (format!("buffer {}", core.buffers().list()[first - inits.len()].name), String::new()),
+    };
+    Ok(EngineError::InitialValuesDiffer { what, rank, other, hint }.into())
+}

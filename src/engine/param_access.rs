@@ -1,0 +1,423 @@
+//! One parameter by its name: values, gradient and optimizer states, as DeepSpeed's `safe_get_*` and `safe_set_*`, and
+//! parameters gathered outside of a forward.
+
+use super::{Engine, MicroStepPhase};
+use crate::comm::agree::{agree, rank_failed};
+use crate::error::{EngineError, ParamError, Result};
+use crate::param::ParamId;
+use crate::precision::Flat;
+use crate::util::{fnv1a, nearest};
+use crate::zero::share::state_access::ParamStateKind;
+use candle_core::{DType, Device, Tensor};
+
+impl<M> Engine<M> {
+    /// Collective: the values of parameter `name` with all their digits (master weights where there are any), whole, in
+    /// f32 and the parameter's shape, at every stage and offload.
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
+    pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
+        let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
+        let whole = self.attempt(|engine| engine.core.whole_f32(param))?;
+        self.shaped(param, whole)
+    }
+
+    /// Collective: the gradient of parameter `name`, whole, in f32 and the parameter's shape, as the coming
+    /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
+    /// accumulation so far, each divided by `gradient_accumulation_steps`, loss scale divided out.
+    ///
+    /// There is one from the first backward of an accumulation to its step; nothing is the result at other times, for a
+    /// frozen parameter, and while [`no_sync`](Self::no_sync) keeps all that there is.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
+    pub fn safe_get_full_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
+        let param = self.agreed_param("safe_get_full_grad", name, "", None)?;
+        let whole = self.attempt(|engine| engine.core.whole_gradient(param))?;
+        whole.map(|whole| self.unscaled(whole)).map(|whole| self.shaped(param, whole)).transpose()
+    }
+
+    /// Collective: the optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of parameter `name`,
+    /// whole, in f32 and the parameter's shape. Before the first update it is zeros.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for a frozen
+    /// parameter, which has none.
+    pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
+        let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
+        let state = self.state_of(param, key)?;
+        let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
+        self.shaped(param, whole)
+    }
+
+    /// Collective: sets the values of parameter `name`, wherever they are: master weights, shards and whole tensors.
+    /// Optimizer states stay. All ranks give the same `value`, of the parameter's shape, in any dtype.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
+    /// [`EngineError::OutOfOrder`] between forward and backward, whose graph has the old values. Then nothing has
+    /// changed.
+    pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_full_fp32_param";
+        let values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, "", Some((value, &values)))?;
+        self.check_shape(param, value)?;
+        self.wait_for_checkpoint()?;
+        self.settled(|engine| {
+            engine.core.set_state(ParamStateKind::Weights, param, &values)?;
+            engine.core.refresh()
+        })
+    }
+
+    /// Collective: sets a gradient that there is: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next
+    /// backward of the accumulation is added to it. All ranks give the same `value`.
+    ///
+    /// # Errors
+    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
+    pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_full_grad";
+        let mut values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, "", Some((value, &values)))?;
+        self.check_shape(param, value)?;
+        self.scale(&mut values);
+        let is_there = self.attempt(|engine| engine.core.set_gradient(param, &values))?;
+        is_set(is_there, name)
+    }
+
+    /// Collective: sets the optimizer state `key` of parameter `name`. All ranks give the same `value`.
+    ///
+    /// # Errors
+    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
+    pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
+        const CALL: &str = "safe_set_full_optimizer_state";
+        let values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, key, Some((value, &values)))?;
+        let state = self.state_of(param, key)?;
+        self.check_shape(param, value)?;
+        self.wait_for_checkpoint()?;
+        self.settled(|engine| engine.core.set_state(state, param, &values))
+    }
+
+    /// This rank's part of parameter `name`, in f32 and one dimension: its shard where optimizer states are sharded, at
+    /// stage 0 all of it. Not collective, as the other `safe_get_local_*`.
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; a file that cannot be read.
+    pub fn safe_get_local_fp32_param(&mut self, name: &str) -> Result<Tensor> {
+        let param = self.param(name)?;
+        let own = self.attempt(|engine| engine.core.own_state(ParamStateKind::Weights, param))?;
+        self.flat(own)
+    }
+
+    /// This rank's part of what [`safe_get_full_grad`](Self::safe_get_full_grad) gives.
+    ///
+    /// # Errors
+    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
+    pub fn safe_get_local_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
+        let param = self.param(name)?;
+        let own = self.attempt(|engine| engine.core.own_gradient(param))?;
+        own.map(|own| self.unscaled(own)).map(|own| self.flat(own)).transpose()
+    }
+
+    /// This rank's part of what [`safe_get_full_optimizer_state`](Self::safe_get_full_optimizer_state) gives.
+    ///
+    /// # Errors
+    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param); [`ParamError::UnknownState`].
+    pub fn safe_get_local_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
+        let param = self.param(name)?;
+        let state = self.state_of(param, key)?;
+        let own = self.attempt(|engine| engine.core.own_state(state, param))?;
+        self.flat(own)
+    }
+
+    /// Collective: sets this rank's part of the values of parameter `name`, wherever they are: master weights, shards
+    /// and the whole tensors of all ranks. Each rank gives its own part, in one dimension and any dtype, as long as the
+    /// one that [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param) gives.
+    ///
+    /// # Errors
+    /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
+    /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
+    /// [`EngineError::OutOfOrder`] between forward and backward. Then nothing has changed.
+    pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_local_fp32_param";
+        self.is_sharded(CALL, "safe_set_full_fp32_param")?;
+        self.not_between_passes(CALL)?;
+        let param = self.agreed_param(CALL, name, "", None)?;
+        let own = self.own_values_of(CALL, param, value);
+        let own = self.agreed(CALL, own)?;
+        self.wait_for_checkpoint()?;
+        self.settled(|engine| {
+            let whole = engine.core.whole_of_parts(param, own)?;
+            engine.core.set_state(ParamStateKind::Weights, param, &whole)?;
+            engine.core.refresh()
+        })
+    }
+
+    /// Sets this rank's part of a gradient that there is: see
+    /// [`safe_get_local_grad`](Self::safe_get_local_grad). Not collective.
+    ///
+    /// # Errors
+    /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`ParamError::LocalShape`];
+    /// [`EngineError::GradientAbsent`]; [`EngineError::OutOfOrder`] between forward and backward.
+    pub fn safe_set_local_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_local_grad";
+        self.is_sharded(CALL, "safe_set_full_grad")?;
+        let param = self.param(name)?;
+        let mut own = self.own_values_of(CALL, param, value)?;
+        self.scale(&mut own);
+        let is_there = self.attempt(|engine| engine.core.set_own_gradient(param, &own))?;
+        is_set(is_there, name)
+    }
+
+    /// Sets this rank's part of the optimizer state `key` of parameter `name`: see
+    /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
+    ///
+    /// # Errors
+    /// As [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`].
+    pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
+        const CALL: &str = "safe_set_local_optimizer_state";
+        self.is_sharded(CALL, "safe_set_full_optimizer_state")?;
+        let param = self.param(name)?;
+        let state = self.state_of(param, key)?;
+        let own = self.own_values_of(CALL, param, value)?;
+        self.wait_for_checkpoint()?;
+        self.attempt(|engine| engine.core.set_own_moment(state, param, &own))
+    }
+
+    /// Runs `run` while the parameters `names` are whole: what [`model`](Self::model) gives may then be read outside of
+    /// a forward (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut) changes them).
+    /// They have the model's dtype. Collective at stage 3; at other stages all parameters are whole at any time.
+    ///
+    /// ```
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}"#;
+    /// # let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 3, vb), config)?;
+    /// let largest = engine.gathered(&["weight"], |model| model.weight().abs()?.max_all()?.to_scalar::<f32>())?;
+    /// assert!(largest > 0.0);
+    /// # Ok::<(), candle_zero::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`, after which
+    /// the engine can go on; a failed collective.
+    pub fn gathered<T>(&mut self, names: &[&str], run: impl FnOnce(&M) -> candle_core::Result<T>) -> Result<T> {
+        if self.core.shards_params() {
+            self.same_on_all_ranks("gathered", &[hash(names.join("\n").as_bytes())])?;
+        }
+        let mut params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
+        params.sort_unstable();
+        params.dedup();
+        self.attempt(|engine| engine.core.with_gathered(&params, || run(&engine.model)))?
+    }
+
+    /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
+    /// `modifier_rank`). There `run` gets their values in this order, whole, with all their digits, in f32, and what it
+    /// leaves in their places becomes the parameters' value on every rank, at every stage and offload. On other ranks it does
+    /// not run. Optimizer states stay.
+    ///
+    /// ```
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}"#;
+    /// # let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 3, vb), config)?;
+    /// engine.gathered_mut(&["weight", "bias"], 0, |values| {
+    ///     values[0] = (&values[0] * 0.5)?;
+    ///     values[1] = values[1].zeros_like()?;
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_zero::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
+    /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
+    /// [`EngineError::OutOfOrder`] between forward and backward. Then nothing has changed, and the engine can go on.
+    pub fn gathered_mut(
+        &mut self,
+        names: &[&str],
+        modifier_rank: usize,
+        run: impl FnOnce(&mut [Tensor]) -> candle_core::Result<()>,
+    ) -> Result<()> {
+        const CALL: &str = "gathered_mut";
+        self.not_between_passes(CALL)?;
+        self.same_on_all_ranks(CALL, &[hash(names.join("\n").as_bytes()), modifier_rank as f64])?;
+        let params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
+        let ranks = self.world_size();
+        if modifier_rank >= ranks {
+            return Err(EngineError::NoSuchRank { call: CALL, rank: modifier_rank, ranks }.into());
+        }
+        self.wait_for_checkpoint()?;
+        let modifies = self.rank() == modifier_rank;
+        let mut whole = Vec::new();
+        for param in &params {
+            let values = self.attempt(|engine| engine.core.whole_f32(*param))?;
+            whole.extend(modifies.then_some(values));
+        }
+        let modified = if modifies { self.modified(&params, whole, run) } else { Ok(Vec::new()) };
+        let mut modified = self.agreed(CALL, modified)?.into_iter();
+        for param in params {
+            self.settled(|engine| {
+                let whole = engine.core.whole_of_one(param, modified.next())?;
+                engine.core.set_state(ParamStateKind::Weights, param, &whole)
+            })?;
+        }
+        self.attempt(|engine| engine.core.refresh())
+    }
+
+    /// Releases all gathered parameters at stage 3, also those that `stage3_param_persistence_threshold` keeps, until
+    /// the next forward or backward needs them (DeepSpeed's call): memory for an evaluation elsewhere, say. At every stage a GPU's
+    /// driver gets back what is free. All ranks call it at the same place.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.
+    pub fn empty_partition_cache(&mut self) -> Result<()> {
+        self.not_between_passes("empty_partition_cache")?;
+        self.attempt(|engine| engine.core.empty_cache())
+    }
+
+    /// The place of parameter `name`.
+    fn param(&self, name: &str) -> Result<ParamId> {
+        self.not_stopped()?;
+        let params = self.core.params();
+        let found = params.iter().position(|param| param.name == name);
+        found.ok_or_else(|| {
+            let near = nearest(name, params.iter().map(|param| param.name.as_str()));
+            let near = near.unwrap_or_else(|| "none is alike".into());
+            ParamError::Unknown { name: name.into(), near }.into()
+        })
+    }
+
+    /// Collective: the same, if all ranks mean the same of it, and give the same value.
+    fn agreed_param(
+        &mut self,
+        call: &'static str,
+        name: &str,
+        key: &str,
+        value: Option<(&Tensor, &[f32])>,
+    ) -> Result<ParamId> {
+        let (shape, values) = value.map_or((&[][..], &[][..]), |(tensor, values)| (tensor.dims(), values));
+        let shape: Vec<u8> = shape.iter().flat_map(|dim| dim.to_le_bytes()).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let parts = [name.as_bytes(), key.as_bytes(), &shape, &bytes];
+        self.same_on_all_ranks(call, &parts.map(hash))?;
+        self.param(name)
+    }
+
+    /// The values of parameters as `run` leaves them.
+    fn modified(
+        &self,
+        params: &[ParamId],
+        whole: Vec<Flat>,
+        run: impl FnOnce(&mut [Tensor]) -> candle_core::Result<()>,
+    ) -> Result<Vec<Vec<f32>>> {
+        let tensors = params.iter().zip(whole).map(|(param, values)| self.shaped(*param, values));
+        let mut tensors = tensors.collect::<Result<Vec<_>>>()?;
+        run(&mut tensors)?;
+        let values = params.iter().zip(&tensors).map(|(param, tensor)| {
+            self.check_shape(*param, tensor)?;
+            on_host(tensor)
+        });
+        values.collect()
+    }
+
+    /// Collective: what this rank has made, if every rank has made it.
+    fn agreed<T>(&mut self, call: &'static str, own: Result<T>) -> Result<T> {
+        let elsewhere = |rank| EngineError::Elsewhere { call, why: rank_failed(rank) }.into();
+        self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
+    }
+
+    /// An error where every rank has the whole of what others set part by part.
+    fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
+        match self.config.zero.stage.placement().optim.is_sharded() {
+            true => Ok(()),
+            false => Err(EngineError::NotSharded { call, full }.into()),
+        }
+    }
+
+    /// Values for this rank's part of a parameter, on the host.
+    fn own_values_of(&self, call: &'static str, param: ParamId, value: &Tensor) -> Result<Vec<f32>> {
+        let values = self.values_of(call, value)?;
+        let len = self.core.owned(param).len();
+        if value.dims() == [len] {
+            return Ok(values);
+        }
+        let (name, rank) = (self.core.params()[param].name.clone(), self.rank());
+        Err(ParamError::LocalShape { name, rank, found: value.dims().to_vec(), len }.into())
+    }
+
+    fn state_of(&self, param: ParamId, key: &str) -> Result<ParamStateKind> {
+        let param = &self.core.params()[param];
+        let keys = self.core.moments(param, &self.trainer);
+        let found = keys.iter().position(|own| *own == key).map(ParamStateKind::Moment);
+        found.ok_or_else(|| {
+            let has = if keys.is_empty() { "none".into() } else { keys.join(", ") };
+            ParamError::UnknownState { name: param.name.clone(), key: key.into(), has }.into()
+        })
+    }
+
+    /// Values to be set, on the host.
+    fn values_of(&self, call: &'static str, value: &Tensor) -> Result<Vec<f32>> {
+        self.not_between_passes(call)?;
+        on_host(value)
+    }
+
+    /// An error where a graph waits for its backward.
+    fn not_between_passes(&self, call: &'static str) -> Result<()> {
+        self.not_stopped()?;
+        match self.phase {
+            MicroStepPhase::Forwarded => {
+                Err(EngineError::OutOfOrder { call, when: "between forward and backward" }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_shape(&self, param: ParamId, value: &Tensor) -> Result<()> {
+        let param = &self.core.params()[param];
+        if param.shape.dims() == value.dims() {
+            return Ok(());
+        }
+        let (name, found, expected) = (param.name.clone(), value.dims().to_vec(), param.shape.dims().to_vec());
+        Err(ParamError::ValueShape { name, found, expected }.into())
+    }
+
+    /// A gradient gets the loss scale.
+    fn scale(&self, grad: &mut [f32]) {
+        let scale = self.scaler.scale() as f32;
+        grad.iter_mut().for_each(|value| *value *= scale);
+    }
+
+    /// A gradient without the loss scale.
+    fn unscaled(&self, mut grad: Flat) -> Flat {
+        let scale = self.scaler.scale();
+        if scale != 1.0 {
+            grad.as_mut().scale((1.0 / scale) as f32);
+        }
+        grad
+    }
+
+    fn shaped(&self, param: ParamId, values: Flat) -> Result<Tensor> {
+        Ok(self.flat(values)?.reshape(&self.core.params()[param].shape)?)
+    }
+
+    /// f32 values in one dimension, where the model computes.
+    fn flat(&self, values: Flat) -> Result<Tensor> {
+        let Flat::F32(values) = values else { unreachable!("states are read in f32") };
+        let len = values.len();
+        Ok(Tensor::from_vec(values, len, &self.device)?)
+    }
+}
+
+/// An error unless there was a gradient to be set.
+fn is_set(is_there: bool, name: &str) -> Result<()> {
+    if is_there { Ok(()) } else { Err(EngineError::GradientAbsent { name: name.into() }.into()) }
+}
+
+/// The values of a tensor in f32.
+fn on_host(value: &Tensor) -> Result<Vec<f32>> {
+    Ok(value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+}
+
+/// A hash that a control message carries exactly.
+fn hash(bytes: &[u8]) -> f64 {
+    f64::from(fnv1a(bytes) as u32)
+}

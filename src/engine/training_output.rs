@@ -1,0 +1,227 @@
+//! Output of an engine that trains, from rank 0: printed lines, and events for monitors.
+
+use super::Engine;
+use super::step_clock::WaitSeconds;
+use crate::Result;
+use crate::comm::CommSummary;
+use crate::config::Precision;
+use crate::files::{AtomicFile, only_earlier};
+use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
+use crate::notice::{say, warn};
+use crate::optim::Momentum;
+use crate::profiler::{FlopsProfile, peak_flops, spans};
+use crate::util::counted;
+use std::io::Write as _;
+
+impl<M> Engine<M> {
+    /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
+    /// nothing. The engine's own events are at [`global_samples`](Self::global_samples).
+    ///
+    /// ```
+    /// # use candle_zero::Engine;
+    /// # use candle_zero::monitor::{Event, JsonLines};
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("values.jsonl");
+    /// # let config = r#"{"train_batch_size": 1}"#;
+    /// let builder = Engine::builder().monitor({
+    ///     let path = path.clone();
+    ///     move || JsonLines::append(path)
+    /// });
+    /// let mut engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+    /// let samples = engine.global_samples();
+    /// engine.write_events(&[Event::new("Validation/loss", 0.25, samples)]);
+    /// assert_eq!(std::fs::read_to_string(path)?, "{\"step\":0,\"tag\":\"Validation/loss\",\"value\":0.25}\n");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn write_events(&mut self, events: &[Event]) {
+        self.reporter.monitors.write(events);
+    }
+
+    /// The collectives of this rank so far by kind and size, where `comms_logger` is on; rank 0 prints them when the
+    /// engine is dropped. As DeepSpeed's `log_summary`.
+    pub fn comm_summary(&self) -> Option<CommSummary> {
+        self.reporter.comm_log.as_ref().map(|log| log.summary())
+    }
+
+    /// Operations and time of the step that `flops_profiler` names, after it, on rank 0.
+    pub fn flops_profile(&self) -> Option<&FlopsProfile> {
+        self.reporter.profile.as_ref()
+    }
+
+    /// Ends the profile after its step. Collective there: rank 0 measures the machine while the others wait.
+    fn end_profile(&mut self) -> Result<()> {
+        let Some(profiler) = self.config.monitoring.flops_profiler.as_ref() else { return Ok(()) };
+        if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
+            return Ok(());
+        }
+        if self.rank() == 0 {
+            let run = (self.global_steps, self.config.batch.train_batch_size, self.world_size());
+            let peak = peak_flops(self.dtype());
+            let profile = FlopsProfile::new(self.core.units(), &spans::take(), run, self.clock.last, peak);
+            let text = profile.text(profiler);
+            match &profiler.output_file {
+                None => say(&text),
+                Some(path) => {
+                    let write = || {
+                        only_earlier(path, FlopsProfile::BEGINS, "profile")?;
+                        let mut file = AtomicFile::beside(path)?;
+                        file.file().write_all(format!("{text}\n").as_bytes())?;
+                        file.finish()
+                    };
+                    if let Err(error) = write() {
+                        warn(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
+                    }
+                }
+            }
+            self.reporter.profile = Some(profile);
+        }
+        self.core.comm().barrier().wait()
+    }
+
+    /// The engine is dropped.
+    pub(super) fn report_at_end(&self) {
+        if let (0, Some(summary)) = (self.rank(), self.comm_summary()) {
+            say(&format!("collectives of rank 0\n{summary}"));
+        }
+    }
+
+    /// An optimizer step is over. Collective in the step that `flops_profiler` names.
+    pub(super) fn tell(&mut self) -> Result<()> {
+        let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
+        self.clock.boundary(waited);
+        self.report_order();
+        self.report_progress();
+        self.end_profile()
+    }
+
+    /// `log_trace_cache_warnings`.
+    fn report_order(&mut self) {
+        let changes = self.core.order_changes();
+        let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
+        if new > 0 && self.config.zero.log_trace_cache_warnings && self.rank() == 0 {
+            warn(&format!(
+                "step {}: units were used in another order than before in {}: what comes next could not \
+                 be gathered ahead there",
+                self.global_steps,
+                counted(new, "micro step")
+            ));
+        }
+    }
+
+    fn report_progress(&mut self) {
+        let speed = self.reporter.throughput.boundary(self.config.batch.train_batch_size);
+        if self.rank() != 0 {
+            return;
+        }
+        let every = self.config.steps_per_print;
+        if every.is_none_or(|n| self.global_steps.is_multiple_of(n)) {
+            if every.is_some() {
+                say(&self.progress_line());
+            }
+            if let (Some(speed), Some(_), true) = (speed, every, self.config.monitoring.throughput) {
+                let (micro, global) = (self.micro_steps + 1, self.global_steps);
+                let [now, most] = [rss_bytes(), rss_peak_bytes()].map(gigabytes);
+                say(&format!(
+                    "micro_step={micro}/global_step={global}, RunningAvgSamplesPerSec={}, CurrSamplesPerSec={}, \
+                     MemAllocated={now}GB, MaxMemAllocated={most}GB",
+                    speed.average, speed.current
+                ));
+            }
+            if self.config.wall_clock_breakdown {
+                say(&self.time_line());
+            }
+        }
+        if !self.reporter.monitors.is_empty() {
+            let events = self.events();
+            self.reporter.monitors.write(&events);
+        }
+    }
+
+    /// `steps_per_print`. Learning rate and momentum are those of the coming step, as DeepSpeed prints them.
+    fn progress_line(&self) -> String {
+        let momentum = |momentum: &Momentum| match momentum {
+            Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),
+            Momentum::Factor(factor) => format!("{factor:?}"),
+        };
+        let mom: Vec<String> = self.get_mom().iter().map(momentum).collect();
+        let (step, skipped, lr) = (self.global_steps, self.skipped_steps, self.get_lr());
+        format!("step={step}, skipped={skipped}, lr={lr:?}, mom=[{}]", mom.join(", "))
+    }
+
+    /// `wall_clock_breakdown`.
+    fn time_line(&self) -> String {
+        let t = self.clock.last;
+        let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
+        let files =
+            if self.core.offload_report().is_some() { format!(", for files {:.2}", t.disk_ms) } else { String::new() };
+        format!("time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}{files}")
+    }
+
+    /// The optimizer step's events under DeepSpeed's tags.
+    fn events(&self) -> Vec<Event> {
+        let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.get_lr()[0])];
+        if let Precision::Fp16(_) = self.config.precision {
+            values.push(("loss_scale", self.loss_scale()));
+        }
+        values.extend(self.grad_norm.map(|norm| ("grad_norm", norm)));
+        if self.config.wall_clock_breakdown {
+            let t = self.clock.last;
+            let reducing = self.clock.last_backward_wait_ms;
+            values.extend([
+                ("elapsed_time_ms_forward", t.forward_ms),
+                ("elapsed_time_ms_backward", t.backward_ms),
+                ("elapsed_time_ms_backward_inner", t.backward_ms - reducing),
+                ("elapsed_time_ms_backward_allreduce", reducing),
+                ("elapsed_time_ms_step", t.step_ms),
+            ]);
+        }
+        let event = |(name, value)| Event::new(format!("Train/Samples/{name}"), value, self.global_samples);
+        values.into_iter().map(event).collect()
+    }
+
+    /// A micro step's step is over.
+    pub(super) fn end_micro_step(&mut self) {
+        if let Some(start) = self.reporter.micro_step.take() {
+            self.reporter.throughput.add(start.elapsed());
+        }
+    }
+
+    /// `memory_breakdown`, in the rhythm of `steps_per_print`; `step` is the number of this optimizer step, from 1.
+    pub(super) fn report_memory(&self, edge: &str, step: u64) {
+        let every = self.config.steps_per_print;
+        let due = every.is_none_or(|n| step.is_multiple_of(n));
+        if !self.config.monitoring.memory_breakdown || self.rank() != 0 || !due {
+            return;
+        }
+        let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
+        let report = self.memory_report();
+        let rows = report.rows.iter().filter(|row| row.bytes.held > 0);
+        let rows: Vec<String> = rows.map(|row| format!("{} {}", row.kind.name(), mib(row.bytes.held))).collect();
+        let [now, most] = [rss_bytes(), rss_peak_bytes()].map(|bytes| mib(bytes.unwrap_or_default() as usize));
+        say(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
+    }
+
+    /// `dump_state`.
+    pub(super) fn dump_state(&self) {
+        if !self.config.monitoring.dump_state || self.rank() != 0 {
+            return;
+        }
+        let config = &self.config.to_deepspeed_json();
+        let config = serde_json::to_string_pretty(config).expect("a tree of values is JSON");
+        let (units, params) = (self.core.units().len() - 1, self.core.params().len());
+        say(&format!(
+            "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
+             outside of them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
+            self.world_size(),
+            self.device,
+            self.dtype(),
+            self.trainer,
+            self.loss_scale(),
+            self.memory_report()
+        ));
+    }
+}
+
+fn gigabytes(bytes: Option<u64>) -> String {
+    bytes.map_or("?".into(), |bytes| format!("{:.2}", bytes as f64 / f64::from(1 << 30)))
+}

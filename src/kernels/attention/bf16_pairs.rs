@@ -1,0 +1,70 @@
+//! Tiles of f32 to words of two bf16: probabilities and the scores' gradients are rounded before they are multiplied.
+
+use super::rule::TileShape;
+use super::shape::{BAND, BLOCK, TILE};
+use crate::kernels::vector::{Avx512Bf16, SimdVector};
+
+/// Takes the rows of a tile to words along the keys, over itself.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn along_keys_in_place(tile: &mut [f32], s: TileShape) {
+    let tile = tile[..TILE].as_mut_ptr();
+    // SAFETY: as the caller promises; row `key` was read before, or is at the same time.
+    unsafe { words_along_keys(tile, tile, s) }
+}
+
+/// The same into `dst`.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn along_keys(src: &[f32], dst: &mut [f32], s: TileShape) {
+    // SAFETY: as the caller promises.
+    unsafe { words_along_keys(src[..TILE].as_ptr(), dst[..TILE].as_mut_ptr(), s) }
+}
+
+/// # Safety
+/// As above; both are tiles.
+unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
+    assert!(s.keys <= BLOCK && s.queries <= BLOCK);
+    // SAFETY: keys and queries lie within the tiles.
+    unsafe {
+        Avx512Bf16::with(
+            #[inline(always)]
+            || {
+                for key in 0..s.keys / 2 {
+                    for query in (0..s.queries).step_by(BAND) {
+                        let first = src.add(2 * key * BLOCK + query);
+                        let (low, high) = (Avx512Bf16::load(first), Avx512Bf16::load(first.add(BLOCK)));
+                        Avx512Bf16::pair(low, high).store(dst.add(key * BLOCK + query));
+                    }
+                }
+            },
+        )
+    }
+}
+
+/// Takes a tile to words along the queries, over itself; a last vector without a neighbor is paired with zeros.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
+    assert!(s.keys <= BLOCK && s.queries <= BLOCK);
+    let tile = tile[..TILE].as_mut_ptr();
+    // SAFETY: as the caller promises; keys and queries lie within the tile.
+    unsafe {
+        Avx512Bf16::with(
+            #[inline(always)]
+            || {
+                for key in 0..s.keys {
+                    let row = tile.add(key * BLOCK);
+                    for query in (0..s.queries).step_by(2 * BAND) {
+                        let both = query + BAND < s.queries;
+                        let second = if both { Avx512Bf16::load(row.add(query + BAND)) } else { Avx512Bf16::zero() };
+                        Avx512Bf16::row(Avx512Bf16::load(row.add(query)), second).store(row.add(query / 2));
+                    }
+                }
+            },
+        )
+    }
+}

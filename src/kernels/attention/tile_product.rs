@@ -1,0 +1,198 @@
+//! Products of tiles: small blocks of sums in registers, with the left factor's words broadcast and the right factor's
+//! taken a vector at a time.
+
+use super::shape::BAND;
+#[cfg(target_arch = "aarch64")]
+use crate::kernels::vector::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
+use crate::kernels::vector::{F32Words, PackedWords, PortableVector, SimdVector};
+
+/// Words with the products that a level's registers hold the sums of.
+pub(super) trait StripProducts: PackedWords {
+    /// Products with 1, 2, ... vectors of columns.
+    const STRIPS: &'static [StripProduct];
+}
+
+// Of 32 registers 24 for the sums, 3 or 4 for a row of the right factor, 1 for a word of the left one;
+#[cfg(target_arch = "x86_64")]
+impl StripProducts for F32Words<Avx512> {
+    const STRIPS: &'static [StripProduct] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+#[cfg(target_arch = "x86_64")]
+impl StripProducts for Bf16PairWords {
+    const STRIPS: &'static [StripProduct] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+#[cfg(target_arch = "aarch64")]
+impl StripProducts for F32Words<Neon> {
+    const STRIPS: &'static [StripProduct] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+// of 16 registers 12, 2 and 1;
+#[cfg(target_arch = "x86_64")]
+impl StripProducts for F32Words<Avx2> {
+    const STRIPS: &'static [StripProduct] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
+}
+
+// of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
+impl StripProducts for F32Words<PortableVector> {
+    const STRIPS: &'static [StripProduct] = &[strip::<Self, 4, 1>];
+}
+
+/// The left factor of a product: element (i, d) is the word `i * row + d * step`.
+#[derive(Clone, Copy)]
+pub(super) struct LeftFactor<'a> {
+    pub words: &'a [f32],
+    pub row: usize,
+    pub step: usize,
+}
+
+/// What a product is added to.
+#[derive(Clone, Copy)]
+pub(super) enum ProductInit<'a> {
+    /// Nothing: the result is overwritten.
+    Zero,
+    /// The result.
+    Sums,
+    /// The result, each row times its factor.
+    Times(&'a [f32]),
+}
+
+impl ProductInit<'_> {
+    /// For a result without its first rows.
+    pub(super) fn skip_rows(self, row: usize) -> Self {
+        match self {
+            Self::Times(factors) => Self::Times(&factors[row..]),
+            other => other,
+        }
+    }
+}
+
+/// c = what it starts with + a b.
+///
+/// The sizes are those of rows, columns and words of summation, the first two multiples of [`BAND`]; `c` and `b` are
+/// (words, words from row to row).
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+///
+/// # Panics
+/// If a slice is too short.
+pub(super) unsafe fn product<T: StripProducts>(
+    (c, c_stride): (&mut [f32], usize),
+    start: ProductInit<'_>,
+    a: LeftFactor<'_>,
+    (b, b_stride): (&[f32], usize),
+    [rows, columns, depth]: [usize; 3],
+) {
+    assert!(rows > 0 && rows.is_multiple_of(BAND) && columns > 0 && columns.is_multiple_of(BAND) && depth > 0);
+    assert!((rows - 1) * c_stride + columns <= c.len(), "the result's rows");
+    assert!((rows - 1) * a.row + (depth - 1) * a.step < a.words.len(), "the left factor's words");
+    assert!((depth - 1) * b_stride + columns <= b.len(), "the right factor's rows");
+    if let ProductInit::Times(factors) = start {
+        assert!(rows <= factors.len(), "a factor for each row");
+    }
+    let mut column = 0;
+    while column < columns {
+        // As many strips as the widest ones would be, of nearly the same width.
+        let left = (columns - column) / T::V::LANES;
+        let vectors = left.div_ceil(left.div_ceil(T::STRIPS.len()));
+        let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());
+        // SAFETY: the sizes were checked, and the strip ends within the columns.
+        unsafe { T::STRIPS[vectors - 1]((c, c_stride), start, a, (b, b_stride), [rows, depth]) };
+        column += vectors * T::V::LANES;
+    }
+}
+
+/// A product with some vectors of columns: result, start, left and right factor, rows and words of summation.
+pub(super) type StripProduct =
+    unsafe fn((*mut f32, usize), start: ProductInit<'_>, a: LeftFactor<'_>, b: (*const f32, usize), size: [usize; 2]);
+
+/// The strip of `N` vectors, up to `R` rows at a time.
+///
+/// # Safety
+/// All that the sizes name lies within the factors and the result, and the processor has the instructions.
+pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
+    (c, c_stride): (*mut f32, usize),
+    start: ProductInit<'_>,
+    a: LeftFactor<'_>,
+    b: (*const f32, usize),
+    [rows, depth]: [usize; 2],
+) {
+    const { assert!(R == 4 || R == 6 || R == 8) };
+    // SAFETY: as the caller promises; row + the rows of a block <= rows, which is a multiple of 16.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            || {
+                let first = a.words.as_ptr();
+                let mut row = 0;
+                while row < rows {
+                    let (c, a) = ((c.add(row * c_stride), c_stride), (first.add(row * a.row), a.row, a.step));
+                    let factors = match start {
+                        ProductInit::Times(factors) => factors.as_ptr().add(row),
+                        _ => std::ptr::null(),
+                    };
+                    let add = !matches!(start, ProductInit::Zero);
+                    // What remains after sixes is 4 or 8.
+                    if R == 6 && matches!(rows - row, 4 | 8) {
+                        block::<W, 4, N>(c, add, factors, a, b, depth);
+                        row += 4;
+                    } else {
+                        block::<W, R, N>(c, add, factors, a, b, depth);
+                        row += R;
+                    }
+                }
+            },
+        )
+    }
+}
+
+/// `R` rows and `N` vectors of columns. The result's rows are multiplied by factors, unless that is null, if the product
+/// is added to them.
+#[inline(always)]
+unsafe fn block<W: PackedWords, const R: usize, const N: usize>(
+    (c, c_stride): (*mut f32, usize),
+    add: bool,
+    factors: *const f32,
+    (a, row, step): (*const f32, usize, usize),
+    (b, b_stride): (*const f32, usize),
+    depth: usize,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut sums = [[W::V::zero(); N]; R];
+        if add {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    *sum = W::V::load(c.add(i * c_stride + j * W::V::LANES));
+                }
+            }
+            if !factors.is_null() {
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let factor = W::V::splat(*factors.add(i));
+                    sums.iter_mut().for_each(|sum| *sum = sum.mul(factor));
+                }
+            }
+        }
+        for d in 0..depth {
+            let mut right = [W::V::zero(); N];
+            for (j, right) in right.iter_mut().enumerate() {
+                *right = W::V::load(b.add(d * b_stride + j * W::V::LANES));
+            }
+            for (i, sums) in sums.iter_mut().enumerate() {
+                W::add_products(sums, a.add(i * row + d * step), &right);
+            }
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            for (j, sum) in sums.iter().enumerate() {
+                sum.store(c.add(i * c_stride + j * W::V::LANES));
+            }
+        }
+    }
+}

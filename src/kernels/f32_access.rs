@@ -1,0 +1,255 @@
+//! Elements as f32 inside of loops that are compiled for a level: one at a time, in rows, and as operands of functions
+//! over whole slices.
+
+use super::element::{self, Element, ElementDtype};
+use super::half_conversion::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
+
+pub(crate) use super::simd::vectorized;
+use std::ops::Range;
+
+/// Elements that are widened, computed and narrowed together where they are not part of one loop.
+const BLOCK: usize = 128;
+
+/// The element as f32. f16 costs many instructions: rows of it are better [widened](widen).
+#[inline(always)]
+pub(crate) fn get<E: Element>(x: E) -> f32 {
+    match E::KIND {
+        ElementDtype::F32 => bytemuck::cast(x),
+        ElementDtype::BF16 => f32_from_bf16(bytemuck::cast(x)),
+        ElementDtype::F16 => f32_from_f16(bytemuck::cast(x)),
+    }
+}
+
+/// The nearest element; of two equally near the even one. As for f16, see [`get`].
+#[inline(always)]
+pub(crate) fn put<E: Element>(x: f32) -> E {
+    match E::KIND {
+        ElementDtype::F32 => bytemuck::cast(x),
+        ElementDtype::BF16 => bytemuck::cast(bf16_from_f32(x)),
+        ElementDtype::F16 => bytemuck::cast(f16_from_f32(x)),
+    }
+}
+
+/// `get` for a row.
+#[inline(always)]
+pub(crate) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
+    element::widen(src, dst);
+}
+
+/// `put` for a row.
+#[inline(always)]
+pub(crate) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
+    element::narrow(src, dst);
+}
+
+/// A row as f32: itself, or widened into `room` of its length.
+#[inline(always)]
+pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [f32] {
+    if E::KIND == ElementDtype::F32 {
+        return bytemuck::cast_slice(row);
+    }
+    widen(row, room);
+    room
+}
+
+/// `y[i] = f(the inputs' elements i)`, for slices of one length.
+#[inline(always)]
+pub(crate) fn map<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    // The conversions of f16 are instructions for slices, those of bf16 vectorize with the function.
+    if I::KIND == ElementDtype::F16 || E::KIND == ElementDtype::F16 {
+        map_in_blocks(inputs, y, f)
+    } else {
+        compute(inputs, y, f)
+    }
+}
+
+/// [`map`] for a function of many instructions: what widens, computes and narrows are loops of their own.
+#[inline(always)]
+pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    if E::KIND == ElementDtype::F32 { compute(inputs, y, f) } else { map_in_blocks(inputs, y, f) }
+}
+
+/// `y[i] = second(x[i], first(x[i]))`, for slices of one length: two loops, because the chain of both is so long that the
+/// processor would have few elements under way.
+#[inline(always)]
+pub(crate) fn map_in_steps<E: Element>(
+    x: &[E],
+    y: &mut [E],
+    first: impl Fn(f32) -> f32,
+    second: impl Fn(f32, f32) -> f32,
+) {
+    assert_eq!(x.len(), y.len(), "slices of one length");
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<BLOCK>(), y.as_chunks_mut::<BLOCK>());
+    let mut room = [[0f32; BLOCK]; 3];
+    for (x, y) in x.iter().zip(y) {
+        block_in_steps(x, y, &mut room, &first, &second);
+    }
+    block_in_steps(x_rest, y_rest, &mut room, &first, &second);
+}
+
+/// [`map_in_steps`] of at most a block, whose length the compiler sees where it is a whole one.
+#[inline(always)]
+fn block_in_steps<E: Element>(
+    x: &[E],
+    y: &mut [E],
+    room: &mut [[f32; BLOCK]; 3],
+    first: &impl Fn(f32) -> f32,
+    second: &impl Fn(f32, f32) -> f32,
+) {
+    let [wide, between, after] = room.each_mut().map(|room| &mut room[..y.len()]);
+    let x = as_f32(x, wide);
+    for (between, x) in between.iter_mut().zip(x) {
+        *between = first(*x);
+    }
+    if E::KIND == ElementDtype::F32 {
+        for ((y, x), between) in y.iter_mut().zip(x).zip(&*between) {
+            *y = put(second(*x, *between));
+        }
+    } else {
+        for ((after, x), between) in after.iter_mut().zip(x).zip(&*between) {
+            *after = second(*x, *between);
+        }
+        narrow(after, y);
+    }
+}
+
+/// `y[i] = f(y[i], the inputs' elements i)`, for slices of one length.
+#[inline(always)]
+pub(crate) fn update<I: Element, E: Element, const N: usize>(
+    y: &mut [E],
+    inputs: [&[I]; N],
+    f: impl Fn(f32, [f32; N]) -> f32,
+) {
+    if I::KIND != ElementDtype::F16 && E::KIND != ElementDtype::F16 {
+        return revise(y, inputs, f);
+    }
+    let (mut before, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    for start in (0..y.len()).step_by(BLOCK) {
+        let range = start..y.len().min(start + BLOCK);
+        let y = &mut y[range.clone()];
+        if E::KIND == ElementDtype::F32 {
+            revise(y, block(inputs, range, &mut room), &f);
+            continue;
+        }
+        let before = &mut before[..y.len()];
+        widen(y, before);
+        revise(before, block(inputs, range, &mut room), &f);
+        narrow(before, y);
+    }
+}
+
+/// `sum[i] += x[i]`, for slices of one length.
+#[inline(always)]
+pub(crate) fn add_to<E: Element>(sum: &mut [f32], x: &[E]) {
+    update(
+        sum,
+        [x],
+        #[inline(always)]
+        |sum, [x]| sum + x,
+    );
+}
+
+#[inline(always)]
+fn map_in_blocks<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    let (mut after, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    for start in (0..y.len()).step_by(BLOCK) {
+        let range = start..y.len().min(start + BLOCK);
+        if E::KIND == ElementDtype::F32 {
+            compute(block(inputs, range.clone(), &mut room), &mut y[range], &f);
+            continue;
+        }
+        let after = &mut after[..range.len()];
+        compute(block(inputs, range.clone(), &mut room), after, &f);
+        narrow(after, &mut y[range]);
+    }
+}
+
+/// A range of the inputs as f32.
+#[inline(always)]
+fn block<'a, I: Element, const N: usize>(
+    inputs: [&'a [I]; N],
+    range: Range<usize>,
+    room: &'a mut [[f32; BLOCK]; N],
+) -> [&'a [f32]; N] {
+    let len = range.len();
+    if I::KIND != ElementDtype::F32 {
+        for (room, x) in room.iter_mut().zip(inputs) {
+            widen(&x[range.clone()], &mut room[..len]);
+        }
+    }
+    let room = &*room;
+    std::array::from_fn(
+        #[inline(always)]
+        |i| {
+            if I::KIND == ElementDtype::F32 { &bytemuck::cast_slice(inputs[i])[range.clone()] } else { &room[i][..len] }
+        },
+    )
+}
+
+#[inline(always)]
+fn compute<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = put(f(at(&inputs, i)));
+    }
+}
+
+#[inline(always)]
+fn revise<I: Element, E: Element, const N: usize>(y: &mut [E], inputs: [&[I]; N], f: impl Fn(f32, [f32; N]) -> f32) {
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = put(f(get(*y), at(&inputs, i)));
+    }
+}
+
+/// The inputs' elements `i`, of slices that have as many.
+#[inline(always)]
+fn at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
+    inputs.map(
+        #[inline(always)]
+        |x| {
+            debug_assert!(i < x.len());
+            // SAFETY: the callers' loops end with the result, and they made sure that all inputs have its length. A check in
+            // the loop would leave its last vector to a scalar loop.
+            get(unsafe { *x.get_unchecked(i) })
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn functions_of_slices_are_those_of_their_elements<E: Element>() {
+        for n in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 77] {
+            let [a, b]: [Vec<E>; 2] = [0.37, -0.011].map(|f| (0..n).map(|i| put(i as f32 * f + 3.0)).collect());
+            let wide = |x: &[E]| x.iter().map(|x| get(*x)).collect::<Vec<f32>>();
+            let mut room = vec![0f32; n];
+            assert_eq!(as_f32(&a, &mut room), wide(&a));
+            let want: Vec<E> = a.iter().zip(&b).map(|(a, b)| put(get(*a) * 2.0 - get(*b))).collect();
+            let mut y = vec![E::default(); n];
+            map([&a, &b], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            y.fill(E::default());
+            map_long([&a, &b], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            y.fill(E::default());
+            map::<f32, _, _>([&wide(&a), &wide(&b)], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            let mut sums = wide(&b);
+            add_to(&mut sums, &a);
+            assert!(sums.iter().zip(a.iter().zip(&b)).all(|(sum, (a, b))| *sum == get(*b) + get(*a)));
+            y.copy_from_slice(&a);
+            update(&mut y, [&b], |a, [b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+        }
+    }
+
+    #[test]
+    fn functions_of_slices_are_those_of_their_elements_in_every_dtype() {
+        functions_of_slices_are_those_of_their_elements::<f32>();
+        functions_of_slices_are_those_of_their_elements::<bf16>();
+        functions_of_slices_are_those_of_their_elements::<f16>();
+    }
+}

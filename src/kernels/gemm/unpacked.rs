@@ -1,0 +1,120 @@
+//! Products of one, two or four rows with `b` as it lies in memory: each word is loaded, or transposed in registers,
+//! and multiplied at once. The sums are those of the microkernels to the bit.
+
+use super::arithmetic::ElementArithmetic;
+use super::microkernel::{AccumulatorInit, StridedWords, load_sums, store_sums};
+use super::pack::GemmOperand;
+use crate::kernels::element::Element;
+use crate::kernels::vector::SimdVector;
+
+/// The most rows.
+pub(super) const ROWS: usize = 4;
+
+/// The sums of `rows` rows, a power of two of at most [`ROWS`], of `vectors` vectors of the columns of `b` from `outer`,
+/// for `steps` steps from `step`: the words of `a` from its first step on, and rows of sums `stride` apart. No vector is
+/// added to sums that were there: `start` is [`AccumulatorInit::Zero`] or [`AccumulatorInit::Continue`].
+///
+/// # Safety
+/// The processor has the instructions of `W`; `a`, `b` and `sums` hold the rows, columns and steps that this reads and
+/// writes.
+#[expect(clippy::too_many_arguments, reason = "a microkernel's, and where in `b`")]
+pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
+    rows: usize,
+    a: StridedWords,
+    b: &GemmOperand<E>,
+    (outer, vectors): (usize, usize),
+    (step, steps): (usize, usize),
+    sums: *mut f32,
+    stride: usize,
+    start: AccumulatorInit,
+) {
+    assert!(start != AccumulatorInit::Add && steps > 0);
+    let keep = start == AccumulatorInit::Continue;
+    let at = (outer, step, steps);
+    // SAFETY: as the caller promises.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            move || match (rows, b.inner_stride == 1, vectors) {
+                (1, true, _) => along::<W, E, 1>(a, b, at, vectors, sums, stride, keep),
+                (2, true, _) => along::<W, E, 2>(a, b, at, vectors, sums, stride, keep),
+                (4, true, _) => along::<W, E, 4>(a, b, at, vectors, sums, stride, keep),
+                (1, false, 1) => across::<W, E, 1, 1>(a, b, at, sums, stride, keep),
+                (1, false, 2) => across::<W, E, 1, 2>(a, b, at, sums, stride, keep),
+                (1, false, 3) => across::<W, E, 1, 3>(a, b, at, sums, stride, keep),
+                (2, false, 1) => across::<W, E, 2, 1>(a, b, at, sums, stride, keep),
+                (2, false, 2) => across::<W, E, 2, 2>(a, b, at, sums, stride, keep),
+                (2, false, 3) => across::<W, E, 2, 3>(a, b, at, sums, stride, keep),
+                (4, false, 1) => across::<W, E, 4, 1>(a, b, at, sums, stride, keep),
+                (4, false, 2) => across::<W, E, 4, 2>(a, b, at, sums, stride, keep),
+                (4, false, 3) => across::<W, E, 4, 3>(a, b, at, sums, stride, keep),
+                _ => unreachable!("{rows} rows of {vectors} vectors"),
+            },
+        )
+    }
+}
+
+/// Where the elements of a column of `b` lie side by side.
+///
+/// # Safety
+/// As for [`multiply`], and inside of `W::V::with`.
+#[inline(always)]
+unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
+    a: StridedWords,
+    b: &GemmOperand<E>,
+    (outer, step, steps): (usize, usize, usize),
+    vectors: usize,
+    sums: *mut f32,
+    stride: usize,
+    keep: bool,
+) {
+    for v in 0..vectors {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let sums = sums.add(v * W::LANES);
+            let mut acc = load_sums::<W::V, R, 1>(sums, stride, keep);
+            b.transposed::<W>(
+                outer + v * W::LANES,
+                step,
+                steps,
+                #[inline(always)]
+                |s, words| {
+                    for (i, acc) in acc.iter_mut().enumerate() {
+                        W::add_products(acc, a.first.add(i * a.row + s * a.step), &[words]);
+                    }
+                },
+            );
+            store_sums(acc, sums, stride);
+        }
+    }
+}
+
+/// Where columns of `b` lie side by side.
+///
+/// # Safety
+/// As for [`multiply`], and inside of `W::V::with`.
+#[inline(always)]
+unsafe fn across<W: ElementArithmetic<E>, E: Element, const R: usize, const N: usize>(
+    a: StridedWords,
+    b: &GemmOperand<E>,
+    (outer, step, steps): (usize, usize, usize),
+    sums: *mut f32,
+    stride: usize,
+    keep: bool,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut acc = load_sums::<W::V, R, N>(sums, stride, keep);
+        for s in 0..steps {
+            b.prefetch_columns::<W>(outer, N, step + s);
+            let mut columns = [W::V::zero(); N];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = b.words::<W>(outer + v * W::LANES, step + s);
+            }
+            for (i, acc) in acc.iter_mut().enumerate() {
+                W::add_products(acc, a.first.add(i * a.row + s * a.step), &columns);
+            }
+        }
+        store_sums(acc, sums, stride);
+    }
+}

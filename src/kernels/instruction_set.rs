@@ -1,0 +1,164 @@
+//! The SIMD level of every kernel: the best that the processor has, or the one that `CANDLE_ZERO_SIMD` names.
+
+use super::error::KernelError;
+use std::ffi::OsString;
+use std::sync::OnceLock;
+
+/// The environment variable that forces the level of every kernel of this process.
+pub(crate) const SIMD: &str = "CANDLE_ZERO_SIMD";
+
+/// The variable's value for the best level; the same as nothing.
+pub(crate) const AUTO: &str = "auto";
+
+/// A set of vector instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum InstructionSet {
+    /// The instructions of every CPU of the architecture. Its kernels give the same bits on every machine.
+    Portable,
+    /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that come with them.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Vectors of sixteen f32; products of bf16 use its bf16 instructions where the CPU has fast ones.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// Vectors of four f32, with the fused multiply-add in products.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+}
+
+impl InstructionSet {
+    /// Every level of the architecture, widest first.
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        #[cfg(target_arch = "aarch64")]
+        Self::Neon,
+        Self::Portable,
+    ];
+
+    /// As `CANDLE_ZERO_SIMD` names it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => "neon",
+        }
+    }
+
+    /// The levels that this CPU has, widest first.
+    pub(crate) fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|level| level.is_available())
+    }
+
+    /// The standard library asks the CPU once and keeps the answer.
+    pub(super) fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => true,
+        }
+    }
+
+    /// The widest that this CPU has.
+    fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+
+    /// The level that a value of the variable stands for on this CPU.
+    fn wanted(value: Option<OsString>) -> Result<Self, KernelError> {
+        let Some(value) = value.filter(|value| !value.is_empty() && value != AUTO) else { return Ok(Self::best()) };
+        let found = value.to_string_lossy().into_owned();
+        match Self::ALL.iter().find(|level| level.name() == found) {
+            Some(level) if level.is_available() => Ok(*level),
+            Some(_) => Err(KernelError::LevelNotAvailable { found, available: Self::names_available() }),
+            None => Err(KernelError::UnknownLevel { found, available: Self::names_available() }),
+        }
+    }
+
+    /// The names of the levels that this CPU has, widest first.
+    fn names_available() -> Vec<&'static str> {
+        Self::available().map(Self::name).collect()
+    }
+}
+
+/// The level of every kernel of this process. The environment is read once.
+///
+/// # Errors
+/// `CANDLE_ZERO_SIMD` names no level, or one that this CPU lacks.
+pub(crate) fn checked_level() -> Result<InstructionSet, KernelError> {
+    static LEVEL: OnceLock<Result<InstructionSet, KernelError>> = OnceLock::new();
+    LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
+}
+
+/// The same for kernels. Whoever lets kernels run asks [`checked_level`] first: the engine, `zerorun`, the layers.
+///
+/// # Panics
+/// Where that is an error.
+#[inline]
+pub(crate) fn level() -> InstructionSet {
+    // Of its own, so that what a loop of a few elements asks is one load: a copy of a result is a call.
+    static LEVEL: OnceLock<InstructionSet> = OnceLock::new();
+    *LEVEL.get_or_init(|| checked_level().unwrap_or_else(|error| panic!("{error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wanted(value: &str) -> Result<InstructionSet, String> {
+        InstructionSet::wanted(Some(value.into())).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn nothing_and_auto_are_the_best_level_and_a_name_is_that_level() {
+        assert_eq!(InstructionSet::wanted(None), Ok(InstructionSet::best()));
+        assert_eq!((wanted(""), wanted("auto")), (Ok(InstructionSet::best()), Ok(InstructionSet::best())));
+        assert_eq!(InstructionSet::available().next(), Some(InstructionSet::best()));
+        for level in InstructionSet::available() {
+            assert_eq!(wanted(level.name()), Ok(level));
+        }
+        assert_eq!(wanted("portable"), Ok(InstructionSet::Portable), "every CPU has it");
+    }
+
+    #[test]
+    fn a_level_that_the_cpu_lacks_is_an_error_that_lists_those_it_has() {
+        for level in InstructionSet::ALL.iter().filter(|level| !level.is_available()) {
+            let error = wanted(level.name()).expect_err("it is not available");
+            assert!(error.contains(&format!("`{}`", level.name())), "{error}");
+            assert!(error.ends_with(&format!("{} or auto", InstructionSet::names_available().join(", "))), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_errors_say_what_was_found_and_what_is_allowed() {
+        let available = vec!["avx2", "portable"];
+        let unknown = KernelError::UnknownLevel { found: "AVX2".into(), available: available.clone() };
+        insta::assert_snapshot!(unknown, @"environment variable CANDLE_ZERO_SIMD is `AVX2`, which is no SIMD level; this processor allows avx2, portable or auto");
+        let lacking = KernelError::LevelNotAvailable { found: "avx512".into(), available };
+        insta::assert_snapshot!(lacking, @"environment variable CANDLE_ZERO_SIMD is `avx512`, which this processor lacks; it allows avx2, portable or auto");
+        let error = wanted("sse9").expect_err("no such level");
+        assert!(error.contains("`sse9`"), "{error}");
+    }
+
+    #[test]
+    fn kernels_run_at_the_level_of_the_environment() {
+        assert_eq!(Ok(level()), InstructionSet::wanted(std::env::var_os(SIMD)));
+    }
+}

@@ -1,0 +1,166 @@
+//! Pooling and resampling of planes `[planes, height, width]`, in f32: maxima, means, the nearest element, and the mean of
+//! the four nearest by distance.
+//!
+//! Each result sees a few elements of its plane, and backward hands its gradient to the same ones.
+
+use super::parallel::{ParallelChunks, for_each_part};
+use std::ops::Range;
+
+/// Windows over planes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolingWindows {
+    /// Height and width of a plane.
+    pub size: [usize; 2],
+    /// Height and width of its result.
+    pub result: [usize; 2],
+    pub kernel: [usize; 2],
+    pub stride: [usize; 2],
+    pub padding: [usize; 2],
+}
+
+impl PoolingWindows {
+    fn results(self) -> usize {
+        self.result[0] * self.result[1]
+    }
+
+    fn elements(self) -> usize {
+        self.size[0] * self.size[1]
+    }
+
+    /// The elements of a plane that result `at` sees along an axis; without those of the padding.
+    pub fn range(self, axis: usize, at: usize) -> Range<usize> {
+        let start = at * self.stride[axis];
+        let end = (start + self.kernel[axis]).saturating_sub(self.padding[axis]).min(self.size[axis]);
+        start.saturating_sub(self.padding[axis]).min(end)..end
+    }
+
+    /// Calls `visit` with each result's place and the rows and columns that it sees.
+    #[inline(always)]
+    fn each(self, mut visit: impl FnMut(usize, Range<usize>, Range<usize>)) {
+        for row in 0..self.result[0] {
+            let rows = self.range(0, row);
+            for column in 0..self.result[1] {
+                visit(row * self.result[1] + column, rows.clone(), self.range(1, column));
+            }
+        }
+    }
+
+    /// The largest element of each window, and its place in the plane: the first of several, or a nan.
+    pub fn maxima(self, x: &[f32], y: &mut [f32], places: &mut [u32]) {
+        let parts = (ParallelChunks::new(y, self.results()), ParallelChunks::new(places, self.results()));
+        for_each_part(x.len() / self.elements().max(1), parts, |plane, (y, places)| {
+            let x = &x[plane * self.elements()..][..self.elements()];
+            self.each(|result, rows, columns| {
+                let mut place = rows.start * self.size[1] + columns.start;
+                let mut largest = f32::NEG_INFINITY;
+                for row in rows {
+                    let start = row * self.size[1] + columns.start;
+                    for (at, value) in (start..).zip(&x[start..start + columns.len()]) {
+                        // Nothing is larger than a nan.
+                        if *value > largest || (value.is_nan() && !largest.is_nan()) {
+                            (place, largest) = (at, *value);
+                        }
+                    }
+                }
+                y[result] = largest;
+                places[result] = place as u32;
+            });
+        });
+    }
+
+    /// The gradient of [`PoolingWindows::maxima`]: each goes to the place of its maximum.
+    pub fn maxima_backward(self, dy: &[f32], places: &[u32], dx: &mut [f32]) {
+        for_each_part(dx.len() / self.elements().max(1), ParallelChunks::new(dx, self.elements()), |plane, dx| {
+            dx.fill(0.0);
+            let results = plane * self.results()..(plane + 1) * self.results();
+            dy[results.clone()].iter().zip(&places[results]).for_each(|(dy, place)| dx[*place as usize] += dy);
+        });
+    }
+
+    /// What each element counts in its window's mean; elements of the padding are zeros that count too.
+    fn share(self) -> f32 {
+        1.0 / (self.kernel[0] * self.kernel[1]) as f32
+    }
+
+    /// The mean of each window.
+    pub fn means(self, x: &[f32], y: &mut [f32]) {
+        let share = self.share();
+        for_each_part(x.len() / self.elements().max(1), ParallelChunks::new(y, self.results()), |plane, y| {
+            let x = &x[plane * self.elements()..][..self.elements()];
+            self.each(|result, rows, columns| {
+                let row = |row: usize| &x[row * self.size[1]..][columns.clone()];
+                y[result] = rows.map(|at| row(at).iter().sum::<f32>()).sum::<f32>() * share;
+            });
+        });
+    }
+
+    /// The gradient of [`PoolingWindows::means`].
+    pub fn means_backward(self, dy: &[f32], dx: &mut [f32]) {
+        let share = self.share();
+        for_each_part(dx.len() / self.elements().max(1), ParallelChunks::new(dx, self.elements()), |plane, dx| {
+            dx.fill(0.0);
+            let dy = &dy[plane * self.results()..][..self.results()];
+            self.each(|result, rows, columns| {
+                let part = dy[result] * share;
+                for row in rows {
+                    dx[row * self.size[1]..][columns.clone()].iter_mut().for_each(|sum| *sum += part);
+                }
+            });
+        });
+    }
+}
+
+/// What a result sees along an axis: two elements, and how much the second counts, from 0 to 1.
+pub type InterpolationPair = (usize, usize, f32);
+
+/// Resampling of planes `size[0]` x `size[1]` to as many rows and columns as there are pairs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resampling {
+    pub size: [usize; 2],
+    pub rows: Vec<InterpolationPair>,
+    pub columns: Vec<InterpolationPair>,
+}
+
+impl Resampling {
+    fn results(&self) -> usize {
+        self.rows.len() * self.columns.len()
+    }
+
+    fn elements(&self) -> usize {
+        self.size[0] * self.size[1]
+    }
+
+    pub fn forward(&self, x: &[f32], y: &mut [f32]) {
+        for_each_part(x.len() / self.elements().max(1), ParallelChunks::new(y, self.results()), |plane, y| {
+            let x = &x[plane * self.elements()..][..self.elements()];
+            for ((top, bottom, down), y) in self.rows.iter().zip(y.chunks_exact_mut(self.columns.len())) {
+                let [top, bottom] = [top, bottom].map(|row| &x[row * self.size[1]..][..self.size[1]]);
+                for ((left, right, across), y) in self.columns.iter().zip(y) {
+                    // A neighbour that counts nothing is not looked at: it may be infinite.
+                    let between = |row: &[f32]| {
+                        if *across == 0.0 { row[*left] } else { row[*left] * (1.0 - across) + row[*right] * across }
+                    };
+                    *y = if *down == 0.0 { between(top) } else { between(top) * (1.0 - down) + between(bottom) * down };
+                }
+            }
+        });
+    }
+
+    pub fn backward(&self, dy: &[f32], dx: &mut [f32]) {
+        for_each_part(dx.len() / self.elements().max(1), ParallelChunks::new(dx, self.elements()), |plane, dx| {
+            dx.fill(0.0);
+            let dy = &dy[plane * self.results()..][..self.results()];
+            for ((top, bottom, down), dy) in self.rows.iter().zip(dy.chunks_exact(self.columns.len())) {
+                for ((left, right, across), dy) in self.columns.iter().zip(dy) {
+                    for (row, part) in [(top, 1.0 - down), (bottom, *down)] {
+                        for (column, share) in [(left, 1.0 - across), (right, *across)] {
+                            if part * share != 0.0 {
+                                dx[row * self.size[1] + column] += dy * part * share;
+                            }
+                        }
+                    }
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,148 @@
+//! The part of a buffer that decisions depend on: dtype, length and capacity, without the values.
+
+use super::{Flat, FlatMut, FlatRef, sum_of_squares};
+use crate::error::Result;
+use candle_core::DType;
+use std::ops::Range;
+
+/// Elements of one dtype, somewhere: on the host, in a GPU's memory, or only counted. Only those on the host have values that can
+/// be looked at.
+pub(crate) trait ElementBuffer: Sized {
+    /// Which memory they lie in.
+    type Place: Clone;
+
+    /// The host's memory.
+    fn host() -> Self::Place;
+    /// Whether a place is a GPU's memory.
+    fn is_device(place: &Self::Place) -> bool;
+    /// No elements, and room for `capacity` of them.
+    ///
+    /// # Errors
+    /// A GPU has no more memory.
+    fn with_capacity(place: &Self::Place, dtype: DType, capacity: usize) -> Result<Self>;
+    fn place(&self) -> Self::Place;
+    fn dtype(&self) -> DType;
+    fn len(&self) -> usize;
+    fn capacity_in_bytes(&self) -> usize;
+    /// Makes room for exactly `more` elements, if there is less.
+    fn reserve_exact(&mut self, more: usize) -> Result<()>;
+    fn extend_zeros(&mut self, count: usize) -> Result<()>;
+    fn truncate(&mut self, len: usize);
+    fn shrink_to_fit(&mut self) -> Result<()>;
+    /// The same elements elsewhere.
+    fn moved_to(self, place: &Self::Place) -> Result<Self>;
+
+    fn values(&self) -> Option<FlatRef<'_>> {
+        None
+    }
+
+    fn values_mut(&mut self) -> Option<FlatMut<'_>> {
+        None
+    }
+
+    /// Appends elements; of counted ones, their number.
+    fn extend_cast(&mut self, values: FlatRef<'_>) -> Result<()> {
+        self.extend_zeros(values.len())
+    }
+
+    /// `len` zeros.
+    fn zeros(place: &Self::Place, dtype: DType, len: usize) -> Result<Self> {
+        let mut zeros = Self::with_capacity(place, dtype, len)?;
+        zeros.extend_zeros(len)?;
+        Ok(zeros)
+    }
+
+    /// Appends elements `range` of another buffer of the same place.
+    fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
+        match from.values() {
+            Some(values) => self.extend_cast(values.slice(range)),
+            None => self.extend_zeros(range.len()),
+        }
+    }
+
+    /// Multiplies all elements, in f32, rounded once.
+    fn scale(&mut self, factor: f32) -> Result<()> {
+        self.values_mut().into_iter().for_each(|values| values.scale(factor));
+        Ok(())
+    }
+
+    /// Adds elements `from` of another buffer of the same place, times `factor`, to as many from element `to` on: in f32, rounded once.
+    fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
+        if let (Some(sum), Some(values)) = (self.values_mut(), other.values()) {
+            sum.slice(to..to + from.len()).add_scaled(values.slice(from), factor);
+        }
+        Ok(())
+    }
+
+    /// Sums of the squares of elements, as [`sum_of_squares`] forms them; 0 of those that are only counted.
+    fn sums_of_squares(parts: &[(&Self, Range<usize>)]) -> Result<Vec<f64>> {
+        let sum = |(buffer, range): &(&Self, Range<usize>)| {
+            buffer.values().map_or(0.0, |values| sum_of_squares(values.slice(range.clone())))
+        };
+        Ok(parts.iter().map(sum).collect())
+    }
+}
+
+impl ElementBuffer for Flat {
+    type Place = ();
+
+    fn host() {}
+
+    fn is_device((): &()) -> bool {
+        false
+    }
+
+    fn with_capacity((): &(), dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(Self::with_capacity(dtype, capacity))
+    }
+
+    fn place(&self) {}
+
+    fn dtype(&self) -> DType {
+        self.dtype()
+    }
+
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn capacity_in_bytes(&self) -> usize {
+        self.capacity_in_bytes()
+    }
+
+    fn reserve_exact(&mut self, more: usize) -> Result<()> {
+        self.reserve_exact(more);
+        Ok(())
+    }
+
+    fn extend_zeros(&mut self, count: usize) -> Result<()> {
+        self.extend_zeros(count);
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.truncate(len);
+    }
+
+    fn shrink_to_fit(&mut self) -> Result<()> {
+        self.shrink_to_fit();
+        Ok(())
+    }
+
+    fn moved_to(self, (): &()) -> Result<Self> {
+        Ok(self)
+    }
+
+    fn values(&self) -> Option<FlatRef<'_>> {
+        Some(self.as_ref())
+    }
+
+    fn values_mut(&mut self) -> Option<FlatMut<'_>> {
+        Some(self.as_mut())
+    }
+
+    fn extend_cast(&mut self, values: FlatRef<'_>) -> Result<()> {
+        self.extend_cast(values);
+        Ok(())
+    }
+}

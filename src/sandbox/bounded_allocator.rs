@@ -1,0 +1,101 @@
+//! An allocator that counts what work within bounds takes.
+
+use super::signals;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicIsize, Ordering};
+
+/// The system's allocator, with a bound on what work on files of strangers takes: a chat template, a tokenizer, a Parquet
+/// file. At the bound the process ends with an error.
+#[derive(Debug, Clone, Copy)]
+pub struct BoundedAllocator;
+
+/// Bytes that a thread counts by itself.
+const GRAIN: isize = 256 << 10;
+
+/// Bytes that all bounded work holds, by grains.
+static HELD: AtomicIsize = AtomicIsize::new(0);
+
+/// What this thread's work took.
+#[derive(Clone, Copy)]
+struct ThreadAllocations {
+    /// Most bytes of all bounded work; none outside of such work.
+    most: Option<usize>,
+    /// Not yet in [`HELD`].
+    pending: isize,
+    /// This work's part of [`HELD`].
+    held: isize,
+}
+
+thread_local! {
+    static ACCOUNT: Cell<ThreadAllocations> = const { Cell::new(ThreadAllocations { most: None, pending: 0, held: 0 }) };
+}
+
+pub(super) fn enter(most: usize) {
+    ACCOUNT.set(ThreadAllocations { most: Some(most), pending: 0, held: 0 });
+}
+
+pub(super) fn leave() {
+    let account = ACCOUNT.replace(ThreadAllocations { most: None, pending: 0, held: 0 });
+    HELD.fetch_sub(account.held, Ordering::Relaxed);
+}
+
+/// Counts `bytes` more, or fewer.
+fn count(bytes: isize) {
+    // A thread that ends has no account any more.
+    _ = ACCOUNT.try_with(|cell| {
+        let mut account = cell.get();
+        let Some(most) = account.most else { return };
+        account.pending = account.pending.saturating_add(bytes);
+        if account.pending.abs() >= GRAIN {
+            let pending = account.pending;
+            account.held = account.held.saturating_add(pending);
+            account.pending = 0;
+            let held = HELD.fetch_add(pending, Ordering::Relaxed).saturating_add(pending);
+            if pending > 0 && held > most.cast_signed() {
+                signals::end_of_work(" needs too much memory");
+            }
+        }
+        cell.set(account);
+    });
+}
+
+fn size(layout: Layout) -> isize {
+    // A layout is at most that large.
+    layout.size().cast_signed()
+}
+
+// SAFETY: all of it is the system's allocator; counting allocates nothing, and ends the process or returns.
+unsafe impl GlobalAlloc for BoundedAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(size(layout));
+        // SAFETY: the caller keeps the promises of this function.
+        noted(unsafe { System.alloc(layout) })
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(size(layout));
+        // SAFETY: the caller keeps the promises of this function.
+        noted(unsafe { System.alloc_zeroed(layout) })
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new: usize) -> *mut u8 {
+        count(new.cast_signed().saturating_sub(size(layout)));
+        // SAFETY: the caller keeps the promises of this function.
+        noted(unsafe { System.realloc(pointer, layout, new) })
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-size(layout));
+        // SAFETY: the caller keeps the promises of this function.
+        unsafe { System.dealloc(pointer, layout) };
+    }
+}
+
+/// Notes that there was no memory, for the abort that follows where that was not expected.
+fn noted(pointer: *mut u8) -> *mut u8 {
+    if pointer.is_null() {
+        signals::no_memory();
+    }
+    pointer
+}

@@ -1,0 +1,142 @@
+//! Access to the elements of tensors in a GPU's memory, for this library's kernels there: what `element.rs` is on the host.
+
+use super::residency::refusal;
+use crate::cuda::{DeviceFlatMut, DeviceFlatRef, elements, elements_mut, zeros};
+use crate::util::lock;
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, Error, InplaceOp1, Layout, Result, Shape, Storage, Tensor,
+};
+use std::sync::Mutex;
+
+/// The GPU that a tensor lies on.
+pub(crate) fn gpu_of(tensor: &Tensor) -> Option<&CudaDevice> {
+    match tensor.device() {
+        Device::Cuda(device) => Some(device),
+        _ => None,
+    }
+}
+
+/// Whether kernels read and write elements of `dtype`.
+pub(crate) fn is_taken(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
+/// A tensor of this memory, without a graph.
+pub(crate) fn tensor_of(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+}
+
+/// Runs `run` on the elements of contiguous tensors on a GPU, as they are now.
+pub(crate) fn with_arrays<R, const N: usize>(
+    tensors: [Option<&Tensor>; N],
+    op: &'static str,
+    run: impl FnOnce([Option<&DeviceFlatRef<'_>>; N]) -> Result<R>,
+) -> Result<R> {
+    let storages = tensors.map(|t| t.map(|t| (t.storage_and_layout(), t)));
+    let mut arrays = [const { None }; N];
+    for (array, storage) in arrays.iter_mut().zip(&storages) {
+        let Some(((storage, layout), tensor)) = storage else { continue };
+        *array = Some(match &**storage {
+            Storage::Cuda(cuda) => array_of(cuda, layout, op)?,
+            _ => return Err(Error::Msg(format!("{op}: the GPU's kernel met a tensor of {:?}", tensor.device())).bt()),
+        });
+    }
+    run(arrays.each_ref().map(Option::as_ref))
+}
+
+/// [`with_arrays`] of tensors that are all there.
+pub(crate) fn with_each<R, const N: usize>(
+    tensors: [&Tensor; N],
+    op: &'static str,
+    run: impl FnOnce([&DeviceFlatRef<'_>; N]) -> Result<R>,
+) -> Result<R> {
+    with_arrays(tensors.map(Some), op, |arrays| {
+        let mut all = arrays.into_iter().flatten();
+        let missing = || Error::Msg(format!("{op}: an operand is missing"));
+        let mut each = [None; N];
+        each.iter_mut().for_each(|slot| *slot = all.next());
+        if each.iter().any(Option::is_none) {
+            return Err(missing());
+        }
+        run(each.map(|array| array.unwrap_or_else(|| unreachable!("checked above"))))
+    })
+}
+
+fn array_of<'a>(cuda: &'a CudaStorage, layout: &Layout, op: &'static str) -> Result<DeviceFlatRef<'a>> {
+    use candle_core::backend::BackendStorage;
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        return Err(Error::RequiresContiguous { op }.bt());
+    };
+    if let Some(array) = elements(cuda, start..end) {
+        return Ok(array);
+    }
+    let dtype = cuda.dtype();
+    if let Some(refusal) = refusal(dtype, layout.shape(), op) {
+        return Err(refusal);
+    }
+    if is_taken(dtype) {
+        return Err(Error::Msg(format!("{op}: the tensor of shape {:?} holds fewer elements", layout.shape())).bt());
+    }
+    Err(Error::UnsupportedDTypeForOp(dtype, op).bt())
+}
+
+/// Lets `change` write the elements of a contiguous tensor on a GPU. Everyone who holds the tensor sees it.
+pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>) -> Result<()> {
+    struct ChangeStorage<F>(Mutex<Option<F>>);
+    impl<F: FnOnce(DeviceFlatMut<'_>) -> Result<()>> InplaceOp1 for ChangeStorage<F> {
+        fn name(&self) -> &'static str {
+            "change-elements"
+        }
+
+        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+            candle_core::bail!("the GPU's kernel met a tensor of the CPU")
+        }
+
+        fn cuda_fwd(&self, cuda: &mut CudaStorage, layout: &Layout) -> Result<()> {
+            let Some((start, end)) = layout.contiguous_offsets() else {
+                return Err(Error::RequiresContiguous { op: self.name() }.bt());
+            };
+            match (lock(&self.0).take(), elements_mut(cuda, start..end)) {
+                (Some(change), Some(elements)) => change(elements),
+                _ => candle_core::bail!("elements that kernels do not write, of shape {:?}", layout.shape()),
+            }
+        }
+    }
+    tensor.inplace_op1(&ChangeStorage(Mutex::new(Some(change))))
+}
+
+/// `sum + other` in the memory of `sum`, which nobody else sees; rounded once.
+pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
+    let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
+    if other.dtype() != sum.dtype() {
+        candle_core::bail!("a sum of tensors of the dtypes {:?} and {:?}", sum.dtype(), other.dtype())
+    }
+    let other = other.contiguous()?;
+    change(&sum, |sum| with_each([&other], "add", |[other]| crate::cuda::add(&device, sum, other)))?;
+    Ok(sum)
+}
+
+/// Takes the memory of a tensor on a GPU out of it; nobody else may hold the tensor.
+pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
+    struct TakeStorage(Mutex<Option<CudaStorage>>);
+    impl InplaceOp1 for TakeStorage {
+        fn name(&self) -> &'static str {
+            "take-elements"
+        }
+
+        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+            candle_core::bail!("the GPU's kernel met a tensor of the CPU")
+        }
+
+        fn cuda_fwd(&self, cuda: &mut CudaStorage, _: &Layout) -> Result<()> {
+            let none = zeros(&cuda.device, DType::F32, 1)?;
+            *lock(&self.0) = Some(std::mem::replace(cuda, none));
+            Ok(())
+        }
+    }
+    let taken = TakeStorage(Mutex::new(None));
+    tensor.inplace_op1(&taken)?;
+    let taken = lock(&taken.0).take();
+    taken.ok_or_else(|| Error::Msg("a tensor without memory".into()))
+}

@@ -1,0 +1,19 @@
+//! Some elements of a tensor, on the host.
+
+#[cfg(feature = "cuda")]
+use super::device_elements::{gpu_of, with_each};
+use super::residency::with_view;
+use crate::precision::FlatRef;
+use candle_core::{Result, Tensor};
+use std::ops::Range;
+
+/// Lets `look` see elements `range` of a contiguous tensor on the host; from another device no others come.
+pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = gpu_of(tensor) {
+        let mut values = crate::precision::Flat::zeros(tensor.dtype(), range.len());
+        with_each([tensor], "read", |[all]| all.part(range)?.read(device, values.as_mut()))?;
+        return Ok(look(values.as_ref()));
+    }
+    with_view(tensor, |values| look(values.slice(range)))
+}

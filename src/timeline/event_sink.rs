@@ -1,0 +1,254 @@
+//! Where the events of a process gather: in memory, and every now and then in a file of lines.
+
+use super::event::TimelineEvent;
+use super::job_timeline::PART;
+use super::now;
+use super::trace::{cannot_write, check_earlier, write_trace};
+use crate::error::Result;
+use crate::files::{folder_of, new_beside};
+use crate::notice::{say, warn};
+use crate::util::lock;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// The most that a killed process loses.
+const PERIOD: Duration = Duration::from_millis(250);
+/// Events in memory; whoever records one more writes them down.
+const IN_MEMORY: usize = 1 << 14;
+/// Events of a process: a trace of more than some hundred MB is nothing that a viewer opens.
+const MOST: usize = 1 << 20;
+
+/// All sinks of this process. They stay, so that engines that come one after the other fill the same file.
+static SINKS: Mutex<Vec<Arc<EventSink>>> = Mutex::new(Vec::new());
+
+/// The destination of the lines.
+#[derive(Debug, PartialEq, Eq)]
+enum SinkDestination {
+    /// A file in this folder, that the launcher reads.
+    Part { folder: PathBuf },
+    /// This process makes a trace of them.
+    Whole { file: PathBuf },
+}
+
+/// Events on their way to one file.
+pub(super) struct EventSink {
+    destination: SinkDestination,
+    /// Its own beginning.
+    zero: u64,
+    memory: Mutex<UnwrittenEvents>,
+    lines: Mutex<EventLinesFile>,
+}
+
+/// The lines that are not written yet.
+struct UnwrittenEvents {
+    events: Vec<TimelineEvent>,
+    /// Events that may still come.
+    room: usize,
+    dropped: u64,
+    /// Rank and number of each engine that records.
+    engines: Vec<(usize, usize)>,
+    /// A thread writes from time to time.
+    has_writer: bool,
+}
+
+struct EventLinesFile {
+    file: File,
+    /// Nothing can be written any more.
+    has_failed: bool,
+}
+
+impl EventSink {
+    /// A sink for the launcher that made `folder`.
+    pub fn part(folder: &Path) -> Result<Arc<Self>> {
+        Self::of(SinkDestination::Part { folder: folder.into() })
+    }
+
+    /// A sink for the trace `file`.
+    pub fn whole(file: &Path) -> Result<Arc<Self>> {
+        let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
+        Self::of(SinkDestination::Whole { file })
+    }
+
+    fn of(destination: SinkDestination) -> Result<Arc<Self>> {
+        let mut sinks = lock(&SINKS);
+        if let Some(sink) = sinks.iter().find(|sink| sink.destination == destination) {
+            return Ok(sink.clone());
+        }
+        let file = match &destination {
+            SinkDestination::Part { folder } => {
+                let kept = new_beside(folder, PART).and_then(|part| Ok(part.keep()?.0));
+                kept.map_err(|e| cannot_write(folder, &e))?
+            }
+            SinkDestination::Whole { file } if file.is_dir() => {
+                return Err(cannot_write(file, &std::io::ErrorKind::IsADirectory.into()));
+            }
+            // Nobody sees its lines, and nothing is left of them when the process is gone.
+            SinkDestination::Whole { file } => {
+                check_earlier(file).map_err(|e| cannot_write(file, &e))?;
+                tempfile::tempfile_in(folder_of(file)).map_err(|e| cannot_write(file, &e))?
+            }
+        };
+        let sink = Arc::new(Self::into_file(destination, file, MOST));
+        sinks.push(sink.clone());
+        Ok(sink)
+    }
+
+    fn into_file(destination: SinkDestination, file: File, most: usize) -> Self {
+        let memory =
+            UnwrittenEvents { events: Vec::new(), room: most, dropped: 0, engines: Vec::new(), has_writer: false };
+        let lines = EventLinesFile { file, has_failed: false };
+        Self { destination, zero: now(), memory: Mutex::new(memory), lines: Mutex::new(lines) }
+    }
+
+    /// An engine of `rank` records from now on; gives the smallest number that none of the rank's has.
+    pub fn join(self: &Arc<Self>, rank: usize) -> usize {
+        let mut memory = lock(&self.memory);
+        let engine = (0..).find(|engine| !memory.engines.contains(&(rank, *engine))).unwrap_or_default();
+        memory.engines.push((rank, engine));
+        if !memory.has_writer {
+            let sink = self.clone();
+            let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_now_and_then());
+            // Without one, whoever fills the memory writes.
+            memory.has_writer = writer.is_ok();
+        }
+        engine
+    }
+
+    /// It does not any more.
+    pub fn leave(&self, rank: usize, engine: usize) {
+        let mut memory = lock(&self.memory);
+        memory.engines.retain(|known| *known != (rank, engine));
+        let is_last = memory.engines.is_empty();
+        drop(memory);
+        self.flush();
+        if let (true, SinkDestination::Whole { file }) = (is_last, &self.destination) {
+            match write_trace(&[&lock(&self.lines).file], self.zero, file) {
+                Ok(summary) if summary.dropped > 0 => say(&format!("timeline: {summary}")),
+                Ok(_) => {}
+                Err(error) => warn(&error.to_string()),
+            }
+        }
+    }
+
+    fn write_now_and_then(&self) {
+        loop {
+            std::thread::park_timeout(PERIOD);
+            self.flush();
+            let mut memory = lock(&self.memory);
+            if memory.engines.is_empty() {
+                memory.has_writer = false;
+                return;
+            }
+        }
+    }
+
+    /// Takes an event in.
+    pub fn record(&self, event: TimelineEvent) {
+        let mut memory = lock(&self.memory);
+        if memory.room == 0 {
+            memory.dropped += 1;
+            return;
+        }
+        memory.room -= 1;
+        memory.events.push(event);
+        if memory.events.len() >= IN_MEMORY {
+            drop(memory);
+            self.flush();
+        }
+    }
+
+    /// Writes down what is in memory. A file that cannot be written ends the recording, and not the training.
+    pub fn flush(&self) {
+        let mut lines = lock(&self.lines);
+        let mut memory = lock(&self.memory);
+        let (events, dropped) = (std::mem::take(&mut memory.events), std::mem::take(&mut memory.dropped));
+        drop(memory);
+        if lines.has_failed || (events.is_empty() && dropped == 0) {
+            return;
+        }
+        let mut text = String::with_capacity(128 * events.len());
+        events.iter().for_each(|event| event.write(&mut text));
+        if dropped > 0 {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "dropped {dropped}");
+        }
+        if let Err(error) = lines.file.write_all(text.as_bytes()) {
+            lines.has_failed = true;
+            lock(&self.memory).room = 0;
+            let (SinkDestination::Part { folder: path } | SinkDestination::Whole { file: path }) = &self.destination;
+            warn(&format!("{}. It ends here", cannot_write(path, &error)));
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::event::{EventCategory, TimelineLane};
+    use super::*;
+    use std::io::{Read, Seek, SeekFrom};
+
+    fn event(start: u64) -> TimelineEvent {
+        let (kind, lane, numbers) = (EventCategory::Unit, TimelineLane::Training.number(0), [("", 0); 2]);
+        TimelineEvent { start, end: start + 1, rank: 0, lane, kind, name: "forward", of: None, numbers }
+    }
+
+    fn sink(file: File, most: usize) -> EventSink {
+        EventSink::into_file(SinkDestination::Part { folder: "nowhere".into() }, file, most)
+    }
+
+    fn text(sink: &EventSink) -> String {
+        let mut file = &lock(&sink.lines).file;
+        let mut text = String::new();
+        file.seek(SeekFrom::Start(0)).unwrap();
+        file.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn memory_that_is_full_is_written_down() {
+        let sink = sink(tempfile::tempfile().unwrap(), MOST);
+        (0..IN_MEMORY as u64 - 1).for_each(|i| sink.record(event(i)));
+        assert_eq!(text(&sink), "");
+        sink.record(event(0));
+        assert_eq!(text(&sink).lines().count(), IN_MEMORY);
+        assert!(lock(&sink.memory).events.is_empty());
+    }
+
+    #[test]
+    fn what_is_beyond_the_limit_is_counted() {
+        let sink = sink(tempfile::tempfile().unwrap(), 3);
+        (0..5).for_each(|i| sink.record(event(i)));
+        sink.flush();
+        sink.record(event(5));
+        sink.flush();
+        sink.flush();
+        let text = text(&sink);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 5, "{text}");
+        assert_eq!(lines[3..], ["dropped 2", "dropped 1"]);
+    }
+
+    #[test]
+    fn a_full_disk_ends_the_recording() {
+        let sink = sink(File::options().write(true).open("/dev/full").unwrap(), MOST);
+        sink.record(event(1));
+        sink.flush();
+        sink.record(event(2));
+        assert!(lock(&sink.lines).has_failed);
+        assert!(lock(&sink.memory).events.is_empty());
+        sink.flush();
+    }
+
+    #[test]
+    fn engines_of_a_rank_have_numbers_of_their_own() {
+        let sink = Arc::new(sink(tempfile::tempfile().unwrap(), MOST));
+        assert_eq!([0, 1, 0, 0].map(|rank| sink.join(rank)), [0, 0, 1, 2]);
+        sink.leave(0, 1);
+        assert_eq!(sink.join(0), 1);
+    }
+}

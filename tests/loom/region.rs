@@ -1,0 +1,313 @@
+//! Loom's memory in the place of `src/comm/shm/region.rs`: the same words, slots and texts, each watched by loom.
+//!
+//! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
+//! - Slots and texts are loom's cells: loom objects to two accesses of which one writes, unless one happens before the
+//!   other. An access is noted where the pointer is taken; between there and the last use of the pointer stands no
+//!   operation of loom, so that no other thread runs in between.
+//! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no
+//!   clock: it goes on until any rank has published or left since the nap before.
+//!
+//! Loom takes SeqCst for acquire and release (and a little more), so a thread passes a SeqCst fence, which loom knows,
+//! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release,
+//! so there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
+
+use loom::cell::UnsafeCell;
+pub use loom::hint::spin_loop;
+use loom::sync::atomic::{self, Ordering, fence};
+use loom::sync::{Condvar, Mutex};
+pub use loom::thread::yield_now;
+use std::cell::Cell;
+use std::sync::Arc;
+
+pub const SLOT_BYTES: usize = 4;
+pub const TEXT_BYTES: usize = 8;
+
+/// What the memory does differently from what the protocol asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plant {
+    None,
+    /// Stores of `published` are relaxed.
+    RelaxedPublication,
+    /// Loads of `published` are relaxed.
+    RelaxedLookAtPublication,
+    /// A piece is published before its data is written.
+    PublicationBeforeData,
+    /// Both slots of a rank are one.
+    OneSlot,
+    /// No order between `published` and `sleepers`.
+    NoTotalOrder,
+    /// Stores of `state` are relaxed.
+    RelaxedState,
+    /// Loads of `state` are relaxed.
+    RelaxedLookAtState,
+}
+
+/// How long a thread sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sleep {
+    /// Nobody sleeps.
+    Never,
+    /// Until it is woken, however long that takes.
+    UntilWoken,
+    /// Until it is woken, or something has changed elsewhere: the time limit of the nap.
+    Nap,
+}
+
+/// Counts the changes that end a nap.
+#[derive(Default)]
+struct Changes {
+    count: Mutex<u32>,
+    more: Condvar,
+}
+
+loom::thread_local! {
+    /// Changes up to the end of this thread's nap before.
+    static KNOWN: Cell<u32> = Cell::new(0);
+    /// Whether this thread has made a SeqCst store since its last fence.
+    static STORED: Cell<bool> = Cell::new(false);
+}
+
+/// An atomic number and the queue of those who sleep on it.
+pub struct Word<A> {
+    value: A,
+    /// What loads are made with in the place of Acquire, and stores in the place of Release.
+    load: Ordering,
+    store: Ordering,
+    fences: bool,
+    sleep: Sleep,
+    queue: Mutex<()>,
+    woken: Condvar,
+    changes: Arc<Changes>,
+}
+
+macro_rules! word {
+    ($atomic:ty, $number:ty) => {
+        impl Word<$atomic> {
+            fn new(sleep: Sleep, changes: &Arc<Changes>) -> Self {
+                Self {
+                    value: <$atomic>::new(0),
+                    load: Ordering::Acquire,
+                    store: Ordering::Release,
+                    fences: sleep != Sleep::Never,
+                    sleep,
+                    queue: Mutex::new(()),
+                    woken: Condvar::new(),
+                    changes: changes.clone(),
+                }
+            }
+
+            pub fn load(&self, ordering: Ordering) -> $number {
+                self.before_load(ordering);
+                self.value.load(if ordering == Ordering::Relaxed { ordering } else { self.load })
+            }
+
+            pub fn store(&self, value: $number, ordering: Ordering) {
+                self.value.store(value, if ordering == Ordering::Relaxed { ordering } else { self.store });
+                self.after_store(ordering);
+            }
+
+            pub fn compare_exchange(
+                &self,
+                current: $number,
+                new: $number,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<$number, $number> {
+                self.value.compare_exchange(current, new, success, failure)
+            }
+
+            #[allow(dead_code)]
+            pub fn fetch_update(
+                &self,
+                store: Ordering,
+                load: Ordering,
+                f: impl FnMut($number) -> Option<$number>,
+            ) -> Result<$number, $number> {
+                let relaxed = self.store == Ordering::Relaxed;
+                self.value.fetch_update(if relaxed { Ordering::Relaxed } else { store }, load, f)
+            }
+
+            #[allow(dead_code)]
+            pub fn fetch_add(&self, value: $number, ordering: Ordering) -> $number {
+                self.before_load(ordering);
+                let before = self.value.fetch_add(value, ordering);
+                self.after_store(ordering);
+                before
+            }
+
+            #[allow(dead_code)]
+            pub fn fetch_sub(&self, value: $number, ordering: Ordering) -> $number {
+                self.before_load(ordering);
+                let before = self.value.fetch_sub(value, ordering);
+                self.after_store(ordering);
+                before
+            }
+
+            fn after_store(&self, ordering: Ordering) {
+                if ordering == Ordering::SeqCst && self.fences {
+                    STORED.with(|stored| stored.set(true));
+                }
+            }
+
+            fn before_load(&self, ordering: Ordering) {
+                if ordering == Ordering::SeqCst && self.fences && STORED.with(|stored| stored.replace(false)) {
+                    fence(Ordering::SeqCst);
+                }
+            }
+        }
+    };
+}
+
+pub type Word32 = Word<atomic::AtomicU32>;
+pub type Word64 = Word<atomic::AtomicU64>;
+word!(atomic::AtomicU32, u32);
+word!(atomic::AtomicU64, u64);
+
+/// Wakes every thread that sleeps on `word`.
+pub fn wake(word: &Word32) {
+    match word.sleep {
+        Sleep::Never => {}
+        Sleep::UntilWoken => {
+            let _queue = word.queue.lock().unwrap();
+            word.woken.notify_all();
+        }
+        Sleep::Nap => {
+            *word.changes.count.lock().unwrap() += 1;
+            word.changes.more.notify_all();
+        }
+    }
+}
+
+/// Sleeps until `word` is no longer `seen`, or a nap is over.
+pub fn sleep_on(word: &Word32, seen: u32, _millis: u32) {
+    match word.sleep {
+        Sleep::Never => panic!("a thread falls asleep"),
+        Sleep::UntilWoken => {
+            let queue = word.queue.lock().unwrap();
+            if word.value.load(Ordering::Relaxed) == seen {
+                drop(word.woken.wait(queue).unwrap());
+            }
+        }
+        Sleep::Nap => {
+            let mut count = word.changes.count.lock().unwrap();
+            while *count == KNOWN.with(Cell::get) {
+                count = word.changes.more.wait(count).unwrap();
+            }
+            KNOWN.with(|known| known.set(*count));
+        }
+    }
+}
+
+/// What belongs to one rank.
+struct Block {
+    published: Word32,
+    sleepers: Word32,
+    state: Word32,
+    headers: [Word64; 2],
+    slots: [UnsafeCell<[u8; SLOT_BYTES]>; 2],
+    texts: [UnsafeCell<[u8; TEXT_BYTES]>; 2],
+    text_lens: [Word32; 2],
+}
+
+/// A text of a rank's control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureText {
+    /// Why the rank has given up, in its own words.
+    LastWords,
+    /// Why it died, in the launcher's.
+    Cause,
+}
+
+/// The memory that the ranks share.
+pub struct SharedMemoryRegion {
+    blocks: Vec<Block>,
+    first_failure: Word64,
+    plant: Plant,
+}
+
+// SAFETY: loom runs one thread at a time, and objects to accesses of cells that are not ordered.
+unsafe impl Sync for SharedMemoryRegion {}
+
+impl SharedMemoryRegion {
+    pub fn new(world_size: usize, sleep: Sleep, plant: Plant) -> Self {
+        let changes = Arc::new(Changes::default());
+        let block = || {
+            let mut block = Block {
+                published: Word32::new(sleep, &changes),
+                sleepers: Word32::new(sleep, &changes),
+                state: Word32::new(sleep, &changes),
+                headers: [Word64::new(sleep, &changes), Word64::new(sleep, &changes)],
+                slots: Default::default(),
+                texts: Default::default(),
+                text_lens: [Word32::new(sleep, &changes), Word32::new(sleep, &changes)],
+            };
+            match plant {
+                Plant::None | Plant::PublicationBeforeData | Plant::OneSlot => {}
+                Plant::RelaxedPublication => block.published.store = Ordering::Relaxed,
+                Plant::RelaxedLookAtPublication => block.published.load = Ordering::Relaxed,
+                Plant::NoTotalOrder => {
+                    block.published.fences = false;
+                    block.sleepers.fences = false;
+                }
+                Plant::RelaxedState => block.state.store = Ordering::Relaxed,
+                Plant::RelaxedLookAtState => block.state.load = Ordering::Relaxed,
+            }
+            block
+        };
+        let blocks = (0..world_size).map(|_| block()).collect();
+        Self { blocks, first_failure: Word64::new(sleep, &changes), plant }
+    }
+
+    pub fn world_size(&self) -> usize {
+        self.blocks.len()
+    }
+
+    pub fn published(&self, rank: usize) -> &Word32 {
+        &self.blocks[rank].published
+    }
+
+    pub fn sleepers(&self, rank: usize) -> &Word32 {
+        &self.blocks[rank].sleepers
+    }
+
+    pub fn state_word(&self, rank: usize) -> &Word32 {
+        &self.blocks[rank].state
+    }
+
+    pub fn first_failure_word(&self) -> &Word64 {
+        &self.first_failure
+    }
+
+    /// Headers have one word here.
+    pub fn header_word(&self, rank: usize, parity: usize, word: usize) -> &Word64 {
+        assert_eq!(word, 0);
+        &self.blocks[rank].headers[parity]
+    }
+
+    pub fn slot(&self, rank: usize, parity: usize) -> *const u8 {
+        self.cell(rank, parity).with(|slot| slot.cast())
+    }
+
+    pub fn slot_mut(&self, rank: usize, parity: usize) -> *mut u8 {
+        if self.plant == Plant::PublicationBeforeData {
+            self.published(rank).value.fetch_add(1, Ordering::Release);
+        }
+        self.cell(rank, parity).with_mut(|slot| slot.cast())
+    }
+
+    fn cell(&self, rank: usize, parity: usize) -> &UnsafeCell<[u8; SLOT_BYTES]> {
+        &self.blocks[rank].slots[if self.plant == Plant::OneSlot { 0 } else { parity }]
+    }
+
+    pub fn text(&self, rank: usize, which: FailureText) -> *const u8 {
+        self.blocks[rank].texts[which as usize].with(|text| text.cast())
+    }
+
+    pub fn text_mut(&self, rank: usize, which: FailureText) -> *mut u8 {
+        self.blocks[rank].texts[which as usize].with_mut(|text| text.cast())
+    }
+
+    pub fn text_len(&self, rank: usize, which: FailureText) -> &Word32 {
+        &self.blocks[rank].text_lens[which as usize]
+    }
+}
