@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 use crate::finetune::data::columns::Columns;
-use crate::finetune::data::dataset::Overlong;
-use crate::finetune::data::record_reader::Source;
+use crate::finetune::data::data_options::Overlong;
+use crate::finetune::data::source::Source;
 use crate::finetune::error::FinetuneError;
 use crate::nn::LoraConfig;
 use candle_core::DType;
