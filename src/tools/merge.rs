@@ -5,8 +5,8 @@ use super::progress::ByteProgress;
 use crate::checkpoint::ConsolidatedDtype;
 use crate::error::{OutputError, Result};
 use crate::files::{Input, Output, Outputs};
-use crate::finetune::{Adapter, Base, GgufFormat, Merged};
-use crate::hub::Parts;
+use crate::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
+use crate::hub::FileSelection;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::util::counted;
 use clap::error::ErrorKind;
@@ -93,7 +93,7 @@ impl Arguments {
             let problem = "there is a file or folder of that name".to_owned();
             return Err(OutputError::Refused { path: self.out, problem }.into());
         }
-        let model = Model::find(&self.model, Parts::All)?.path;
+        let model = Model::find(&self.model, FileSelection::All)?.path;
         let kind = if format == Format::Hf { Output::Folder } else { Output::File };
         let outputs = Outputs::default().reads("MODEL", &model, Input::Model).writes("--out", &self.out, kind);
         let outputs = match &self.adapter {
@@ -101,11 +101,11 @@ impl Arguments {
             None => outputs,
         };
         let _claims = outputs.claim()?;
-        let base = Base::open(model)?;
+        let base = BaseModel::open(model)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
         let tell = |done, total| progress.borrow_mut().tell(done, total);
-        let merged = Merged::new(&base, adapter.as_ref())?.reporting(&tell);
+        let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&tell);
         match format {
             Format::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
             Format::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,

@@ -1,4 +1,4 @@
-//! Where the assistant speaks in the text that a chat template makes.
+//! Which bytes of the text that a chat template renders are the assistant's.
 //!
 //! Neither of the usual ways is right. The conversation up to a message does not always render as a prefix of the whole
 //! (Qwen3 writes its thoughts for the last answer alone), and the text of a marker (`<|im_end|>`) may stand in what a user
@@ -19,10 +19,10 @@ use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
 
 /// Before and after what generation markers enclose.
-pub(in crate::finetune) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
+pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
-/// What writes the text of a conversation.
-pub(in crate::finetune) trait Render {
+/// Renders a conversation as text.
+pub(super) trait ChatRenderer {
     /// The text of `messages` in place of the conversation's, with marks where generation markers stand if `marked`.
     fn render_messages(
         &self,
@@ -34,13 +34,13 @@ pub(in crate::finetune) trait Render {
 }
 
 /// The text of a conversation, where there is one.
-fn text_of(template: &impl Render, conversation: &Conversation, prompt: bool) -> Option<String> {
+fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bool) -> Option<String> {
     template.render_messages(&conversation.messages, conversation, prompt, false).ok()
 }
 
-/// A conversation as its template writes it.
+/// A conversation as its template renders it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rendered {
+pub struct RenderedConversation {
     /// The text.
     pub text: String,
     /// The stretches of its bytes that the assistant is to learn: all that stands after the header of its turns, up to
@@ -50,25 +50,25 @@ pub struct Rendered {
 
 /// The text and its targets, and what is known of the messages in it.
 #[derive(Debug)]
-pub(in crate::finetune) struct Traced {
-    pub rendered: Rendered,
+pub(in crate::finetune) struct TracedConversation {
+    pub rendered: RenderedConversation,
     /// The message of each target, where it is known.
     pub owners: Vec<Option<usize>>,
     /// Messages that are learned without their end.
     pub endless: Vec<usize>,
-    pub trace: Option<Trace>,
+    pub(super) trace: Option<MessageTrace>,
 }
 
 /// Where the texts of messages stand in the rendered one.
 #[derive(Debug)]
-pub(in crate::finetune) struct Trace {
-    points: Vec<Point>,
-    pub leaves: Vec<Leaf>,
+pub(super) struct MessageTrace {
+    points: Vec<MessageBoundary>,
+    pub marked_texts: Vec<MarkedText>,
 }
 
 /// How the turns of a template's text begin and end.
 #[derive(Debug, Clone, Default)]
-pub(in crate::finetune) struct Turns {
+pub(super) struct TurnMarkers {
     /// What an answer stands after, the first that is found.
     headers: Vec<String>,
     /// The special token that ends an answer, or the text.
@@ -77,9 +77,9 @@ pub(in crate::finetune) struct Turns {
     special: Vec<String>,
 }
 
-impl Turns {
+impl TurnMarkers {
     /// Asks `template` for the text of short conversations, with these variables.
-    pub(in crate::finetune) fn of(template: &impl Render, special: Vec<String>, variables: &[(String, Value)]) -> Self {
+    pub(super) fn of(template: &impl ChatRenderer, special: Vec<String>, variables: &[(String, Value)]) -> Self {
         let prompt = prompt(template, variables);
         let probe =
             [("user", "Aquestion"), ("assistant", "Ananswer"), ("user", "Bquestion"), ("assistant", "Bnanswer")];
@@ -111,7 +111,7 @@ impl Turns {
         Self { headers, end, special }
     }
 
-    pub(in crate::finetune) fn special_texts(&self) -> Vec<String> {
+    pub(super) fn special_texts(&self) -> Vec<String> {
         self.special.clone()
     }
 }
@@ -137,7 +137,7 @@ fn with(conversation: Conversation, variables: &[(String, Value)]) -> Conversati
 }
 
 /// What `add_generation_prompt` adds to a question.
-fn prompt(template: &impl Render, variables: &[(String, Value)]) -> Option<String> {
+fn prompt(template: &impl ChatRenderer, variables: &[(String, Value)]) -> Option<String> {
     let question = with(Conversation::new([("user", "question")]), variables);
     let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
     with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
@@ -156,7 +156,7 @@ fn first_of<'a>(text: &str, words: &'a [String]) -> Option<(usize, &'a str)> {
 
 /// Where private characters are put into a content.
 #[derive(Debug, Clone, Copy)]
-enum Place {
+enum MarkPlacement {
     /// Around all of it.
     Around,
     /// Around all but the white space at its ends, which templates take away.
@@ -167,17 +167,18 @@ enum Place {
     Filled,
 }
 
-const PLACES: [Place; 4] = [Place::Around, Place::Inside, Place::Middle, Place::Filled];
+const MARK_PLACEMENTS: [MarkPlacement; 4] =
+    [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
 
 /// Keys of messages whose texts templates compare, and do not write.
 const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
 /// The text of a conversation and its targets, by tracing the contents of its messages.
-pub(in crate::finetune) fn find(
-    template: &impl Render,
-    turns: &Turns,
+pub(super) fn find(
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
     conversation: &Conversation,
-) -> Result<Traced, FinetuneError> {
+) -> Result<TracedConversation, FinetuneError> {
     let text = template.render_messages(&conversation.messages, conversation, false, false)?;
     let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
     let trace = traced(template, turns, conversation, &text)?;
@@ -197,22 +198,22 @@ pub(in crate::finetune) fn find(
         return Err(FinetuneError::Spans { message: pair[0].1 + 1, reason });
     }
     let (targets, owners) = targets.into_iter().map(|(target, answer)| (target, Some(answer))).unzip();
-    Ok(Traced { rendered: Rendered { text, targets }, owners, endless, trace: Some(trace) })
+    Ok(TracedConversation { rendered: RenderedConversation { text, targets }, owners, endless, trace: Some(trace) })
 }
 
 /// The same of a template whose generation markers say what the targets are.
-pub(in crate::finetune) fn of_markers(
-    template: &impl Render,
-    turns: &Turns,
+pub(super) fn of_markers(
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
     conversation: &Conversation,
-) -> Result<Traced, FinetuneError> {
+) -> Result<TracedConversation, FinetuneError> {
     let rendered = enclosed(&template.render_messages(&conversation.messages, conversation, false, true)?)?;
     let trace = traced(template, turns, conversation, &rendered.text).ok();
     let owners: Vec<Option<usize>> = match &trace {
         Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
         None => counted(template, conversation, rendered.targets.len()),
     };
-    let has_end = |trace: &Trace, message: usize| {
+    let has_end = |trace: &MessageTrace, message: usize| {
         let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
         let end = own.map(|(block, _)| block.end).max();
         let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
@@ -222,11 +223,11 @@ pub(in crate::finetune) fn of_markers(
         (0..conversation.len()).filter(|i| conversation.is_assistant(*i) && !has_end(trace, *i)).collect::<Vec<_>>()
     });
     let endless = endless.collect();
-    Ok(Traced { rendered, owners, endless, trace })
+    Ok(TracedConversation { rendered, owners, endless, trace })
 }
 
 /// The messages of so many marked stretches, by how many there are up to each answer.
-fn counted(template: &impl Render, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
+fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
     let mut owners = vec![];
     for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
         let text = template.render_messages(&conversation.messages[..=answer], conversation, false, true);
@@ -238,36 +239,38 @@ fn counted(template: &impl Render, conversation: &Conversation, stretches: usize
 
 /// Where the texts of all messages stand in the rendered one.
 fn traced(
-    template: &impl Render,
-    turns: &Turns,
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
     conversation: &Conversation,
     text: &str,
-) -> Result<Trace, FinetuneError> {
+) -> Result<MessageTrace, FinetuneError> {
     let count = conversation.len();
     let Some(first) = (0..count).find(|i| conversation.is_assistant(*i)) else {
-        return Ok(Trace { points: vec![], leaves: vec![] });
+        return Ok(MessageTrace { points: vec![], marked_texts: vec![] });
     };
     let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
-    let marks = Marks::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
-    let trace = |places: &[Option<Place>]| trace(template, conversation, text, marks, places);
-    let has =
-        |trace: &Trace, i: usize| !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i);
+    let marks =
+        MarkCharacters::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
+    let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
+    let has = |trace: &MessageTrace, i: usize| {
+        !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
+    };
     // The first place that leaves the text as it is, with something of each answer.
-    let all = PLACES.iter().filter_map(|place| trace(&vec![Some(*place); count]));
+    let all = MARK_PLACEMENTS.iter().filter_map(|place| trace(&vec![Some(*place); count]));
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
         return Ok(trace);
     }
     // Each message by itself, at best with something of it.
-    let alone = |message: usize, place: Place| {
+    let alone = |message: usize, place: MarkPlacement| {
         let mut places = vec![None; count];
         places[message] = Some(place);
         trace(&places).map(|trace| (place, has(&trace, message)))
     };
     let places = (0..count).map(|i| {
-        let found: Vec<_> = PLACES.into_iter().filter_map(|place| alone(i, place)).collect();
+        let found: Vec<_> = MARK_PLACEMENTS.into_iter().filter_map(|place| alone(i, place)).collect();
         found.iter().find(|(_, has)| *has).or(found.first()).map(|(place, _)| *place)
     });
-    let places: Vec<Option<Place>> = places.collect();
+    let places: Vec<Option<MarkPlacement>> = places.collect();
     let lost = (0..count).filter(|i| places[*i].is_none());
     let matters = |i: &usize| conversation.is_assistant(*i) || turns.is_imitated_by(&conversation.messages[*i]);
     if let Some(lost) = lost.clone().find(matters) {
@@ -276,11 +279,11 @@ fn traced(
     trace(&places).ok_or(uncertain(first, "the template changes its content"))
 }
 
-impl Trace {
+impl MessageTrace {
     /// The answer that a marked stretch belongs to: the one whose content is in it, or else that is next to it.
     fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
-        let is_answer = |point: &&Point| conversation.is_assistant(point.message);
-        let inside = |point: &&Point| block.start <= point.at && point.at <= block.end;
+        let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
+        let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
         let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
             // At a border of two, that which it has more of.
             (point.at == block.start || point.at == block.end, point.message)
@@ -296,12 +299,12 @@ impl Trace {
 
 /// An end of a message's content, or a part of it, in the text.
 #[derive(Debug, Clone, Copy)]
-struct Point {
+struct MessageBoundary {
     message: usize,
     at: usize,
 }
 
-impl Turns {
+impl TurnMarkers {
     /// Whether a message has the text of a header in it.
     fn is_imitated_by(&self, message: &Value) -> bool {
         let text = message.to_string();
@@ -309,7 +312,7 @@ impl Turns {
     }
 
     /// The bytes of an answer in the text, from the points of all messages, and whether its end is among them.
-    fn target(&self, text: &str, points: &[Point], answer: usize) -> Option<(Range<usize>, bool)> {
+    fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
         let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
         let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
         let (first, last) = (own().min()?, own().max()?);
@@ -327,14 +330,14 @@ impl Turns {
 
 /// Private characters that a text does not have.
 #[derive(Debug, Clone, Copy)]
-struct Marks {
+struct MarkCharacters {
     /// The first of them; a plane has 65,534.
     base: u32,
     /// The byte that their UTF-8 begins with.
     lead: u8,
 }
 
-impl Marks {
+impl MarkCharacters {
     /// Of plane 16, else of plane 15.
     fn for_text(text: &str) -> Option<Self> {
         let planes = [Self { base: 0x10_0000, lead: 0xF4 }, Self { base: 0xF_0000, lead: 0xF3 }];
@@ -366,7 +369,7 @@ impl Marks {
 
 /// A text in a message, and where it was marked.
 #[derive(Debug)]
-pub(in crate::finetune) struct Leaf {
+pub(super) struct MarkedText {
     pub message: usize,
     /// The key of the message that it belongs to.
     pub key: String,
@@ -377,9 +380,9 @@ pub(in crate::finetune) struct Leaf {
     found: [Option<usize>; 2],
 }
 
-impl Leaf {
+impl MarkedText {
     /// Where it begins and ends in the rendered text, where both are there.
-    pub(in crate::finetune) fn place(&self) -> Option<Range<usize>> {
+    pub(super) fn place(&self) -> Option<Range<usize>> {
         match (&self.halves, self.found) {
             (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
             (None, [Some(start), Some(end)]) if start <= end => Some(start..end),
@@ -388,7 +391,7 @@ impl Leaf {
     }
 
     /// Whether any end of it is in the rendered text.
-    pub(in crate::finetune) fn is_there(&self) -> bool {
+    pub(super) fn is_there(&self) -> bool {
         self.found.iter().any(Option::is_some)
     }
 }
@@ -396,7 +399,7 @@ impl Leaf {
 /// Texts of a message that a template may write, with the message's key that each belongs to.
 pub(in crate::finetune) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
     let mut all = vec![];
-    mark_message(message, is_assistant, Place::Around, &mut |key, text| {
+    mark_message(message, is_assistant, MarkPlacement::Around, &mut |key, text| {
         all.push((key.to_string(), text.to_string()));
         String::new()
     });
@@ -405,27 +408,33 @@ pub(in crate::finetune) fn texts(message: &Value, is_assistant: bool) -> Vec<(St
 
 /// Renders with marks in the messages that have a place, and gives where these stand; nothing where the text is another.
 fn trace(
-    template: &impl Render,
+    template: &impl ChatRenderer,
     conversation: &Conversation,
     text: &str,
-    marks: Marks,
-    places: &[Option<Place>],
-) -> Option<Trace> {
-    let mut leaves: Vec<Leaf> = vec![];
+    marks: MarkCharacters,
+    places: &[Option<MarkPlacement>],
+) -> Option<MessageTrace> {
+    let mut marked_texts: Vec<MarkedText> = vec![];
     let mut marked = Vec::with_capacity(places.len());
     for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
         marked.push(match place {
             None => message.clone(),
             Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |key, text| {
-                let pair = [0, 1].map(|end| marks.char(2 * leaves.len() + end));
+                let pair = [0, 1].map(|end| marks.char(2 * marked_texts.len() + end));
                 let (content, halves) = mark_text(text, *place, pair);
-                leaves.push(Leaf { message: i, key: key.into(), text: text.into(), halves, found: [None; 2] });
+                marked_texts.push(MarkedText {
+                    message: i,
+                    key: key.into(),
+                    text: text.into(),
+                    halves,
+                    found: [None; 2],
+                });
                 content
             }),
         });
     }
     // More than there are marks.
-    if leaves.len() > 0x7000 {
+    if marked_texts.len() > 0x7000 {
         return None;
     }
     let (without, found) = marks.take_out(&template.render_messages(&marked, conversation, false, false).ok()?);
@@ -434,10 +443,10 @@ fn trace(
     }
     let mut points = vec![];
     for (at, n) in found {
-        let leaf = leaves.get_mut(n / 2)?;
-        leaf.found[n % 2].get_or_insert(at);
-        let Leaf { message, halves, .. } = leaf;
-        let mut push = |at| points.push(Point { message: *message, at });
+        let marked_text = marked_texts.get_mut(n / 2)?;
+        marked_text.found[n % 2].get_or_insert(at);
+        let MarkedText { message, halves, .. } = marked_text;
+        let mut push = |at| points.push(MessageBoundary { message: *message, at });
         match halves {
             None => push(at),
             Some((head, tail)) => {
@@ -449,14 +458,14 @@ fn trace(
             }
         }
     }
-    Some(Trace { points, leaves })
+    Some(MessageTrace { points, marked_texts })
 }
 
 /// A message with its texts changed by `mark`, which is told the key that they belong to.
 fn mark_message(
     message: &Value,
     is_assistant: bool,
-    place: Place,
+    place: MarkPlacement,
     mark: &mut dyn FnMut(&str, &str) -> String,
 ) -> Value {
     let keys = message.try_iter().into_iter().flatten();
@@ -471,7 +480,7 @@ fn mark_message(
 }
 
 /// A value with the texts in it changed by `mark`.
-fn mark_value(value: &Value, place: Place, mark: &mut dyn FnMut(&str) -> String) -> Value {
+fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) -> String) -> Value {
     match value.kind() {
         ValueKind::String => Value::from(mark(value.as_str().unwrap_or_default())),
         ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| mark_value(&item, place, mark)).collect(),
@@ -479,7 +488,7 @@ fn mark_value(value: &Value, place: Place, mark: &mut dyn FnMut(&str) -> String)
             let fields = value.try_iter().into_iter().flatten().map(|key| {
                 let name = key.as_str().unwrap_or_default();
                 let inner = value.get_item(&key).unwrap_or_default();
-                let is_called = name == "name" && matches!(place, Place::Filled);
+                let is_called = name == "name" && matches!(place, MarkPlacement::Filled);
                 let kept = NOT_MARKED.contains(&name) && !is_called;
                 let inner = if kept { inner } else { mark_value(&inner, place, mark) };
                 (key, inner)
@@ -491,18 +500,18 @@ fn mark_value(value: &Value, place: Place, mark: &mut dyn FnMut(&str) -> String)
 }
 
 /// A content with marks in it, and its halves where there is one in the middle.
-fn mark_text(content: &str, place: Place, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
+fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
     let core = content.trim();
     match place {
-        Place::Filled if content.is_empty() => (String::new(), None),
-        Place::Around | Place::Filled => (format!("{open}{content}{close}"), None),
-        Place::Inside if core.is_empty() => (format!("{content}{open}{close}"), None),
-        Place::Inside => {
+        MarkPlacement::Filled if content.is_empty() => (String::new(), None),
+        MarkPlacement::Around | MarkPlacement::Filled => (format!("{open}{content}{close}"), None),
+        MarkPlacement::Inside if core.is_empty() => (format!("{content}{open}{close}"), None),
+        MarkPlacement::Inside => {
             let start = content.len() - content.trim_start().len();
             let (head, tail) = (&content[..start], &content[start + core.len()..]);
             (format!("{head}{open}{core}{close}{tail}"), None)
         }
-        Place::Middle => {
+        MarkPlacement::Middle => {
             let middle = (0..=content.len() / 2).rev().find(|at| content.is_char_boundary(*at)).unwrap_or(0);
             let (head, tail) = content.split_at(middle);
             (format!("{head}{open}{tail}"), Some((head.into(), tail.into())))
@@ -511,7 +520,7 @@ fn mark_text(content: &str, place: Place, [open, close]: [char; 2]) -> (String, 
 }
 
 /// The text and the targets of a rendering in which generation markers left their characters.
-fn enclosed(marked: &str) -> Result<Rendered, FinetuneError> {
+fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
     let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;
     while let Some(at) = rest.find(GENERATION) {
@@ -526,7 +535,7 @@ fn enclosed(marked: &str) -> Result<Rendered, FinetuneError> {
     }
     text.push_str(rest);
     match begun {
-        None => Ok(Rendered { text, targets }),
+        None => Ok(RenderedConversation { text, targets }),
         Some(_) => Err(FinetuneError::GenerationMarkers),
     }
 }

@@ -30,7 +30,7 @@ impl Conversation {
     }
 
     /// No message, for templates that are asked with others.
-    pub(in crate::finetune) fn empty() -> Self {
+    pub(super) fn empty() -> Self {
         Self { messages: vec![], tools: Value::from(()), variables: vec![] }
     }
 

@@ -30,7 +30,7 @@ use tokenizers::models::bpe::BPE;
 
 /// The ids of a text, and the bytes that each stands for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Encoded {
+pub struct EncodedText {
     /// The tokens.
     pub ids: Vec<u32>,
     /// Start and end of each token in the bytes of the text as it was given, also under a normalizer.
@@ -53,8 +53,8 @@ pub(in crate::finetune) const KNOWN: [&str; 5] = [
 
 /// Where texts of a tokenizer may be cut.
 #[derive(Debug, Clone)]
-pub(in crate::finetune) struct Words {
-    cuts: Cuts,
+pub(super) struct SafeSplitter {
+    cuts: SafeCuts,
     /// Special tokens in angle brackets.
     special: HashSet<String>,
     longest_special: usize,
@@ -66,16 +66,16 @@ pub(in crate::finetune) struct Words {
 
 /// The kinds of cuts that are safe.
 #[derive(Debug, Clone, Copy)]
-struct Cuts {
+struct SafeCuts {
     /// Before a space, between a printed ASCII character and an ASCII letter.
     before_spaces: bool,
     /// After the end of a line, between the same.
     after_lines: bool,
 }
 
-impl Words {
+impl SafeSplitter {
     /// The cuts of a tokenizer, as far as they are known to be safe; none if there are none.
-    pub(in crate::finetune) fn of(inner: &tokenizers::Tokenizer, key: u64) -> Option<Self> {
+    pub(super) fn of(inner: &tokenizers::Tokenizer, key: u64) -> Option<Self> {
         let ModelWrapper::BPE(model) = inner.get_model() else { return None };
         let is_set = |affix: &Option<String>| affix.as_ref().is_some_and(|affix| !affix.is_empty());
         if model.dropout.is_some() || is_set(&model.continuing_subword_prefix) || is_set(&model.end_of_word_suffix) {
@@ -85,12 +85,13 @@ impl Words {
         if !normalizes_alone(&normalizer) {
             return None;
         }
-        let mut words = Way { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
-        if !words.go_on(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
+        let mut words =
+            PreTokenizerState { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
+        if !words.apply(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
             return None;
         }
         let mut cuts =
-            if words.is_cut { Cuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
+            if words.is_cut { SafeCuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
         let added = inner.get_added_tokens_decoder();
         let texts = || added.values().map(|token| token.content.as_str());
         let mut special = HashSet::new();
@@ -130,17 +131,17 @@ impl Words {
     }
 
     /// The tokens of `text`, with those of new pieces from `encode`.
-    pub(in crate::finetune) fn encode<E>(
+    pub(super) fn encode<E>(
         &self,
         text: &str,
-        encode: impl Fn(&str) -> Result<Encoded, E>,
-    ) -> Result<Encoded, E> {
+        encode: impl Fn(&str) -> Result<EncodedText, E>,
+    ) -> Result<EncodedText, E> {
         let mut known = REMEMBERED.take();
         if known.key != self.key {
-            known = Known { key: self.key, ..Known::default() };
+            known = PieceCache { key: self.key, ..PieceCache::default() };
         }
         let tokens = text.len() / 4;
-        let mut encoded = Encoded { ids: Vec::with_capacity(tokens), offsets: Vec::with_capacity(tokens) };
+        let mut encoded = EncodedText { ids: Vec::with_capacity(tokens), offsets: Vec::with_capacity(tokens) };
         let mut start = 0;
         while start < text.len() {
             let special = self.special_at(text, start);
@@ -173,7 +174,7 @@ impl Words {
     }
 }
 
-impl Cuts {
+impl SafeCuts {
     /// Whether a text may be cut before byte `at`, which is neither its first nor beyond its last.
     fn at(self, bytes: &[u8], at: usize) -> bool {
         let graphic = |at: usize| bytes[at].is_ascii_graphic();
@@ -223,7 +224,7 @@ fn may_be_alphabetic(c: char) -> bool {
 }
 
 /// The cuts that are safe where the pre-tokenizer may leave both sides in one word.
-fn joined(model: &BPE, words: Way) -> Option<Cuts> {
+fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
     // A word that is looked up as a whole is another one than its parts.
     if model.ignore_merges {
         return None;
@@ -245,7 +246,7 @@ fn joined(model: &BPE, words: Way) -> Option<Cuts> {
     // An unknown character is written with, or behind, what follows it, or is left out, and its neighbours meet: where texts
     // are cut there is to be none.
     let line = if is_mapped { '\u{10A}' } else { '\n' };
-    let mut cuts = Cuts {
+    let mut cuts = SafeCuts {
         before_spaces: all_known || ('!'..='~').all(is_known) && is_known(words.space),
         after_lines: all_known || is_known(line) && model.unk_token.is_some(),
     };
@@ -274,19 +275,19 @@ fn leaves_no_space(normalizer: &Value) -> bool {
     normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
 }
 
-/// What becomes of a text, one pre-tokenizer after another.
+/// What a text has become after some of the pre-tokenizers.
 #[derive(Debug, Clone, Copy)]
-struct Way {
+struct PreTokenizerState {
     /// What a space has become.
     space: char,
     /// Whether the text is cut by now, wherever texts are cut here and wherever [`run_end`] cuts.
     is_cut: bool,
 }
 
-impl Way {
+impl PreTokenizerState {
     /// Goes on with `pre_tokenizer`. Gives false for one of which it is not known that it treats both sides of a cut as it
     /// treats them alone.
-    fn go_on(&mut self, pre_tokenizer: &Value) -> bool {
+    fn apply(&mut self, pre_tokenizer: &Value) -> bool {
         match pre_tokenizer["type"].as_str() {
             None => pre_tokenizer.is_null(),
             Some("ByteLevel") => {
@@ -310,7 +311,7 @@ impl Way {
             }
             Some("Sequence") => {
                 let all = pre_tokenizer["pretokenizers"].as_array();
-                all.is_some_and(|all| all.iter().all(|one| self.go_on(one)))
+                all.is_some_and(|all| all.iter().all(|one| self.apply(one)))
             }
             Some(_) => false,
         }
@@ -323,12 +324,12 @@ impl Way {
 }
 
 thread_local! {
-    static REMEMBERED: RefCell<Known> = RefCell::default();
+    static REMEMBERED: RefCell<PieceCache> = RefCell::default();
 }
 
-/// Pieces that a thread has encoded.
+/// The pieces that a thread has encoded, with their tokens.
 #[derive(Default)]
-struct Known {
+struct PieceCache {
     key: u64,
     /// Where the tokens of a piece lie in `tokens`.
     places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
@@ -336,15 +337,15 @@ struct Known {
     tokens: Vec<(u32, u32, u32)>,
 }
 
-impl Known {
+impl PieceCache {
     /// Appends the tokens of `piece`, which begins at byte `start`.
     fn encode<E>(
         &mut self,
         piece: &str,
         start: usize,
         cuts_runs: bool,
-        encoded: &mut Encoded,
-        encode: impl Fn(&str) -> Result<Encoded, E>,
+        encoded: &mut EncodedText,
+        encode: impl Fn(&str) -> Result<EncodedText, E>,
     ) -> Result<(), E> {
         if self.recall(piece, start, encoded) {
             return Ok(());
@@ -369,7 +370,7 @@ impl Known {
     }
 
     /// Appends the tokens of a piece that is known.
-    fn recall(&self, piece: &str, start: usize, encoded: &mut Encoded) -> bool {
+    fn recall(&self, piece: &str, start: usize, encoded: &mut EncodedText) -> bool {
         let Some((from, to)) = self.places.get(piece) else { return false };
         let tokens = &self.tokens[*from as usize..*to as usize];
         encoded.ids.extend(tokens.iter().map(|(id, ..)| *id));
@@ -378,7 +379,7 @@ impl Known {
     }
 
     /// Keeps the tokens of a piece, those from number `first` on.
-    fn remember(&mut self, piece: &str, start: usize, encoded: &Encoded, first: usize) {
+    fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
         if piece.len() > LONGEST {
             return;
         }

@@ -23,7 +23,7 @@ fn check(depth: usize, text: &str) -> Result<(), Error> {
 }
 
 /// How JSON is written: `json.dumps`'s arguments.
-struct Json {
+struct JsonDumpFormat {
     indent: Option<String>,
     item: String,
     key: String,
@@ -32,7 +32,7 @@ struct Json {
 }
 
 /// The filter `tojson` of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
-pub(in crate::finetune) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> {
+pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = arguments.get("indent")?;
     let indent = indent.filter(|indent| !indent.is_none()).map(|indent| match indent.as_str() {
         Some(text) => text.to_string(),
@@ -41,7 +41,7 @@ pub(in crate::finetune) fn tojson(value: &Value, arguments: Kwargs) -> Result<St
     let separators: Option<Value> = arguments.get("separators")?;
     let separator =
         |n: usize| -> Option<String> { Some(separators.as_ref()?.get_item_by_index(n).ok()?.as_str()?.to_string()) };
-    let json = Json {
+    let json = JsonDumpFormat {
         item: separator(0).unwrap_or_else(|| if indent.is_some() { "," } else { ", " }.into()),
         key: separator(1).unwrap_or_else(|| ": ".into()),
         indent,
@@ -55,11 +55,11 @@ pub(in crate::finetune) fn tojson(value: &Value, arguments: Kwargs) -> Result<St
 }
 
 /// A value as `json.dumps(x, ensure_ascii=False)` writes it.
-pub(in crate::finetune) fn json_text(value: &Value) -> Result<String, Error> {
+pub(super) fn json_text(value: &Value) -> Result<String, Error> {
     tojson(value, Kwargs::from_iter(std::iter::empty::<(String, Value)>()))
 }
 
-impl Json {
+impl JsonDumpFormat {
     fn write(&self, value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
         check(depth, text)?;
         match value.kind() {
@@ -173,7 +173,7 @@ pub(in crate::finetune) fn python_str(value: &Value) -> String {
 }
 
 /// The same; an error for a value without an end.
-pub(in crate::finetune) fn checked_str(value: &Value) -> Result<String, Error> {
+pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.into()),
         None => {
@@ -187,8 +187,8 @@ pub(in crate::finetune) fn checked_str(value: &Value) -> Result<String, Error> {
 /// `repr(value)` of Python.
 fn repr(value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
     check(depth, text)?;
-    type Write<'a> = &'a dyn Fn(&Value, &mut String) -> Result<(), Error>;
-    let sequence = |text: &mut String, brackets: [char; 2], write: Write<'_>| {
+    type WriteItem<'a> = &'a dyn Fn(&Value, &mut String) -> Result<(), Error>;
+    let sequence = |text: &mut String, brackets: [char; 2], write: WriteItem<'_>| {
         text.push(brackets[0]);
         for (i, item) in value.try_iter().into_iter().flatten().enumerate() {
             text.push_str(if i > 0 { ", " } else { "" });
@@ -237,11 +237,7 @@ fn repr_string(string: &str, text: &mut String) {
 }
 
 /// Writes `{{ value }}` as Python's Jinja does: nothing for what is undefined, `None`, `True`, `1e-05`.
-pub(in crate::finetune) fn write_value(
-    out: &mut Output<'_>,
-    _: &mut State<'_, '_>,
-    value: &Value,
-) -> Result<(), Error> {
+pub(super) fn write_value(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => out.write_str(text)?,
         None => out.write_str(&checked_str(value)?)?,

@@ -1,12 +1,12 @@
-//! What of a conversation's texts a chat template does not write.
+//! The texts of a conversation that a chat template omits.
 
-use super::assistant_mask::{Leaf, Traced, texts};
+use super::assistant_mask::{MarkedText, TracedConversation, texts};
 use super::conversation::{Conversation, field};
 use minijinja::value::ValueKind;
 
-/// What a template does not write of a conversation.
+/// What a template omits from a conversation.
 #[derive(Debug, Default)]
-pub(in crate::finetune) struct Unwritten {
+pub(in crate::finetune) struct OmittedTexts {
     /// Answers of which nothing is written, with the keys of what they hold.
     pub lost: Vec<(usize, String)>,
     /// What else is not written, a sentence each.
@@ -15,7 +15,7 @@ pub(in crate::finetune) struct Unwritten {
 
 /// How much of a text is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Part {
+enum TextCoverage {
     All,
     Some,
     None,
@@ -24,9 +24,9 @@ enum Part {
 /// What stands around thoughts.
 const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
 
-impl Unwritten {
+impl OmittedTexts {
     /// Compares the texts of all messages with what was rendered.
-    pub(in crate::finetune) fn of(conversation: &Conversation, traced: &Traced) -> Self {
+    pub(in crate::finetune) fn of(conversation: &Conversation, traced: &TracedConversation) -> Self {
         let mut found = Self::default();
         for message in 0..conversation.len() {
             match conversation.is_assistant(message) {
@@ -44,8 +44,8 @@ impl Unwritten {
         }
     }
 
-    fn answer(&mut self, conversation: &Conversation, traced: &Traced, message: usize) {
-        let Traced { rendered, owners, .. } = traced;
+    fn answer(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+        let TracedConversation { rendered, owners, .. } = traced;
         let own = rendered.targets.iter().zip(owners).filter(|(_, owner)| **owner == Some(message));
         let own: Vec<_> = own.map(|(target, _)| target.clone()).collect();
         let is_certain = owners.iter().all(Option::is_some);
@@ -58,18 +58,22 @@ impl Unwritten {
             let function = field(&call, "function");
             Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
         });
-        let mut parts: Vec<(String, String, Part)> = names
+        let mut parts: Vec<(String, String, TextCoverage)> = names
             .map(|name| {
-                ("tool_calls".to_string(), name.clone(), if learned.contains(&name) { Part::All } else { Part::None })
+                (
+                    "tool_calls".to_string(),
+                    name.clone(),
+                    if learned.contains(&name) { TextCoverage::All } else { TextCoverage::None },
+                )
             })
             .collect();
-        for (key, text, leaf) in texts_of(conversation, traced, message) {
-            let part = part(&text, leaf, traced, &learned);
-            let is_learned = |leaf: &Leaf| {
-                let Some(place) = leaf.place() else { return true };
+        for (key, text, marked_text) in texts_of(conversation, traced, message) {
+            let part = part(&text, marked_text, traced, &learned);
+            let is_learned = |marked_text: &MarkedText| {
+                let Some(place) = marked_text.place() else { return true };
                 own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
             };
-            if is_certain && part != Part::None && !own.is_empty() && !leaf.is_none_or(is_learned) {
+            if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
                 self.say(format!("have {key} that is written, but not learned"));
             }
             parts.push((key, text, part));
@@ -81,7 +85,7 @@ impl Unwritten {
             self.say("have an answer that no {% generation %} block encloses");
             return;
         }
-        if parts.iter().all(|(_, _, part)| *part == Part::None) {
+        if parts.iter().all(|(_, _, part)| *part == TextCoverage::None) {
             let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
             keys.dedup();
             self.lost.push((message, keys.join(" and ")));
@@ -89,23 +93,23 @@ impl Unwritten {
         }
         for (key, text, part) in parts {
             match part {
-                Part::All => {}
-                Part::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
+                TextCoverage::All => {}
+                TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
                     self.say("have thoughts, up to </think>, that the template does not write");
                 }
-                Part::Some => self.say(format!("have {key} that the template does not write whole")),
-                Part::None => self.say(format!("have {key} that the template does not write")),
+                TextCoverage::Some => self.say(format!("have {key} that the template does not write whole")),
+                TextCoverage::None => self.say(format!("have {key} that the template does not write")),
             }
         }
     }
 
     /// A message that is not learned.
-    fn other(&mut self, conversation: &Conversation, traced: &Traced, message: usize) {
+    fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
         let role = role.as_str().unwrap_or_default();
-        for (_, own, leaf) in texts_of(conversation, traced, message) {
-            if part(&own, leaf, traced, text) != Part::All {
+        for (_, own, marked_text) in texts_of(conversation, traced, message) {
+            if part(&own, marked_text, traced, text) != TextCoverage::All {
                 self.say(format!("have a message of the {role} that the template does not write whole"));
             }
         }
@@ -119,11 +123,14 @@ impl Unwritten {
 /// The texts of a message that are not blank, with their keys and where they were marked.
 fn texts_of<'a>(
     conversation: &Conversation,
-    traced: &'a Traced,
+    traced: &'a TracedConversation,
     message: usize,
-) -> Vec<(String, String, Option<&'a Leaf>)> {
-    let leaves = traced.trace.iter().flat_map(|trace| &trace.leaves).filter(|leaf| leaf.message == message);
-    let mut all: Vec<_> = leaves.map(|leaf| (leaf.key.clone(), leaf.text.clone(), Some(leaf))).collect();
+) -> Vec<(String, String, Option<&'a MarkedText>)> {
+    let marked_texts =
+        traced.trace.iter().flat_map(|trace| &trace.marked_texts).filter(|marked_text| marked_text.message == message);
+    let mut all: Vec<_> = marked_texts
+        .map(|marked_text| (marked_text.key.clone(), marked_text.text.clone(), Some(marked_text)))
+        .collect();
     if all.is_empty() {
         let own = texts(&conversation.messages[message], conversation.is_assistant(message));
         all = own.into_iter().map(|(key, text)| (key, text, None)).collect();
@@ -133,14 +140,14 @@ fn texts_of<'a>(
 }
 
 /// How much of a text stands at its place, or else in `within`.
-fn part(text: &str, leaf: Option<&Leaf>, traced: &Traced, within: &str) -> Part {
+fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> TextCoverage {
     let text = text.trim();
-    if let Some(place) = leaf.and_then(Leaf::place)
+    if let Some(place) = marked_text.and_then(MarkedText::place)
         && let Some(written) = traced.rendered.text.get(place)
     {
         let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
         if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
-            return Part::All;
+            return TextCoverage::All;
         }
     }
     let mut pieces = vec![text];
@@ -154,8 +161,8 @@ fn part(text: &str, leaf: Option<&Leaf>, traced: &Traced, within: &str) -> Part 
         within.contains(piece) || within.contains(json().trim_matches('"'))
     };
     match pieces.iter().filter(|piece| is_there(piece)).count() {
-        count if count == pieces.len() => Part::All,
-        0 if !leaf.is_some_and(Leaf::is_there) => Part::None,
-        _ => Part::Some,
+        count if count == pieces.len() => TextCoverage::All,
+        0 if !marked_text.is_some_and(MarkedText::is_there) => TextCoverage::None,
+        _ => TextCoverage::Some,
     }
 }

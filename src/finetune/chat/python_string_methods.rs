@@ -9,7 +9,7 @@ use minijinja_contrib::pycompat;
 const MOST_DIGITS: usize = 5;
 
 /// Whether Python's `str.isspace` holds for a character: white space of Unicode, and the separators U+001C to U+001F.
-pub(in crate::finetune) fn is_space(c: char) -> bool {
+pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
@@ -30,7 +30,7 @@ pub(in crate::finetune) fn trim(state: &State<'_, '_>, value: &Value, chars: Opt
 }
 
 /// A method that the engine does not have itself.
-pub(in crate::finetune) fn unknown_method(
+pub(super) fn unknown_method(
     state: &mut State<'_, '_>,
     value: &Value,
     method: &str,
@@ -180,7 +180,7 @@ fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Err
 }
 
 /// An error for a format that asks for a width or precision that no text needs.
-pub(in crate::finetune) fn check_format(format: &str) -> Result<(), Error> {
+pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let runs = format.split(|c: char| !c.is_ascii_digit()).map(str::len);
     match runs.max().unwrap_or(0) > MOST_DIGITS {
         true => Err(invalid(format!("a number of more than {MOST_DIGITS} digits in a format"))),

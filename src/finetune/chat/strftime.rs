@@ -1,7 +1,7 @@
 //! `strftime_now` of chat templates: the date in UTC, in the directives that templates use.
 
 /// Days and hours of a moment in UTC.
-struct Moment {
+struct DateTime {
     year: i64,
     month: usize,
     day: i64,
@@ -30,7 +30,7 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
-impl Moment {
+impl DateTime {
     /// From seconds since 1970 (H. Hinnant, "chrono-compatible low-level date algorithms").
     fn new(seconds: u64) -> Self {
         let (days, of_day) = ((seconds / 86_400) as i64, seconds % 86_400);
@@ -87,8 +87,8 @@ impl Moment {
 
 /// `format` as Python's strftime fills it, `seconds` after 1970 in UTC. `%-d` is `%d` without zeros or blanks before it.
 /// A directive that is not known stays as it is written.
-pub(in crate::finetune) fn strftime(format: &str, seconds: u64) -> String {
-    let moment = Moment::new(seconds);
+pub(super) fn strftime(format: &str, seconds: u64) -> String {
+    let time = DateTime::new(seconds);
     let (mut text, mut rest) = (String::new(), format.chars());
     while let Some(c) = rest.next() {
         if c != '%' {
@@ -100,7 +100,7 @@ pub(in crate::finetune) fn strftime(format: &str, seconds: u64) -> String {
             Some(after) => (true, after.chars().next()),
             None => (false, after.chars().next()),
         };
-        match name.and_then(|name| moment.directive(name)) {
+        match name.and_then(|name| time.directive(name)) {
             None => text.push('%'),
             Some(value) => {
                 let trimmed = value.trim_start_matches(['0', ' ']);

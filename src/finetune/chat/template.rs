@@ -1,17 +1,17 @@
 //! Chat templates, rendered as transformers renders them.
 
-use super::assistant_mask::{self, GENERATION, Render, Rendered, Traced, Turns};
+use super::assistant_mask::{self, ChatRenderer, GENERATION, RenderedConversation, TracedConversation, TurnMarkers};
 use super::conversation::{Conversation, field};
 use super::jinja_compat::{tojson, write_value};
 use super::python_string_methods::{trim, unknown_method};
 use super::strftime::strftime;
-use super::template_capabilities::Takes;
+use super::template_capabilities::TemplateCapabilities;
 use super::tokenizer::{SpecialTokens, Tokenizer};
 use super::tokenizer_files::{self, object};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::finetune::error::FinetuneError;
-use crate::finetune::gguf::weights::Gguf;
+use crate::finetune::gguf::weights::GgufFile;
 use crate::sandbox::{Subject, within};
 use crate::util::lock;
 use minijinja::syntax::SyntaxConfig;
@@ -57,10 +57,10 @@ pub struct Template {
     variables: Vec<(String, Value)>,
     /// Whether `{% generation %}` tells what the assistant says.
     has_markers: bool,
-    turns: Turns,
+    turns: TurnMarkers,
     /// Of its source.
     source: u64,
-    takes: Takes,
+    capabilities: TemplateCapabilities,
     /// All words of its source.
     words: BTreeSet<String>,
     /// The one for conversations with tools, where that is another.
@@ -96,7 +96,8 @@ impl Template {
         let words = source.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty());
         let words = words.map(str::to_string).collect();
         let source = twox_hash::XxHash3_64::oneshot(source.as_bytes());
-        let (turns, takes, tool_use, endless) = (Turns::default(), Takes::default(), None, Arc::default());
+        let (turns, capabilities, tool_use, endless) =
+            (TurnMarkers::default(), TemplateCapabilities::default(), None, Arc::default());
         let mut template = Self {
             environments,
             name,
@@ -106,7 +107,7 @@ impl Template {
             has_markers,
             turns,
             source,
-            takes,
+            capabilities,
             words,
             tool_use,
         };
@@ -116,8 +117,8 @@ impl Template {
 
     /// Finds out how turns begin and end.
     fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
-        self.turns = Turns::of(self, special_texts, &[]);
-        self.takes = Takes::of(self);
+        self.turns = TurnMarkers::of(self, special_texts, &[]);
+        self.capabilities = TemplateCapabilities::of(self);
         match *lock(&self.endless) {
             (0, _) => Ok(()),
             (_, line) => Err(self.without_end(line).into()),
@@ -150,7 +151,7 @@ impl Template {
         let (own, beside) = ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
         let (default, tool_use) = (read(folder.join(own))?, read(folder.join(&beside))?);
         // Files go before what is configured, all of it.
-        let configured = if default.is_none() { configured(folder)? } else { Configured::default() };
+        let configured = if default.is_none() { configured(folder)? } else { ConfiguredTemplates::default() };
         let settings = "tokenizer_config.json";
         let either = |file: Option<String>, name: &str, configured: Option<String>| {
             let file = file.map(|source| (source, name.to_owned()));
@@ -172,7 +173,7 @@ impl Template {
 
     /// The templates of a GGUF file.
     fn inside(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
-        let gguf = Gguf::open(file)?;
+        let gguf = GgufFile::open(file)?;
         let new = |source: &str| {
             let name = format!("the chat template of {}", file.display());
             Self::named(name.into(), source, tokenizer.special_tokens(), tokenizer.special_texts())
@@ -227,18 +228,18 @@ impl Template {
     /// # Errors
     /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::Spans`] or [`FinetuneError::GenerationMarkers`] where it is
     /// not certain where that is.
-    pub fn render_with_targets(&self, conversation: &Conversation) -> Result<Rendered> {
+    pub fn render_with_targets(&self, conversation: &Conversation) -> Result<RenderedConversation> {
         Ok(self.trace(conversation)?.rendered)
     }
 
     /// The same, with what is known of the messages in it.
-    pub(in crate::finetune) fn trace(&self, conversation: &Conversation) -> Result<Traced, FinetuneError> {
+    pub(in crate::finetune) fn trace(&self, conversation: &Conversation) -> Result<TracedConversation, FinetuneError> {
         let template = self.of(conversation);
         let own;
         let turns = match conversation.variables.is_empty() {
             true => &template.turns,
             false => {
-                own = Turns::of(template, template.turns.special_texts(), &conversation.variables);
+                own = TurnMarkers::of(template, template.turns.special_texts(), &conversation.variables);
                 &own
             }
         };
@@ -255,7 +256,8 @@ impl Template {
         conversation: &Conversation,
         render: &dyn Fn(&Conversation) -> Result<T, FinetuneError>,
     ) -> Result<T, FinetuneError> {
-        let mut adapted = Conversation { messages: self.takes.adapt(&conversation.messages), ..conversation.clone() };
+        let mut adapted =
+            Conversation { messages: self.capabilities.adapt(&conversation.messages), ..conversation.clone() };
         let refused = match render(&adapted) {
             Err(FinetuneError::TemplateRefuses { reason }) => reason,
             other => return other,
@@ -288,7 +290,7 @@ impl Template {
 
     /// Whether arguments of a call in the message are texts that are written as JSON once more.
     pub(in crate::finetune) fn keeps_text(&self, message: &Value) -> bool {
-        self.tool_use.as_deref().unwrap_or(self).takes.keeps_text(message)
+        self.tool_use.as_deref().unwrap_or(self).capabilities.keeps_text(message)
     }
 
     /// A number that changes with the template, its variables, the special tokens among them, and the tokens that may end a
@@ -300,7 +302,7 @@ impl Template {
     }
 }
 
-impl Render for Template {
+impl ChatRenderer for Template {
     fn render_messages(
         &self,
         messages: &[Value],
@@ -360,15 +362,15 @@ fn is_out_of_fuel(error: &minijinja::Error) -> bool {
 
 /// The templates of tokenizer_config.json.
 #[derive(Default)]
-struct Configured {
+struct ConfiguredTemplates {
     default: Option<String>,
     tool_use: Option<String>,
 }
 
-fn configured(folder: &Path) -> Result<Configured> {
+fn configured(folder: &Path) -> Result<ConfiguredTemplates> {
     let path = folder.join("tokenizer_config.json");
     let config = object(&path)?;
-    let Some(found) = config.get("chat_template") else { return Ok(Configured::default()) };
+    let Some(found) = config.get("chat_template") else { return Ok(ConfiguredTemplates::default()) };
     let text = |value: &serde_json::Value| value.as_str().map(str::to_string);
     let named = |name: &str| match found {
         serde_json::Value::Array(list) => {
@@ -377,7 +379,7 @@ fn configured(folder: &Path) -> Result<Configured> {
         serde_json::Value::Object(all) => text(all.get(name)?),
         _ => None,
     };
-    let found = Configured { default: text(found).or_else(|| named("default")), tool_use: named(TOOL_USE) };
+    let found = ConfiguredTemplates { default: text(found).or_else(|| named("default")), tool_use: named(TOOL_USE) };
     let sources = [&found.default, &found.tool_use];
     let is_large = sources.into_iter().flatten().any(|source| source.len() as u64 > MOST_BYTES);
     match is_large {

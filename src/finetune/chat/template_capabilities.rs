@@ -1,23 +1,23 @@
-//! What a chat template takes of the ways in which messages may be written, and messages in those ways.
+//! Which ways of writing messages a chat template can read, and messages rewritten in those ways.
 
-use super::assistant_mask::Render;
+use super::assistant_mask::ChatRenderer;
 use super::conversation::{Conversation, field};
 use super::jinja_compat::json_text;
 use crate::finetune::data::raw_record::json;
 use minijinja::value::{Value, ValueKind};
 
-/// What a template takes, as short conversations tell.
+/// What a template can read, found by rendering short conversations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(in crate::finetune) struct Takes {
+pub(super) struct TemplateCapabilities {
     /// Whether it reads contents that are lists of parts.
     parts: bool,
     /// How it reads the arguments of a call.
-    arguments: Arguments,
+    arguments: ToolArgumentsFormat,
 }
 
 /// How the arguments of a call are to be given so that they are written as JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Arguments {
+enum ToolArgumentsFormat {
     /// As they are: both ways are written alike, or none is.
     #[default]
     Any,
@@ -27,13 +27,13 @@ enum Arguments {
     Text,
 }
 
-impl Takes {
-    pub(in crate::finetune) fn of(template: &impl Render) -> Self {
+impl TemplateCapabilities {
+    pub(super) fn of(template: &impl ChatRenderer) -> Self {
         Self { parts: reads_parts(template), arguments: arguments_of(template) }
     }
 
     /// The messages as the template takes them.
-    pub(in crate::finetune) fn adapt(self, messages: &[Value]) -> Vec<Value> {
+    pub(super) fn adapt(self, messages: &[Value]) -> Vec<Value> {
         messages.iter().map(|message| self.message(message)).collect()
     }
 
@@ -41,7 +41,7 @@ impl Takes {
         let content = field(message, "content");
         let joined = (!self.parts && content.kind() == ValueKind::Seq).then(|| join(&content)).flatten();
         let calls = field(message, "tool_calls");
-        let calls = (calls.kind() == ValueKind::Seq && self.arguments != Arguments::Any).then_some(calls);
+        let calls = (calls.kind() == ValueKind::Seq && self.arguments != ToolArgumentsFormat::Any).then_some(calls);
         if joined.is_none() && calls.is_none() {
             return message.clone();
         }
@@ -60,10 +60,10 @@ impl Takes {
             return changed(call, |name, value| if name == "function" { self.call(&inner) } else { value });
         }
         changed(call, |name, value| match (name, self.arguments, value.as_str()) {
-            ("arguments", Arguments::Object, Some(text)) => {
+            ("arguments", ToolArgumentsFormat::Object, Some(text)) => {
                 json(text).ok().filter(|object| object.kind() == ValueKind::Map).unwrap_or(value)
             }
-            ("arguments", Arguments::Text, None) if value.kind() == ValueKind::Map => {
+            ("arguments", ToolArgumentsFormat::Text, None) if value.kind() == ValueKind::Map => {
                 json_text(&value).map_or(value, Value::from)
             }
             _ => value,
@@ -71,7 +71,7 @@ impl Takes {
     }
 
     /// Whether arguments of a call are texts that stay so where the template writes them as JSON.
-    pub(in crate::finetune) fn keeps_text(self, message: &Value) -> bool {
+    pub(super) fn keeps_text(self, message: &Value) -> bool {
         let calls = field(message, "tool_calls");
         let is_text = |call: Value| {
             let inner = field(&call, "function");
@@ -79,7 +79,7 @@ impl Takes {
             let arguments = field(&call, "arguments");
             arguments.as_str().is_some_and(|text| json(text).map_or(true, |value| value.kind() != ValueKind::Map))
         };
-        self.arguments == Arguments::Object && calls.try_iter().into_iter().flatten().any(is_text)
+        self.arguments == ToolArgumentsFormat::Object && calls.try_iter().into_iter().flatten().any(is_text)
     }
 }
 
@@ -102,7 +102,7 @@ fn join(parts: &Value) -> Option<String> {
 const PROBE: &str = "Zprobe";
 
 /// Whether parts of a content are written as their text, of all roles.
-fn reads_parts(template: &impl Render) -> bool {
+fn reads_parts(template: &impl ChatRenderer) -> bool {
     let part = Value::from_pairs([("type", "text"), ("text", PROBE)]);
     let content: Value = [part].into_iter().collect();
     let message = |role: &str, content: Value| Value::from_pairs([("role", Value::from(role)), ("content", content)]);
@@ -116,7 +116,7 @@ fn reads_parts(template: &impl Render) -> bool {
 }
 
 /// How a template writes the arguments of a call.
-fn arguments_of(template: &impl Render) -> Arguments {
+fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     let text = r#"{"zkey": "zvalue"}"#;
     let rendered = |arguments: Value| {
         let function = Value::from_pairs([("name", Value::from("zname")), ("arguments", arguments)]);
@@ -137,8 +137,8 @@ fn arguments_of(template: &impl Render) -> Arguments {
         rendered.find("zkey").is_some_and(|at| rendered[..at].ends_with('"') && !rendered[..at].ends_with("\\\""))
     };
     match (is_json(&object), is_json(&text)) {
-        (true, false) => Arguments::Object,
-        (false, true) => Arguments::Text,
-        _ => Arguments::Any,
+        (true, false) => ToolArgumentsFormat::Object,
+        (false, true) => ToolArgumentsFormat::Text,
+        _ => ToolArgumentsFormat::Any,
     }
 }

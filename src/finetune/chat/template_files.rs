@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const MOST_BYTES: u64 = 16 << 20;
 
 /// The folder of a model's folder that may have more templates, each a file by its name.
-pub(crate) const ADDITIONAL: &str = "additional_chat_templates";
+pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
 /// All templates of a model's folder by name, the usual one as `default`: those of chat_template.jinja and of the folder
 /// `additional_chat_templates`, else those of tokenizer_config.json.
@@ -51,7 +51,7 @@ const DEFAULT: &str = "default";
 /// # Errors
 /// A folder that cannot be read.
 pub(in crate::finetune) fn additional_templates(folder: &Path) -> Result<Vec<PathBuf>> {
-    let folder = folder.join(ADDITIONAL);
+    let folder = folder.join(ADDITIONAL_TEMPLATES);
     if !folder.is_dir() {
         return Ok(vec![]);
     }

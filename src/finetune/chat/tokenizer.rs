@@ -1,6 +1,6 @@
 //! A model's tokenizer.json, with the special tokens of its configuration.
 
-use super::encode_cache::{Encoded, Words};
+use super::encode_cache::{EncodedText, SafeSplitter};
 use super::tokenizer_files::TokenizerFiles;
 use crate::error::Result;
 use crate::finetune::error::FinetuneError;
@@ -21,7 +21,7 @@ pub struct Tokenizer {
     /// Without what comes after encoding: truncation, padding, added tokens, offsets that leave out white space.
     inner: tokenizers::Tokenizer,
     tokens: SpecialTokens,
-    words: Option<Words>,
+    splitter: Option<SafeSplitter>,
     /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
     around: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
@@ -106,30 +106,30 @@ impl Tokenizer {
         around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
         around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
         let of_file = twox_hash::XxHash3_64::oneshot(&bytes);
-        let words = Words::of(&inner, of_file);
+        let splitter = SafeSplitter::of(&inner, of_file);
         let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{of_file:x} {tokens:?} {around:?}").as_bytes());
-        Ok(Self { inner, words, tokens, around, fingerprint, subject })
+        Ok(Self { inner, splitter, tokens, around, fingerprint, subject })
     }
 
     /// Whether texts are encoded by pieces.
     #[cfg(test)]
-    pub(in crate::finetune) fn is_cut(&self) -> bool {
-        self.words.is_some()
+    pub(super) fn is_cut(&self) -> bool {
+        self.splitter.is_some()
     }
 
     /// The ids of `text` and the bytes that they stand for, without tokens added around it.
     ///
     /// # Errors
     /// [`FinetuneError::Encode`].
-    pub fn encode(&self, text: &str) -> Result<Encoded> {
-        match &self.words {
-            Some(words) => words.encode(text, |piece| self.encode_whole(piece)),
+    pub fn encode(&self, text: &str) -> Result<EncodedText> {
+        match &self.splitter {
+            Some(splitter) => splitter.encode(text, |piece| self.encode_whole(piece)),
             None => self.encode_whole(text),
         }
     }
 
     /// The same, of the text as one.
-    fn encode_whole(&self, text: &str) -> Result<Encoded> {
+    fn encode_whole(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
         if text.len() > MOST_TEXT {
             let reason = format!("one without a place where it may be cut has at most {MOST_TEXT}; cut the record");
@@ -137,7 +137,7 @@ impl Tokenizer {
         }
         let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
         let encoding = encoded.map_err(|e| wrong(e.to_string()))?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+        Ok(EncodedText { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
     }
 
     /// The text of `ids`.
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn texts_of_these_tokenizers_are_encoded_by_pieces() {
-        assert!(TOKENIZERS.iter().all(|tokenizer| tokenizer.words.is_some()));
+        assert!(TOKENIZERS.iter().all(|tokenizer| tokenizer.splitter.is_some()));
     }
 
     proptest! {

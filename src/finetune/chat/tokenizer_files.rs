@@ -10,7 +10,7 @@
 use crate::checkpoint::create;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
-use crate::finetune::gguf::weights::{Gguf, gguf_files};
+use crate::finetune::gguf::weights::{GgufFile, gguf_files};
 use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ impl TokenizerFiles {
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`]; a file that cannot be used.
     pub fn read(path: &Path) -> Result<Self> {
         if let Some(gguf) = gguf_with_tokenizer(path)? {
-            return Gguf::open(&gguf)?.tokenizer_files();
+            return GgufFile::open(&gguf)?.tokenizer_files();
         }
         let (tokenizer, vocabulary) = (path.join(TOKENIZER), path.join("vocab.txt"));
         let config = object(&path.join(CONFIG))?;
@@ -113,7 +113,7 @@ impl TokenizerFiles {
 
 /// The GGUF file whose own tokenizer a model has: the path itself, unless a tokenizer lies beside it, or the only one of a folder
 /// without a tokenizer.
-pub(in crate::finetune) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
+pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     if path.is_file() {
         return Ok(Some(path.to_owned()));
     }

@@ -13,9 +13,9 @@ use std::sync::Arc;
 /// The target of a position that predicts nothing, which a loss leaves out.
 pub const NO_TARGET: i64 = -100;
 
-/// How samples come into rows.
+/// Whether several samples are packed into a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Packing {
+pub enum SequencePacking {
     /// As many as fit in a row of so many tokens, each a sequence of its own. Only where samples do not belong together
     /// ([`Dataset::group`]), and no label is to be told.
     Packed {
@@ -26,9 +26,9 @@ pub enum Packing {
     Padded,
 }
 
-/// Rows of one rank and one micro batch.
+/// The rows of one rank's micro batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rows {
+pub struct RowBatch {
     /// Number of rows.
     pub rows: usize,
     /// Tokens of a row.
@@ -75,7 +75,7 @@ impl Batches {
     /// # Panics
     ///
     /// If the data set is empty.
-    pub fn training(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, seed: u64, pad: u32) -> Self {
+    pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }
 
@@ -84,7 +84,7 @@ impl Batches {
     /// # Panics
     ///
     /// As [`training`](Self::training).
-    pub fn in_order(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, pad: u32) -> Self {
+    pub fn in_order(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
     }
 
@@ -94,11 +94,11 @@ impl Batches {
     /// # Panics
     ///
     /// As [`training`](Self::training).
-    pub fn validation(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, pad: u32) -> Self {
+    pub fn validation(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Once, pad)
     }
 
-    fn new(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
+    fn new(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
         let groups = dataset.len() / dataset.group();
         assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
@@ -110,7 +110,7 @@ impl Batches {
     }
 
     /// How many rows there would be.
-    pub(in crate::finetune) fn count_rows(dataset: &Dataset, packing: Packing, order: RowOrder) -> usize {
+    pub(in crate::finetune) fn count_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> usize {
         match packed_rows(dataset, packing, order) {
             Some((_, row_of)) => row_of.iter().max().map_or(0, |last| *last as usize + 1),
             None => dataset.len() / dataset.group(),
@@ -161,7 +161,7 @@ impl Batches {
     }
 
     /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0.
-    pub fn batch(&self, step: u64, accumulation_index: usize) -> Rows {
+    pub fn batch(&self, step: u64, accumulation_index: usize) -> RowBatch {
         let rows = (0..self.shape.micro).map(|j| self.row(self.shape.global_sample(step, accumulation_index, j)));
         // Samples that belong together have a row each.
         let apart = self.dataset.group() > 1;
@@ -176,7 +176,7 @@ impl Batches {
         }
         let length = |row: &Vec<crate::finetune::SampleRef<'_>>| row.iter().map(|sample| sample.len()).sum::<usize>();
         let time = filled.iter().map(length).max().unwrap_or(0).max(1);
-        let mut batch = Rows { rows: filled.len(), time, ..Rows::default() };
+        let mut batch = RowBatch { rows: filled.len(), time, ..RowBatch::default() };
         for row in filled {
             let (mut starts, mut at) = (vec![], 0);
             for sample in row {
@@ -222,8 +222,8 @@ impl Batches {
 }
 
 /// The order in which samples are packed and the row of each, where several have a row.
-fn packed_rows(dataset: &Dataset, packing: Packing, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
-    let Packing::Packed { ctx } = packing else { return None };
+fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
+    let SequencePacking::Packed { ctx } = packing else { return None };
     if dataset.group() > 1 {
         return None;
     }
@@ -239,13 +239,13 @@ fn packed_rows(dataset: &Dataset, packing: Packing, order: RowOrder) -> Option<(
 
 /// The row of each sample: the first that has room for it. One that is longer than a row fills one.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
-    let mut room = Room { leaves: 1, most: vec![0; 2], rows: 0 };
+    let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
     // Also the shortest sample takes room, so that a row without any has none for it.
     lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
 }
 
 /// How much room rows have: a tree of maxima, whose leaves are the rows.
-struct Room {
+struct FreeSpaceTree {
     /// A power of two.
     leaves: usize,
     /// Node i has the nodes 2i and 2i + 1 below it; the root is 1.
@@ -253,7 +253,7 @@ struct Room {
     rows: usize,
 }
 
-impl Room {
+impl FreeSpaceTree {
     /// Takes room in the first row that has it, or in a new one.
     fn take(&mut self, length: usize, ctx: usize) -> u32 {
         if self.rows == 0 || self.most[1] < length {

@@ -6,21 +6,21 @@ use crate::finetune::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
 
 /// Why messages cannot be used.
-type Broken = String;
+pub(super) type RecordProblem = String;
 
 /// Messages with role and content, and which of them say themselves whether they are to be learned.
 #[derive(Debug, Default, Clone)]
-pub(in crate::finetune) struct Messages {
+pub(super) struct ChatMessages {
     pub list: Vec<Value>,
     pub learned: Vec<Option<bool>>,
     /// Whether the first of them has `from` and `value`, as ShareGPT's.
     pub is_share_gpt: bool,
 }
 
-impl Messages {
+impl ChatMessages {
     /// The messages of a list, or of a single one: role and content as OpenAI has them, from and value as ShareGPT, content
     /// in parts, input and output as xtuner. A text, as tables have it, is read as JSON.
-    pub(in crate::finetune) fn of(value: &Value) -> Result<Self, Broken> {
+    pub(super) fn of(value: &Value) -> Result<Self, RecordProblem> {
         let value = match value.as_str() {
             Some(text) => json(text).map_err(|reason| format!("its messages: {reason}"))?,
             None => value.clone(),
@@ -43,20 +43,20 @@ impl Messages {
     }
 
     /// One message of a text.
-    pub(in crate::finetune) fn text(role: &str, content: &str) -> Self {
+    pub(super) fn text(role: &str, content: &str) -> Self {
         let list = vec![Value::from_pairs([("role", role), ("content", content)])];
         Self { list, learned: vec![None], is_share_gpt: false }
     }
 
     /// These, and those behind them.
-    pub(in crate::finetune) fn then(mut self, others: Self) -> Self {
+    pub(super) fn then(mut self, others: Self) -> Self {
         self.list.extend(others.list);
         self.learned.extend(others.learned);
         self
     }
 
     /// Puts a system text before all, unless it stands there.
-    pub(in crate::finetune) fn with_system(self, system: &str) -> Result<Self, Broken> {
+    pub(super) fn with_system(self, system: &str) -> Result<Self, RecordProblem> {
         let first = self.list.first().cloned().unwrap_or_default();
         let (role, content) = (field(&first, "role"), field(&first, "content"));
         match role.as_str() {
@@ -68,7 +68,7 @@ impl Messages {
         }
     }
 
-    fn push(&mut self, item: &Value) -> Result<(), Broken> {
+    fn push(&mut self, item: &Value) -> Result<(), RecordProblem> {
         if item.kind() != ValueKind::Map {
             return Err(format!("it is {}, not an object", kind(item)));
         }
@@ -138,7 +138,7 @@ impl Messages {
     }
 
     /// A turn of xtuner: what is asked and what is answered, perhaps with a system text.
-    fn push_turn(&mut self, turn: &Value) -> Result<(), Broken> {
+    fn push_turn(&mut self, turn: &Value) -> Result<(), RecordProblem> {
         for (name, role) in [("system", "system"), ("input", "user"), ("output", "assistant")] {
             let value = field(turn, name);
             match value.as_str() {
@@ -164,7 +164,7 @@ impl Messages {
 const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
 /// The refusal of pictures, by their key.
-pub(in crate::finetune) fn picture(name: &str) -> Broken {
+pub(super) fn picture(name: &str) -> RecordProblem {
     format!(
         "it has {name}, and pictures, films and sounds are not read: without them its texts would teach to make things up; \
          leave such records out, or remove the key"
@@ -172,7 +172,7 @@ pub(in crate::finetune) fn picture(name: &str) -> Broken {
 }
 
 /// Whether a message says itself that it is to be learned.
-fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, Broken> {
+fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
     for name in WEIGHTS {
         let value = field(message, name);
@@ -189,7 +189,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, Broken> 
 }
 
 /// Whether something is learned by a weight, or a flag: 0 or 1, or a truth value, perhaps as text.
-pub(in crate::finetune) fn weight(name: &str, value: &Value) -> Result<Option<bool>, Broken> {
+pub(in crate::finetune) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
     let text = value.as_str().map(str::trim);
     let number = match (value.kind(), text) {
         (ValueKind::Undefined | ValueKind::None, _) | (_, Some("")) => return Ok(None),
@@ -210,7 +210,7 @@ pub(in crate::finetune) fn weight(name: &str, value: &Value) -> Result<Option<bo
 }
 
 /// The role of ShareGPT's `from`.
-fn share_gpt_role(from: &str) -> Result<&str, Broken> {
+fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
     Ok(match from {
         "human" | "user" => "user",
         "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
@@ -226,7 +226,7 @@ fn share_gpt_role(from: &str) -> Result<&str, Broken> {
 }
 
 /// A content: a text, a list of parts, or what else a template may take.
-fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Broken> {
+fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     if value.kind() != ValueKind::Seq {
         fields.push(("content".into(), value.clone()));
         return Ok(());
@@ -272,7 +272,7 @@ fn is_picture(of: &str) -> bool {
 }
 
 /// Appends a call, or several, as `tool_calls`.
-fn push_calls(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), Broken> {
+fn push_calls(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     let calls: Vec<Value> = match value.kind() {
         ValueKind::Seq => value.try_iter().into_iter().flatten().collect(),
         _ => vec![value.clone()],

@@ -5,7 +5,7 @@ use crate::util::list;
 use std::str::FromStr;
 
 /// The names that records are read by.
-pub(in crate::finetune) const KEYS: [&str; 21] = [
+pub(super) const KEYS: [&str; 21] = [
     "messages",
     "conversations",
     "conversation",
@@ -30,14 +30,13 @@ pub(in crate::finetune) const KEYS: [&str; 21] = [
 ];
 
 /// What else changes what is to be learned of a record, or tells it.
-pub(in crate::finetune) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_output"];
-pub(in crate::finetune) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
-pub(in crate::finetune) const WEIGHTS: [&str; 6] =
-    ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
-pub(in crate::finetune) const PREFERENCES: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
-pub(in crate::finetune) const SECOND_TEXTS: [&str; 9] =
+pub(super) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_output"];
+pub(super) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
+pub(super) const WEIGHTS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
+pub(super) const PREFERENCES: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
+pub(super) const SECOND_TEXTS: [&str; 9] =
     ["text_pair", "text_b", "text2", "sentence1", "sentence2", "premise", "hypothesis", "context", "question"];
-pub(in crate::finetune) const PICTURES: [&str; 14] = [
+pub(super) const PICTURES: [&str; 14] = [
     "image",
     "images",
     "image_path",
@@ -61,8 +60,7 @@ pub(in crate::finetune) const SCORES: [[&str; 2]; 4] = [
     ["rating_chosen", "rating_rejected"],
 ];
 /// What says how good a record is.
-pub(in crate::finetune) const RANKS: [&str; 8] =
-    ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
+pub(super) const RANKS: [&str; 8] = ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
 
 /// What a user's column can be read as, besides `ignore`.
 const ROLES: [&str; 15] = [
@@ -142,12 +140,12 @@ impl Columns {
     }
 
     /// What the user calls a column that is read as `role`.
-    pub(in crate::finetune) fn named_as(&self, role: &str) -> Option<&str> {
+    pub(super) fn named_as(&self, role: &str) -> Option<&str> {
         self.named.iter().find(|(known, _)| *known == role).map(|(_, name)| name.as_str())
     }
 
     /// Whether the user leaves a column out.
-    pub(in crate::finetune) fn is_ignored(&self, name: &str) -> bool {
+    pub(super) fn is_ignored(&self, name: &str) -> bool {
         self.ignored.iter().any(|ignored| ignored == name)
     }
 
@@ -170,19 +168,19 @@ impl Columns {
     }
 
     /// Whether a form is read by a column of this name.
-    pub(in crate::finetune) fn is_key(&self, name: &str) -> bool {
+    pub(super) fn is_key(&self, name: &str) -> bool {
         self.named.iter().any(|(_, named)| named == name) || KEYS.contains(&name) && !self.is_ignored(name)
     }
 
     /// Whether a column of this name is looked at.
-    pub(in crate::finetune) fn is_known(&self, name: &str) -> bool {
+    pub(super) fn is_known(&self, name: &str) -> bool {
         let others: [&[&str]; 7] =
             [&PREFERRED, &VARIABLES, &WEIGHTS, &PREFERENCES, &SECOND_TEXTS, &PICTURES, SCORES.as_flattened()];
         self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
     }
 
     /// What is to be written for other names, for messages.
-    pub(in crate::finetune) fn hint(keys: &[String]) -> String {
+    pub(super) fn hint(keys: &[String]) -> String {
         let has =
             |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
         let asks = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);

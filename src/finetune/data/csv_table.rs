@@ -1,7 +1,7 @@
 //! The rows of a table as text (CSV, TSV), whose first line names its columns.
 
 use super::columns::Columns;
-use super::raw_record::{Raw, Record, check_size, utf8};
+use super::raw_record::{RawRecord, RecordContent, check_size, utf8};
 use crate::util::list;
 use minijinja::value::Value;
 use std::collections::BTreeSet;
@@ -13,21 +13,21 @@ use std::sync::Arc;
 const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
 
 /// The rows of a table.
-pub(in crate::finetune) struct Table {
+pub(super) struct CsvTable {
     input: BufReader<File>,
     parser: Box<csv_core::Reader>,
-    quotes: Quotes,
+    quotes: QuoteTracker,
     names: Vec<String>,
 }
 
 /// A row's fields, or what is wrong with the rest of the file.
-type Row = Result<Option<Vec<Vec<u8>>>, String>;
+type CsvRow = Result<Option<Vec<Vec<u8>>>, String>;
 
-impl Table {
+impl CsvTable {
     /// Reads the first line. The inner error says why there is no table.
     ///
     /// Columns are separated by what gives the most names that are read, then by `usual`.
-    pub(in crate::finetune) fn open(
+    pub(super) fn open(
         mut input: BufReader<File>,
         usual: u8,
         columns: &Columns,
@@ -41,7 +41,7 @@ impl Table {
         };
         let separator = declared.unwrap_or_else(|| separator(first_line, usual, columns));
         let parser = Box::new(csv_core::ReaderBuilder::new().delimiter(separator).build());
-        let mut table = Self { input, parser, quotes: Quotes::of(separator), names: vec![] };
+        let mut table = Self { input, parser, quotes: QuoteTracker::of(separator), names: vec![] };
         if declared.is_some()
             && let Err(problem) = table.row()?
         {
@@ -65,7 +65,7 @@ impl Table {
     }
 
     /// The next row; none at the end. The inner error says why the rest of the file cannot be told apart.
-    pub(in crate::finetune) fn next(&mut self) -> std::io::Result<Result<Option<Record>, String>> {
+    pub(super) fn next(&mut self) -> std::io::Result<Result<Option<RawRecord>, String>> {
         let row = match self.row()? {
             Ok(Some(row)) => row,
             Ok(None) => return Ok(Ok(None)),
@@ -75,10 +75,10 @@ impl Table {
         let columns = |n: usize| if n == 1 { "1 column".to_string() } else { format!("{n} columns") };
         let fields: Result<Vec<&str>, String> = row.iter().map(|field| utf8(field)).collect();
         let raw = match fields {
-            _ if self.quotes.malformed.is_some() => Raw::Broken(
+            _ if self.quotes.malformed.is_some() => RecordContent::Broken(
                 "text follows the quote that ends a field; write two quotes for one within a quoted field".into(),
             ),
-            _ if found != names => Raw::Broken(format!(
+            _ if found != names => RecordContent::Broken(format!(
                 "it has {}, and the first line names {names} ({}); put fields that have the separator, a quote or a line \
                  end in them between quotes",
                 columns(found),
@@ -87,15 +87,15 @@ impl Table {
             Ok(fields) => {
                 let bytes = fields.iter().map(|field| field.len() + size_of::<Value>()).sum();
                 let value = Value::from_pairs(self.names.iter().cloned().zip(fields.into_iter().map(Value::from)));
-                Raw::Columns { value, bytes, unread: Arc::default() }
+                RecordContent::Columns { value, bytes, unread: Arc::default() }
             }
-            Err(reason) => Raw::Broken(reason),
+            Err(reason) => RecordContent::Broken(reason),
         };
-        Ok(Ok(Some(Record { line: self.quotes.row, raw })))
+        Ok(Ok(Some(RawRecord { line: self.quotes.row, raw })))
     }
 
     /// The fields of the next row.
-    fn row(&mut self) -> std::io::Result<Row> {
+    fn row(&mut self) -> std::io::Result<CsvRow> {
         let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
         let (mut written, mut ended) = (0, 0);
         self.quotes.begin_row();
@@ -135,12 +135,12 @@ impl Table {
 /// What separates the columns of a table with this first line.
 fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
     let score = |separator: u8| {
-        let mut quotes = Quotes::of(separator);
+        let mut quotes = QuoteTracker::of(separator);
         let mut names = vec![vec![]];
         for byte in first_line {
             quotes.take(*byte);
             match (byte, &quotes.state) {
-                (_, State::FieldStart) => names.push(vec![]),
+                (_, QuoteState::FieldStart) => names.push(vec![]),
                 (b'"', _) => {}
                 _ => names.last_mut().into_iter().for_each(|name: &mut Vec<u8>| name.push(*byte)),
             }
@@ -151,10 +151,10 @@ fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
     SEPARATORS.into_iter().max_by_key(|separator| score(*separator)).unwrap_or(usual)
 }
 
-/// Where quotes open and close, beside the parser, which says nothing of them.
-struct Quotes {
+/// Tracks where quotes open and close, which the parser does not report.
+struct QuoteTracker {
     separator: u8,
-    state: State,
+    state: QuoteState,
     /// The line that is being read, from 1, and the one in which its row begins.
     line: u64,
     row: u64,
@@ -166,7 +166,7 @@ struct Quotes {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum State {
+enum QuoteState {
     FieldStart,
     Plain,
     Quoted,
@@ -174,9 +174,9 @@ enum State {
     Closing,
 }
 
-impl Quotes {
+impl QuoteTracker {
     fn of(separator: u8) -> Self {
-        let state = State::FieldStart;
+        let state = QuoteState::FieldStart;
         Self { separator, state, line: 1, row: 1, has_begun: false, opened: 0, malformed: None }
     }
 
@@ -190,19 +190,19 @@ impl Quotes {
             (self.has_begun, self.row) = (true, self.line);
         }
         self.state = match (self.state, byte) {
-            (State::Quoted, b'"') => State::Closing,
-            (State::Quoted, _) => State::Quoted,
-            (State::Closing, b'"') => State::Quoted,
-            (State::FieldStart, b'"') => {
+            (QuoteState::Quoted, b'"') => QuoteState::Closing,
+            (QuoteState::Quoted, _) => QuoteState::Quoted,
+            (QuoteState::Closing, b'"') => QuoteState::Quoted,
+            (QuoteState::FieldStart, b'"') => {
                 self.opened = self.line;
-                State::Quoted
+                QuoteState::Quoted
             }
-            (_, byte) if byte == self.separator || ends_line => State::FieldStart,
-            (State::Closing, _) => {
+            (_, byte) if byte == self.separator || ends_line => QuoteState::FieldStart,
+            (QuoteState::Closing, _) => {
                 self.malformed.get_or_insert((self.opened, self.line));
-                State::Plain
+                QuoteState::Plain
             }
-            _ => State::Plain,
+            _ => QuoteState::Plain,
         };
         self.line += u64::from(byte == b'\n');
     }
@@ -210,7 +210,7 @@ impl Quotes {
     /// Why it is not known where the row ends.
     fn problem(&self) -> Option<String> {
         let (opened, closed) = match (self.state, self.malformed) {
-            (State::Quoted, _) => (self.opened, None),
+            (QuoteState::Quoted, _) => (self.opened, None),
             (_, Some((opened, closed))) if opened != closed => (opened, Some(closed)),
             _ => return None,
         };

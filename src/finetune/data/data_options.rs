@@ -15,9 +15,9 @@ pub enum Task {
     Prefer,
 }
 
-/// What becomes of a sample that is longer than the context.
+/// How samples longer than the context are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Overlong {
+pub enum Truncation {
     /// It is cut at the context; raw text is cut into pieces of that length, none lost.
     #[default]
     Truncate,
@@ -33,7 +33,7 @@ pub struct DataOptions {
     /// The most tokens of a sample.
     pub ctx: usize,
     /// What becomes of longer ones.
-    pub overlong: Overlong,
+    pub overlong: Truncation,
     /// Whether a record that cannot be used is an error, rather than counted.
     pub strict: bool,
     /// The names of the labels, in the order of their numbers; empty: all labels of the files, sorted.
@@ -48,6 +48,6 @@ impl DataOptions {
 
     /// Samples of at most `ctx` tokens for `task`.
     pub fn new(task: Task, ctx: usize) -> Self {
-        Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![], columns: Columns::default() }
+        Self { task, ctx, overlong: Truncation::Truncate, strict: false, labels: vec![], columns: Columns::default() }
     }
 }

@@ -1,6 +1,6 @@
 //! What became of the records of a file, counted and named by line.
 
-use super::record_parser::Form;
+use super::record_parser::RecordFormat;
 use crate::finetune::error::unit;
 use crate::util::counted;
 use std::collections::BTreeMap;
@@ -13,11 +13,11 @@ const NAMED: usize = 5;
 /// What became of the records of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
-pub struct Report {
+pub struct DataReport {
     /// Records read; of plain text, pieces of it.
     pub records: u64,
     /// Records of each form.
-    pub forms: BTreeMap<Form, u64>,
+    pub forms: BTreeMap<RecordFormat, u64>,
     /// Samples made of them.
     pub samples: u64,
     /// Their tokens.
@@ -25,27 +25,27 @@ pub struct Report {
     /// Tokens that are predicted.
     pub targets: u64,
     /// Records that could not be used.
-    pub broken: Lines,
+    pub broken: RecordLines,
     /// Conversations with an answer that says nothing: its end is learned.
-    pub empty_answers: Lines,
+    pub empty_answers: RecordLines,
     /// Samples that were cut at the context behind their last target.
-    pub truncated: Lines,
+    pub truncated: RecordLines,
     /// Samples that lost targets as they were cut at the context.
-    pub truncated_targets: Lines,
+    pub truncated_targets: RecordLines,
     /// Samples that were left out, for their first target is beyond the context.
-    pub targets_beyond: Lines,
+    pub targets_beyond: RecordLines,
     /// Samples that were left out, for nothing in them is to be predicted.
-    pub without_target: Lines,
+    pub without_target: RecordLines,
     /// Samples that were left out as they are longer than the context.
-    pub dropped: Lines,
+    pub dropped: RecordLines,
     /// Texts that were cut into pieces of the context's length, of which none is lost.
-    pub cut: Lines,
+    pub cut: RecordLines,
     /// Samples of which an answer is learned without its end.
     #[serde(default)]
-    pub endless: Lines,
+    pub endless: RecordLines,
     /// What else is to be said of records, a sentence each.
     #[serde(default)]
-    pub remarks: BTreeMap<String, Lines>,
+    pub remarks: BTreeMap<String, RecordLines>,
     /// Keys that were not read, and how many records have something there; of more than 64, the first ones.
     #[serde(default)]
     pub ignored: BTreeMap<String, u64>,
@@ -62,7 +62,7 @@ pub struct Report {
 
 /// How many records, and the lines of the first ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Lines {
+pub struct RecordLines {
     /// How many.
     pub count: u64,
     /// Lines (or rows) of the first five, from 1.
@@ -71,8 +71,8 @@ pub struct Lines {
     pub reason: Option<String>,
 }
 
-/// What is said of a record.
-pub(in crate::finetune) enum Note {
+/// What is reported of a record.
+pub(super) enum RecordNote {
     Broken(String),
     EmptyAnswer,
     Truncated,
@@ -91,35 +91,35 @@ pub(in crate::finetune) enum Note {
 /// Keys and remarks that are counted.
 const KINDS: usize = 64;
 
-impl Report {
+impl DataReport {
     /// Of the file at `path`, before it is read.
     pub(in crate::finetune) fn of(path: &Path) -> Self {
         Self { by_row: unit(path) == "row", ..Self::default() }
     }
 
-    pub(in crate::finetune) fn note(&mut self, line: u64, note: Note) {
+    pub(super) fn note(&mut self, line: u64, note: RecordNote) {
         let (lines, reason) = match note {
-            Note::Ignored(key) => {
+            RecordNote::Ignored(key) => {
                 if self.ignored.len() < KINDS || self.ignored.contains_key(&key) {
                     *self.ignored.entry(key).or_default() += 1;
                 }
                 return;
             }
-            Note::Remark(remark) => {
+            RecordNote::Remark(remark) => {
                 if self.remarks.len() >= KINDS && !self.remarks.contains_key(&remark) {
                     return;
                 }
                 (self.remarks.entry(remark).or_default(), None)
             }
-            Note::Endless => (&mut self.endless, None),
-            Note::Broken(reason) => (&mut self.broken, Some(reason)),
-            Note::EmptyAnswer => (&mut self.empty_answers, None),
-            Note::Truncated => (&mut self.truncated, None),
-            Note::TruncatedTarget => (&mut self.truncated_targets, None),
-            Note::TargetBeyond => (&mut self.targets_beyond, None),
-            Note::WithoutTarget => (&mut self.without_target, None),
-            Note::Dropped => (&mut self.dropped, None),
-            Note::Cut => (&mut self.cut, None),
+            RecordNote::Endless => (&mut self.endless, None),
+            RecordNote::Broken(reason) => (&mut self.broken, Some(reason)),
+            RecordNote::EmptyAnswer => (&mut self.empty_answers, None),
+            RecordNote::Truncated => (&mut self.truncated, None),
+            RecordNote::TruncatedTarget => (&mut self.truncated_targets, None),
+            RecordNote::TargetBeyond => (&mut self.targets_beyond, None),
+            RecordNote::WithoutTarget => (&mut self.without_target, None),
+            RecordNote::Dropped => (&mut self.dropped, None),
+            RecordNote::Cut => (&mut self.cut, None),
         };
         lines.count += 1;
         // The two answers of a preference are of one line.
@@ -171,13 +171,13 @@ impl Report {
     }
 
     /// Why records were skipped.
-    pub(in crate::finetune) fn why_skipped(&self) -> String {
+    pub(super) fn why_skipped(&self) -> String {
         let Self { broken, without_target, by_row, .. } = self.clone();
         Self { broken, without_target, by_row, ..Self::default() }.notes().join("; ")
     }
 
     /// Why a file gave no sample.
-    pub(in crate::finetune) fn why_nothing(&self) -> String {
+    pub(super) fn why_nothing(&self) -> String {
         match self.notes() {
             notes if notes.is_empty() => "it is empty".into(),
             notes => notes.join("; "),
@@ -185,7 +185,7 @@ impl Report {
     }
 }
 
-impl Lines {
+impl RecordLines {
     /// Whether there is no record.
     pub(in crate::finetune) fn is_empty(&self) -> bool {
         self.count == 0
@@ -218,7 +218,7 @@ impl Lines {
 }
 
 /// Forms, samples and tokens in a line.
-impl fmt::Display for Report {
+impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();
         let cached = if self.from_cache { ", from the cache" } else { "" };

@@ -1,10 +1,10 @@
 //! Samples of data files: tokenized once, and mapped from then on.
 
 use super::data_options::{DataOptions, Task};
-use super::data_report::Report;
-use super::dataset_builder::Maker;
+use super::data_report::DataReport;
+use super::dataset_builder::DatasetBuilder;
 use super::labels::labels_of;
-use super::sample_cache::{Cache, SampleRef, private_cache};
+use super::sample_cache::{SampleCache, SampleRef, private_cache};
 use super::source::Source;
 use crate::error::{Error, Result};
 use crate::finetune::chat::template::Template;
@@ -29,7 +29,7 @@ pub struct DataProgress {
 /// Samples of several files, each counted by its weight.
 #[derive(Debug, Clone)]
 pub struct Dataset {
-    parts: Vec<Part>,
+    parts: Vec<FileSamples>,
     /// Samples that belong together.
     group: usize,
     labels: Vec<String>,
@@ -37,10 +37,10 @@ pub struct Dataset {
 
 /// A file's samples, or some of them.
 #[derive(Debug, Clone)]
-struct Part {
-    cache: Arc<Cache>,
+struct FileSamples {
+    cache: Arc<SampleCache>,
     path: PathBuf,
-    report: Arc<Report>,
+    report: Arc<DataReport>,
     weight: f64,
     /// Groups in the file.
     groups: u64,
@@ -76,11 +76,11 @@ impl Dataset {
         let group = if options.task == Task::Prefer { 2 } else { 1 };
         let mut parts = vec![];
         for (file, source) in sources.iter().enumerate() {
-            let maker = Maker { source, tokenizer, template, options: &options };
+            let builder = DatasetBuilder { source, tokenizer, template, options: &options };
             let mut progress = |bytes, of| progress(DataProgress { file, bytes, of });
-            let (cache, report) = maker.open_or_make(folder, &mut progress)?;
+            let (cache, report) = builder.open_or_build(folder, &mut progress)?;
             let groups = (cache.samples() / group) as u64;
-            parts.push(Part {
+            parts.push(FileSamples {
                 cache: Arc::new(cache),
                 path: source.path.clone(),
                 report: Arc::new(report),
@@ -118,7 +118,7 @@ impl Dataset {
     /// A number that changes with the samples, their order and their weights.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
-        for Part { cache, weight, first, end, key, .. } in &self.parts {
+        for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
             hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.fingerprint()).as_bytes());
         }
         hasher.finish()
@@ -128,14 +128,14 @@ impl Dataset {
     /// from.
     pub(in crate::finetune) fn content(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
-        for Part { cache, weight, first, end, key, .. } in &self.parts {
+        for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
             hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.content()).as_bytes());
         }
         hasher.finish()
     }
 
     /// The files and what became of their records.
-    pub fn reports(&self) -> impl Iterator<Item = (&Path, &Report)> {
+    pub fn reports(&self) -> impl Iterator<Item = (&Path, &DataReport)> {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
     }
 
@@ -145,7 +145,7 @@ impl Dataset {
     /// [`FinetuneError::Skipped`].
     pub fn check_skipped(&self) -> Result<()> {
         match self.parts.iter().find(|part| part.report.skips_many()) {
-            Some(Part { path, report, .. }) => {
+            Some(FileSamples { path, report, .. }) => {
                 let (skipped, records) = (report.skipped(), report.records);
                 let why = report.why_skipped();
                 Err(FinetuneError::Skipped { path: path.clone(), skipped, records, why }.into())
@@ -169,7 +169,7 @@ impl Dataset {
         part.cache.sample(of_file)
     }
 
-    /// Length of sample `i` in tokens, as [`sample`](Self::sample) has it.
+    /// TrainingLength of sample `i` in tokens, as [`sample`](Self::sample) has it.
     pub fn length(&self, i: usize) -> usize {
         let (part, of_file) = self.place(i);
         part.cache.length(of_file)
@@ -190,7 +190,7 @@ impl Dataset {
         &self.place(i).0.path
     }
 
-    fn place(&self, i: usize) -> (&Part, usize) {
+    fn place(&self, i: usize) -> (&FileSamples, usize) {
         let (mut group, within) = ((i / self.group) as u64, i % self.group);
         for part in &self.parts {
             if group < part.len() {
@@ -218,7 +218,7 @@ impl Dataset {
     }
 }
 
-impl Part {
+impl FileSamples {
     /// Groups in an epoch.
     fn len(&self) -> u64 {
         ((self.end - self.first) as f64 * self.weight).round() as u64

@@ -1,18 +1,18 @@
 //! Builds the samples of one data file: records are parsed and tokenized in parallel, and written into the cache.
 
-use super::data_options::{DataOptions, Overlong, Task};
-use super::data_report::{Note, Report};
+use super::data_options::{DataOptions, Task, Truncation};
+use super::data_report::{DataReport, RecordNote};
 use super::labels::{NO_LABEL, no_label, not_labelled};
-use super::raw_record::{Raw, Record};
-use super::record_parser::{Example, Form, Reading};
-use super::record_reader::Records;
+use super::raw_record::{RawRecord, RecordContent};
+use super::record_parser::{RecordFormat, RecordParser, TrainingExample};
+use super::record_reader::RecordReader;
 use super::sample::Sample;
-use super::sample_cache::{Cache, Writer};
+use super::sample_cache::{SampleCache, SampleCacheWriter};
 use super::source::Source;
 use crate::error::{Error, Result};
 use crate::files::{self, FileLock};
 use crate::finetune::chat::conversation::{Conversation, SAID, field};
-use crate::finetune::chat::omitted_texts::Unwritten;
+use crate::finetune::chat::omitted_texts::OmittedTexts;
 use crate::finetune::chat::template::Template;
 use crate::finetune::chat::tokenizer::Tokenizer;
 use crate::finetune::error::FinetuneError;
@@ -33,8 +33,8 @@ const HASHED: u64 = 64 << 20;
 /// Changes when the same data gives other samples than before.
 const VERSION: u64 = 2;
 
-/// What a file's samples are made with.
-pub(in crate::finetune) struct Maker<'a> {
+/// Builds the samples of one file.
+pub(super) struct DatasetBuilder<'a> {
     pub source: &'a Source,
     pub tokenizer: &'a Tokenizer,
     pub template: Option<&'a Template>,
@@ -42,29 +42,33 @@ pub(in crate::finetune) struct Maker<'a> {
 }
 
 /// What became of a record.
-enum Outcome {
+enum RecordOutcome {
     /// Samples with the numbers of their labels, and what is to be said of them.
     Samples {
-        form: Form,
+        format: RecordFormat,
         samples: Vec<(Sample, u32)>,
-        notes: Vec<Note>,
+        notes: Vec<RecordNote>,
     },
     /// Tokens of plain text.
     Tokens(Vec<u32>),
     Broken(String),
 }
 
-impl Maker<'_> {
+impl DatasetBuilder<'_> {
     /// What was made before, or is made now.
-    pub fn open_or_make(&self, folder: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<(Cache, Report)> {
+    pub fn open_or_build(
+        &self,
+        folder: &Path,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(SampleCache, DataReport)> {
         let (fingerprint, bytes) = self.fingerprint()?;
         let name = self.source.path.file_stem().unwrap_or_default().to_string_lossy();
         let name: String = name.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).take(60).collect();
         let path = folder.join(format!("{name}-{fingerprint:016x}.samples"));
-        let open = || -> Result<Result<(Cache, Report), &'static str>> {
-            Ok(Cache::open(&path, fingerprint)?.and_then(|cache| {
-                let report = serde_json::from_slice::<Report>(cache.report()).map_err(|_| "it is damaged")?;
-                Ok((cache, Report { from_cache: true, ..report }))
+        let open = || -> Result<Result<(SampleCache, DataReport), &'static str>> {
+            Ok(SampleCache::open(&path, fingerprint)?.and_then(|cache| {
+                let report = serde_json::from_slice::<DataReport>(cache.report()).map_err(|_| "it is damaged")?;
+                Ok((cache, DataReport { from_cache: true, ..report }))
             }))
         };
         if let Ok(found) = open()? {
@@ -78,30 +82,30 @@ impl Maker<'_> {
             Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
             Err(_) => (),
         }
-        let mut writer = Writer::new(&path).map_err(io)?;
-        let report = self.make(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
+        let mut writer = SampleCacheWriter::new(&path).map_err(io)?;
+        let report = self.build(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
         if report.samples == 0 {
             let (path, reason) = (self.source.path.clone(), report.why_nothing());
             return Err(FinetuneError::NoSamples { path, reason }.into());
         }
         let json = serde_json::to_vec(&report).map_err(|e| io(e.into()))?;
         writer.finish(&path, fingerprint, &json).map_err(io)?;
-        match Cache::open(&path, fingerprint)? {
+        match SampleCache::open(&path, fingerprint)? {
             Ok(cache) => Ok((cache, report)),
             Err(why) => Err(io(std::io::Error::other(why))),
         }
     }
 
     /// Reads the file and writes its samples.
-    fn make(
+    fn build(
         &self,
-        writer: &mut Writer,
+        writer: &mut SampleCacheWriter,
         progress: &mut dyn FnMut(u64),
         io: &dyn Fn(std::io::Error) -> Error,
-    ) -> Result<Report> {
-        let mut records = Records::open(&self.source.path, &self.options.columns)?;
+    ) -> Result<DataReport> {
+        let mut records = RecordReader::open(&self.source.path, &self.options.columns)?;
         let pairs = self.options.task == Task::Prefer;
-        let (mut report, mut read) = (Report { pairs, ..Report::of(&self.source.path) }, 0);
+        let (mut report, mut read) = (DataReport { pairs, ..DataReport::of(&self.source.path) }, 0);
         // Tokens of plain text that do not fill a sample yet, and the line that they begin in.
         let (mut pending, mut begun) = (vec![], 1);
         loop {
@@ -116,16 +120,16 @@ impl Maker<'_> {
                 break;
             }
             let lines: Vec<u64> = batch.iter().map(|record| record.line).collect();
-            let outcomes: Vec<Outcome> = batch.into_par_iter().map(|record| self.outcome(record)).collect();
+            let outcomes: Vec<RecordOutcome> = batch.into_par_iter().map(|record| self.outcome(record)).collect();
             for (line, outcome) in lines.into_iter().zip(outcomes) {
                 report.records += 1;
                 match outcome {
-                    Outcome::Broken(reason) if self.options.strict => {
+                    RecordOutcome::Broken(reason) if self.options.strict => {
                         return Err(FinetuneError::Record { path: self.source.path.clone(), line, reason }.into());
                     }
-                    Outcome::Broken(reason) => report.note(line, Note::Broken(reason)),
-                    Outcome::Samples { form, samples, notes } => {
-                        *report.forms.entry(form).or_default() += 1;
+                    RecordOutcome::Broken(reason) => report.note(line, RecordNote::Broken(reason)),
+                    RecordOutcome::Samples { format, samples, notes } => {
+                        *report.forms.entry(format).or_default() += 1;
                         notes.into_iter().for_each(|note| report.note(line, note));
                         for (sample, label) in samples {
                             report.targets += sample.targets.iter().skip(1).filter(|target| **target).count() as u64;
@@ -133,8 +137,8 @@ impl Maker<'_> {
                             writer.push(&sample, label, line).map_err(io)?;
                         }
                     }
-                    Outcome::Tokens(tokens) => {
-                        *report.forms.entry(Form::Text).or_default() += 1;
+                    RecordOutcome::Tokens(tokens) => {
+                        *report.forms.entry(RecordFormat::Text).or_default() += 1;
                         if pending.is_empty() {
                             begun = line;
                         }
@@ -158,37 +162,43 @@ impl Maker<'_> {
         Ok(report)
     }
 
-    fn push_text(&self, ids: &[u32], line: u64, writer: &mut Writer, report: &mut Report) -> std::io::Result<()> {
+    fn push_text(
+        &self,
+        ids: &[u32],
+        line: u64,
+        writer: &mut SampleCacheWriter,
+        report: &mut DataReport,
+    ) -> std::io::Result<()> {
         report.targets += ids.len() as u64 - 1;
         report.tokens += ids.len() as u64;
         writer.push(&Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] }, 0, line)
     }
 
-    fn outcome(&self, record: Record) -> Outcome {
+    fn outcome(&self, record: RawRecord) -> RecordOutcome {
         let made = match record.raw {
-            Raw::Text(text) if self.options.task == Task::Generate => {
-                self.tokenizer.encode(&text).map(|encoded| Outcome::Tokens(encoded.ids)).map_err(words)
+            RecordContent::Text(text) if self.options.task == Task::Generate => {
+                self.tokenizer.encode(&text).map(|encoded| RecordOutcome::Tokens(encoded.ids)).map_err(words)
             }
             raw => raw.value().and_then(|(value, unread)| self.samples(&value, &unread)),
         };
-        made.unwrap_or_else(Outcome::Broken)
+        made.unwrap_or_else(RecordOutcome::Broken)
     }
 
     /// The samples of a record, of which some columns were not read from the file.
-    fn samples(&self, record: &Value, unread: &[String]) -> Result<Outcome, String> {
+    fn samples(&self, record: &Value, unread: &[String]) -> Result<RecordOutcome, String> {
         let has_labels = self.options.task == Task::Classify;
-        let reading = Reading { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
-        let read = reading.read(record, unread)?;
-        let form = read.form;
-        let mut notes: Vec<Note> = read.remarks.into_iter().map(Note::Remark).collect();
-        notes.extend(read.left.into_iter().map(Note::Ignored));
-        if !read.is_learned {
-            notes.push(Note::Remark("were left out by a weight of 0".into()));
-            return Ok(Outcome::Samples { form, samples: vec![], notes });
+        let parser = RecordParser { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
+        let parsed = parser.parse(record, unread)?;
+        let format = parsed.format;
+        let mut notes: Vec<RecordNote> = parsed.remarks.into_iter().map(RecordNote::Remark).collect();
+        notes.extend(parsed.left.into_iter().map(RecordNote::Ignored));
+        if !parsed.is_learned {
+            notes.push(RecordNote::Remark("were left out by a weight of 0".into()));
+            return Ok(RecordOutcome::Samples { format, samples: vec![], notes });
         }
         let ctx = self.options.ctx;
-        let samples = match (self.options.task, read.example) {
-            (Task::Classify, Example::Label { text, label }) => {
+        let samples = match (self.options.task, parsed.example) {
+            (Task::Classify, TrainingExample::Label { text, label }) => {
                 let number = self.options.labels.iter().position(|known| *known == label);
                 let known = || crate::util::list(&self.options.labels);
                 let number = number.ok_or_else(|| match label.as_str() {
@@ -197,7 +207,7 @@ impl Maker<'_> {
                 })?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
-            (Task::Prefer, Example::Preference(pair)) => {
+            (Task::Prefer, TrainingExample::Preference(pair)) => {
                 let [chosen, rejected] = &*pair;
                 let fitted =
                     [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
@@ -205,7 +215,7 @@ impl Maker<'_> {
                     [Err(reason), _] | [_, Err(reason)] => return Err(reason),
                     [Ok(Some(chosen)), Ok(Some(rejected))] => {
                         if chosen == rejected {
-                            notes.push(Note::Remark(
+                            notes.push(RecordNote::Remark(
                                 "have one answer as chosen and rejected, which teaches nothing".into(),
                             ));
                         }
@@ -214,13 +224,13 @@ impl Maker<'_> {
                     _ => vec![],
                 }
             }
-            (Task::Generate, Example::Text(text) | Example::Label { text, .. }) => {
+            (Task::Generate, TrainingExample::Text(text) | TrainingExample::Label { text, .. }) => {
                 if text.trim().is_empty() {
-                    notes.push(Note::EmptyAnswer);
+                    notes.push(RecordNote::EmptyAnswer);
                 }
                 let sample = self.between_ends(&text, |_| true, &mut notes)?;
-                if sample.ids.len() > ctx && self.options.overlong == Overlong::Truncate {
-                    notes.push(Note::Cut);
+                if sample.ids.len() > ctx && self.options.overlong == Truncation::Truncate {
+                    notes.push(RecordNote::Cut);
                     let pieces = sample.ids.chunks(ctx).filter(|ids| ids.len() > 1);
                     let whole = |ids: &[u32]| Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] };
                     pieces.map(|ids| (whole(ids), 0)).collect()
@@ -228,38 +238,40 @@ impl Maker<'_> {
                     self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
                 }
             }
-            (Task::Generate, example @ (Example::Chat { .. } | Example::Completion { .. })) => {
+            (Task::Generate, example @ (TrainingExample::Chat { .. } | TrainingExample::Completion { .. })) => {
                 let sample = self.answer(&example, &mut notes)?;
                 self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
-            (Task::Classify, _) => return Err(not_labelled(form)),
+            (Task::Classify, _) => return Err(not_labelled(format)),
             (Task::Prefer, _) => {
                 return Err(format!(
-                    "it is {form}, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which \
+                    "it is {format}, and chosen and rejected are needed; --columns chosen=COLUMN,rejected=COLUMN says which \
                      they are"
                 ));
             }
-            (Task::Generate, _) => return Err(format!("it is {form}, which is for preference training (--dpo)")),
+            (Task::Generate, _) => return Err(format!("it is {format}, which is for preference training (--dpo)")),
         };
-        Ok(Outcome::Samples { form, samples, notes })
+        Ok(RecordOutcome::Samples { format, samples, notes })
     }
 
     /// A conversation or a completion, of any length.
-    fn answer(&self, example: &Example, notes: &mut Vec<Note>) -> Result<Sample, String> {
+    fn answer(&self, example: &TrainingExample, notes: &mut Vec<RecordNote>) -> Result<Sample, String> {
         match example {
-            Example::Chat { conversation, learned } => {
+            TrainingExample::Chat { conversation, learned } => {
                 let Some(template) = self.template else {
                     return Err("it is a chat, and the model has no chat template".into());
                 };
                 self.chat(template, conversation, learned, notes)
             }
-            Example::Completion { prompt, completion } => {
+            TrainingExample::Completion { prompt, completion } => {
                 if completion.trim().is_empty() {
-                    notes.push(Note::EmptyAnswer);
+                    notes.push(RecordNote::EmptyAnswer);
                 }
                 self.between_ends(&format!("{prompt}{completion}"), |end| end > prompt.len(), notes)
             }
-            Example::Text(_) | Example::Label { .. } | Example::Preference(_) => Err("it has no answer".into()),
+            TrainingExample::Text(_) | TrainingExample::Label { .. } | TrainingExample::Preference(_) => {
+                Err("it has no answer".into())
+            }
         }
     }
 
@@ -269,16 +281,16 @@ impl Maker<'_> {
         template: &Template,
         conversation: &Conversation,
         learned: &[bool],
-        notes: &mut Vec<Note>,
+        notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
         let is_learned = |message: usize| learned.get(message).copied().unwrap_or(true);
         if (0..conversation.len()).any(|i| is_learned(i) && conversation.is_empty_answer(i)) {
-            notes.push(Note::EmptyAnswer);
+            notes.push(RecordNote::EmptyAnswer);
         }
-        notes.extend(unread_keys(template, conversation).into_iter().map(Note::Ignored));
+        notes.extend(unread_keys(template, conversation).into_iter().map(RecordNote::Ignored));
         let traced = template.trace(conversation).map_err(|e| words(e.into()))?;
-        let unwritten = Unwritten::of(conversation, &traced);
-        for (message, keys) in unwritten.lost {
+        let omitted = OmittedTexts::of(conversation, &traced);
+        for (message, keys) in omitted.lost {
             if is_learned(message) {
                 return Err(format!(
                     "the template does not write the {keys} of message {}, so that an empty answer would be learned; take a \
@@ -286,18 +298,18 @@ impl Maker<'_> {
                     message + 1
                 ));
             }
-            notes.push(Note::Remark(format!("have an earlier answer whose {keys} the template does not write")));
+            notes.push(RecordNote::Remark(format!("have an earlier answer whose {keys} the template does not write")));
         }
-        notes.extend(unwritten.remarks.into_iter().map(Note::Remark));
+        notes.extend(omitted.remarks.into_iter().map(RecordNote::Remark));
         if conversation.tools.len().is_some_and(|tools| tools > 0) && !template.mentions("tools") {
-            notes.push(Note::Remark("have tools that the template does not write".into()));
+            notes.push(RecordNote::Remark("have tools that the template does not write".into()));
         }
         if conversation.messages.iter().any(|message| template.keeps_text(message)) {
             let why = "call a tool with arguments that are no JSON object: the template writes them as a quoted text";
-            notes.push(Note::Remark(why.into()));
+            notes.push(RecordNote::Remark(why.into()));
         }
         if traced.endless.iter().any(|message| is_learned(*message)) {
-            notes.push(Note::Endless);
+            notes.push(RecordNote::Endless);
         }
         let all = (0..conversation.len()).all(|i| is_learned(i) || !conversation.is_assistant(i));
         let mut targets = vec![];
@@ -321,7 +333,7 @@ impl Maker<'_> {
         &self,
         text: &str,
         is_target: impl Fn(usize) -> bool,
-        notes: &mut Vec<Note>,
+        notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
         let encoded = self.tokenizer.encode(text).map_err(words)?;
         let (before, after) = self.tokenizer.around();
@@ -330,7 +342,7 @@ impl Maker<'_> {
         let end_text = self.tokenizer.special_tokens().get("eos_token").filter(|text| !text.is_empty());
         let has_end = end_text.is_some_and(|end| text.trim_end().ends_with(end));
         if has_start || has_end {
-            notes.push(Note::Remark(
+            notes.push(RecordNote::Remark(
                 "have the tokenizer's own special token at an end already: it is not added again".into(),
             ));
         }
@@ -343,24 +355,24 @@ impl Maker<'_> {
             sample.ids.extend(end.filter(|end| sample.ids.last() != Some(end)));
         }
         if end.is_none() && after.is_empty() {
-            notes.push(Note::Endless);
+            notes.push(RecordNote::Endless);
         }
         sample.targets.resize(sample.ids.len(), true);
         Ok(sample)
     }
 
     /// A text between the tokens that the tokenizer adds, cut at the context within the text; nothing is to be predicted.
-    fn labelled(&self, text: &str, notes: &mut Vec<Note>) -> Result<Option<Sample>, String> {
+    fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
         let mut encoded = self.tokenizer.encode(text).map_err(words)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.options.ctx.saturating_sub(before.len() + after.len());
         if encoded.len() > room {
             match self.options.overlong {
-                Overlong::Drop => {
-                    notes.push(Note::Dropped);
+                Truncation::Drop => {
+                    notes.push(RecordNote::Dropped);
                     return Ok(None);
                 }
-                Overlong::Truncate => notes.push(Note::Truncated),
+                Truncation::Truncate => notes.push(RecordNote::Truncated),
             }
             encoded.truncate(room);
         }
@@ -369,26 +381,26 @@ impl Maker<'_> {
     }
 
     /// The sample within the context, if there is something to predict.
-    fn fitted(&self, mut sample: Sample, notes: &mut Vec<Note>) -> Option<Sample> {
+    fn fitted(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
         let ctx = self.options.ctx;
         let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);
         if !predicts(&sample.targets) {
-            notes.push(Note::WithoutTarget);
+            notes.push(RecordNote::WithoutTarget);
             return None;
         }
         if sample.ids.len() > ctx {
-            if self.options.overlong == Overlong::Drop {
-                notes.push(Note::Dropped);
+            if self.options.overlong == Truncation::Drop {
+                notes.push(RecordNote::Dropped);
                 return None;
             }
             let cut = sample.targets[ctx..].contains(&true);
             sample.ids.truncate(ctx);
             sample.targets.truncate(ctx);
             if !predicts(&sample.targets) {
-                notes.push(Note::TargetBeyond);
+                notes.push(RecordNote::TargetBeyond);
                 return None;
             }
-            notes.push(if cut { Note::TruncatedTarget } else { Note::Truncated });
+            notes.push(if cut { RecordNote::TruncatedTarget } else { RecordNote::Truncated });
         }
         Some(sample)
     }

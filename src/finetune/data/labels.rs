@@ -1,9 +1,9 @@
 //! The labels of a classification: those that the records of data files have.
 
 use super::columns::Columns;
-use super::data_report::{Note, Report};
-use super::record_parser::{Example, Form, Reading};
-use super::record_reader::Records;
+use super::data_report::{DataReport, RecordNote};
+use super::record_parser::{RecordFormat, RecordParser, TrainingExample};
+use super::record_reader::RecordReader;
 use super::source::Source;
 use crate::error::Result;
 use crate::finetune::error::FinetuneError;
@@ -13,9 +13,9 @@ use std::path::Path;
 const MOST_LABELS: usize = 10_000;
 
 /// The label that stands for none in many data sets.
-pub(in crate::finetune) const NO_LABEL: &str = "-1";
+pub(super) const NO_LABEL: &str = "-1";
 
-pub(in crate::finetune) fn no_label() -> String {
+pub(super) fn no_label() -> String {
     "its label is -1, which stands for no label in many data sets; leave such records out, or name all labels, -1 among them, \
      with --labels"
         .into()
@@ -28,25 +28,25 @@ pub(in crate::finetune) fn no_label() -> String {
 /// differ by white space around them; those of files and formats.
 pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
     let mut labels = std::collections::BTreeSet::new();
-    let mut report = Report::default();
+    let mut report = DataReport::default();
     let refused = |path: &Path, problem| Err(FinetuneError::Labels { path: path.into(), problem }.into());
     for source in sources {
-        report.by_row = Report::of(&source.path).by_row;
-        let mut records = Records::open(&source.path, columns)?;
+        report.by_row = DataReport::of(&source.path).by_row;
+        let mut records = RecordReader::open(&source.path, columns)?;
         while let Some(record) = records.next()? {
             let line = record.line;
-            let reading = Reading { columns, has_template: false, has_labels: true };
-            let read = record.raw.value().and_then(|(value, unread)| reading.read(&value, &unread));
-            match read.map(|read| (read.form, read.example)) {
-                Ok((_, Example::Label { label, .. })) if label == NO_LABEL => {
-                    report.note(line, Note::Broken(no_label()))
+            let parser = RecordParser { columns, has_template: false, has_labels: true };
+            let parsed = record.raw.value().and_then(|(value, unread)| parser.parse(&value, &unread));
+            match parsed.map(|parsed| (parsed.format, parsed.example)) {
+                Ok((_, TrainingExample::Label { label, .. })) if label == NO_LABEL => {
+                    report.note(line, RecordNote::Broken(no_label()))
                 }
-                Ok((_, Example::Label { label, .. })) => {
+                Ok((_, TrainingExample::Label { label, .. })) => {
                     // Numbers of up to 18 digits come in their order before names.
                     labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
                 }
-                Ok((form, _)) => report.note(line, Note::Broken(not_labelled(form))),
-                Err(reason) => report.note(line, Note::Broken(reason)),
+                Ok((format, _)) => report.note(line, RecordNote::Broken(not_labelled(format))),
+                Err(reason) => report.note(line, RecordNote::Broken(reason)),
             }
             if labels.len() > MOST_LABELS {
                 return refused(
@@ -79,6 +79,6 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
 }
 
 /// Why a record has no label.
-pub(in crate::finetune) fn not_labelled(form: Form) -> String {
-    format!("it is {form}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
+pub(super) fn not_labelled(format: RecordFormat) -> String {
+    format!("it is {format}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
 }

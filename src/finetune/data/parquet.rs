@@ -9,8 +9,8 @@
 //! they lie in: what a writer puts into a page (a megabyte, usually) and into a row bounds it, not the file or a row group.
 
 use super::columns::Columns;
-use super::raw_record::{MOST_BYTES, Raw, Record};
-use super::record_parser::FORMS;
+use super::raw_record::{MOST_BYTES, RawRecord, RecordContent};
+use super::record_parser::RECORD_FORMATS;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::finetune::error::FinetuneError;
@@ -38,7 +38,7 @@ const MAGIC: &[u8; 4] = b"PAR1";
 const ENCRYPTED: &[u8; 4] = b"PARE";
 
 /// The rows of a file.
-pub(in crate::finetune) struct Rows {
+pub(super) struct ParquetRows {
     path: PathBuf,
     /// The file, for what the crate does with it.
     subject: Subject,
@@ -60,13 +60,13 @@ pub(in crate::finetune) struct Rows {
     bytes: u64,
 }
 
-impl Rows {
+impl ParquetRows {
     /// Opens a file.
     ///
     /// # Errors
     /// [`FinetuneError::Parquet`] for what is not a Parquet file, is cut off, damaged, encrypted or in a form that is not read;
     /// [`Error::Io`].
-    pub(in crate::finetune) fn open(path: &Path, known: &Columns) -> Result<Self> {
+    pub(super) fn open(path: &Path, known: &Columns) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let wrong = |problem| Error::from(FinetuneError::Parquet { path: path.into(), problem });
         let mut file = files::open(path).map_err(io)?;
@@ -91,7 +91,10 @@ impl Rows {
         let read: Vec<_> = root.get_fields().iter().filter(is_read).cloned().collect();
         if !read.iter().any(|field| known.is_key(field.name())) {
             let hint = Columns::hint(&names);
-            return Err(wrong(format!("its columns ({}) are of no known form: {FORMS}; {hint}", list(&names))));
+            return Err(wrong(format!(
+                "its columns ({}) are of no known form: {RECORD_FORMATS}; {hint}",
+                list(&names)
+            )));
         }
         let unread = names.iter().filter(|name| !read.iter().any(|field| field.name() == *name)).cloned().collect();
         read.iter().try_for_each(|field| check_type(field, field.name())).map_err(wrong)?;
@@ -117,7 +120,7 @@ impl Rows {
     ///
     /// # Errors
     /// [`FinetuneError::Parquet`] for what cannot be read. No row can be read behind it.
-    pub(in crate::finetune) fn next(&mut self) -> Result<Option<Record>> {
+    pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         loop {
             match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {
                 Ok(None) if self.groups == self.reader.num_row_groups() => return Ok(None),
@@ -142,9 +145,9 @@ impl Rows {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
-                    return Ok(Some(Record {
+                    return Ok(Some(RawRecord {
                         line: self.row,
-                        raw: Raw::Columns { value, bytes, unread: self.unread.clone() },
+                        raw: RecordContent::Columns { value, bytes, unread: self.unread.clone() },
                     }));
                 }
                 Err(reason) => return Err(self.damaged(&reason)),
@@ -153,7 +156,7 @@ impl Rows {
     }
 
     /// The file's bytes up to here, as if all rows had equally many.
-    pub(in crate::finetune) fn position(&self) -> u64 {
+    pub(super) fn position(&self) -> u64 {
         (u128::from(self.bytes) * u128::from(self.row) / u128::from(self.of.max(1))) as u64
     }
 
@@ -353,10 +356,10 @@ mod tests {
 
     /// All rows of a file, or why it cannot be read.
     fn rows(path: &Path) -> Result<Vec<(Value, usize)>> {
-        let mut rows = Rows::open(path, &Columns::default())?;
+        let mut rows = ParquetRows::open(path, &Columns::default())?;
         let mut found = vec![];
         while let Some(record) = rows.next()? {
-            let Raw::Columns { value, bytes, .. } = record.raw else { panic!("{record:?}") };
+            let RecordContent::Columns { value, bytes, .. } = record.raw else { panic!("{record:?}") };
             found.push((value, bytes));
             assert_eq!(record.line, found.len() as u64);
         }

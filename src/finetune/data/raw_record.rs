@@ -8,7 +8,7 @@ pub(in crate::finetune) const MOST_BYTES: usize = 64 << 20;
 
 /// A record, not yet read as what it is.
 #[derive(Debug)]
-pub(in crate::finetune) enum Raw {
+pub(super) enum RecordContent {
     /// A JSON value.
     Json(Vec<u8>),
     /// Columns by name, the bytes that they take in memory, and the names of columns that were not read.
@@ -21,26 +21,26 @@ pub(in crate::finetune) enum Raw {
 
 /// A record and the line that it begins in, from 1; of Parquet, its row.
 #[derive(Debug)]
-pub(in crate::finetune) struct Record {
+pub(super) struct RawRecord {
     pub line: u64,
-    pub raw: Raw,
+    pub raw: RecordContent,
 }
 
-impl Record {
+impl RawRecord {
     /// Bytes that it takes in memory, more or less.
-    pub(in crate::finetune) fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         match &self.raw {
-            Raw::Json(bytes) => bytes.len(),
-            Raw::Text(text) => text.len(),
-            Raw::Columns { bytes, .. } => *bytes,
-            Raw::Broken(reason) => reason.len(),
+            RecordContent::Json(bytes) => bytes.len(),
+            RecordContent::Text(text) => text.len(),
+            RecordContent::Columns { bytes, .. } => *bytes,
+            RecordContent::Broken(reason) => reason.len(),
         }
     }
 }
 
-impl Raw {
+impl RecordContent {
     /// The value that a record is, and the names of its columns that were not read; or why it is none.
-    pub(in crate::finetune) fn value(self) -> Result<(Value, Arc<[String]>), String> {
+    pub(super) fn value(self) -> Result<(Value, Arc<[String]>), String> {
         match self {
             Self::Broken(reason) => Err(reason),
             Self::Text(_) => Err("it is plain text".into()),
@@ -51,7 +51,7 @@ impl Raw {
 }
 
 /// An error for a record that is too large to be one.
-pub(in crate::finetune) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
+pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     match bytes > MOST_BYTES {
         true => {
             let reason = format!("the record of line {line} has more than {} MiB; cut it", MOST_BYTES >> 20);
@@ -62,7 +62,7 @@ pub(in crate::finetune) fn check_size(bytes: usize, line: u64) -> std::io::Resul
 }
 
 /// Bytes as text, or which of them are none.
-pub(in crate::finetune) fn utf8(bytes: &[u8]) -> Result<&str, String> {
+pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|e| {
         let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();
         // What it is in the usual encoding of Windows, but for a few signs.

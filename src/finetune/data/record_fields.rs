@@ -8,7 +8,7 @@ use minijinja::value::{Value, ValueKind};
 use std::cell::RefCell;
 
 /// A record, and which of its keys were read.
-pub(in crate::finetune) struct Fields<'a> {
+pub(super) struct RecordFields<'a> {
     record: &'a Value,
     /// Names of columns that are there and were not read from the file.
     unread: &'a [String],
@@ -16,31 +16,31 @@ pub(in crate::finetune) struct Fields<'a> {
     read: RefCell<Vec<String>>,
 }
 
-impl<'a> Fields<'a> {
-    pub(in crate::finetune) fn of(record: &'a Value, unread: &'a [String], columns: &'a Columns) -> Self {
+impl<'a> RecordFields<'a> {
+    pub(super) fn of(record: &'a Value, unread: &'a [String], columns: &'a Columns) -> Self {
         Self { record, unread, columns, read: RefCell::default() }
     }
 
     /// What is read as `name`, if there is anything.
-    pub(in crate::finetune) fn peek(&self, name: &str) -> Option<Value> {
+    pub(super) fn peek(&self, name: &str) -> Option<Value> {
         let value = field(self.record, self.columns.of(name)?);
         (!value.is_undefined() && !value.is_none()).then_some(value)
     }
 
     /// The same, which counts as read.
-    pub(in crate::finetune) fn get(&self, name: &str) -> Option<Value> {
+    pub(super) fn get(&self, name: &str) -> Option<Value> {
         let value = self.peek(name)?;
         self.read.borrow_mut().extend(self.columns.of(name).map(str::to_string));
         Some(value)
     }
 
     /// The first of several names that has something.
-    pub(in crate::finetune) fn any<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
+    pub(super) fn any<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
         names.iter().find(|name| self.peek(name).is_some()).copied()
     }
 
     /// A text of the record that is not empty.
-    pub(in crate::finetune) fn text(&self, name: &str) -> Result<Option<String>, String> {
+    pub(super) fn text(&self, name: &str) -> Result<Option<String>, String> {
         match self.get(name) {
             None => Ok(None),
             Some(value) => match value.as_str() {
@@ -52,7 +52,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A text that has to be there, perhaps an empty one.
-    pub(in crate::finetune) fn needed(&self, name: &str) -> Result<String, String> {
+    pub(super) fn needed(&self, name: &str) -> Result<String, String> {
         let value = self.get(name).unwrap_or_default();
         match value.as_str() {
             Some(text) => Ok(text.into()),
@@ -61,7 +61,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The system's text, by the names that it has.
-    pub(in crate::finetune) fn system(&self) -> Result<Option<String>, String> {
+    pub(super) fn system(&self) -> Result<Option<String>, String> {
         let mut found: Option<String> = None;
         for name in ["system", "system_prompt", "system_message"] {
             match (self.text(name)?, &found) {
@@ -76,7 +76,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The tools that may be called, or null; those of ShareGPT and of OpenAI's older form are described as functions.
-    pub(in crate::finetune) fn tools(&self, are_bare: bool) -> Result<Value, String> {
+    pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
         let read = |name: &str| -> Result<Option<Value>, String> {
             let Some(value) = self.get(name) else { return Ok(None) };
             let value = match value.as_str() {
@@ -108,7 +108,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Variables that a record sets for the chat template.
-    pub(in crate::finetune) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
+    pub(super) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
         let mut variables = vec![];
         if let Some(given) = self.get(VARIABLES[0]) {
             let given = match given.as_str() {
@@ -129,7 +129,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Whether the record is to be learned at all, by its weight.
-    pub(in crate::finetune) fn is_learned(&self) -> Result<bool, String> {
+    pub(super) fn is_learned(&self) -> Result<bool, String> {
         let mut is_learned = true;
         for name in WEIGHTS {
             let value = self.get(name).unwrap_or_default();
@@ -139,7 +139,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Whether the scores of two answers say that the rejected one is better.
-    pub(in crate::finetune) fn prefers_rejected(&self) -> bool {
+    pub(super) fn prefers_rejected(&self) -> bool {
         let number = |name: &str| {
             let value = self.peek(name)?;
             value.as_str().map_or_else(|| f64::try_from(value.clone()).ok(), |text| text.trim().parse().ok())
@@ -150,7 +150,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Refuses what is there, of these names, and was not read: it changes what is to be learned.
-    pub(in crate::finetune) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
+    pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("it has {key}: {why}; --columns ignore={key} leaves it out")),
             None => Ok(()),
@@ -158,7 +158,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Refuses pictures.
-    pub(in crate::finetune) fn refuse_pictures(&self) -> Result<(), String> {
+    pub(super) fn refuse_pictures(&self) -> Result<(), String> {
         match self.left().into_iter().find(|key| PICTURES.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("{}, by --columns ignore={key}", picture(&key))),
             None => Ok(()),
@@ -166,12 +166,12 @@ impl<'a> Fields<'a> {
     }
 
     /// Whether something says how good the record is, which is not read.
-    pub(in crate::finetune) fn rank(&self) -> Option<&'static str> {
+    pub(super) fn rank(&self) -> Option<&'static str> {
         RANKS.into_iter().find(|name| self.peek(name).is_some())
     }
 
     /// The keys with something in them that were not read.
-    pub(in crate::finetune) fn left(&self) -> Vec<String> {
+    pub(super) fn left(&self) -> Vec<String> {
         let read = self.read.borrow();
         let keys = self.record.try_iter().into_iter().flatten().map(|key| key.to_string());
         let is_there = |key: &String| {
@@ -183,7 +183,7 @@ impl<'a> Fields<'a> {
     }
 
     /// All keys.
-    pub(in crate::finetune) fn keys(&self) -> Vec<String> {
+    pub(super) fn keys(&self) -> Vec<String> {
         self.record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect()
     }
 

@@ -1,22 +1,22 @@
-//! What a record is: its form is told by its keys.
+//! What a record is: its keys tell its format.
 
-use super::chat_messages::Messages;
+use super::chat_messages::{ChatMessages, RecordProblem};
 use super::columns::{Columns, PREFERENCES, PREFERRED, SECOND_TEXTS, names};
-use super::record_fields::Fields;
+use super::record_fields::RecordFields;
 use crate::finetune::chat::conversation::{Conversation, kind};
 use crate::finetune::chat::jinja_compat::python_str;
 use minijinja::value::{Value, ValueKind};
 use std::fmt;
 
-/// The forms by their names.
-pub(in crate::finetune) const FORMS: &str = "messages; conversations; prompt, completion; instruction, input, output; text; text, label; \
+/// The formats by their names.
+pub(super) const RECORD_FORMATS: &str = "messages; conversations; prompt, completion; instruction, input, output; text; text, label; \
                                 prompt, chosen, rejected";
 
-/// The form of a record.
+/// The format of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Form {
+pub enum RecordFormat {
     /// `messages` (or `conversations`) with role and content.
     Messages,
     /// `conversations` with from and value.
@@ -33,7 +33,7 @@ pub enum Form {
     Preference,
 }
 
-impl fmt::Display for Form {
+impl fmt::Display for RecordFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Messages => "chat messages",
@@ -47,9 +47,9 @@ impl fmt::Display for Form {
     }
 }
 
-/// What is to be learned of a record.
+/// An example: what is to be learned from a record.
 #[derive(Debug)]
-pub(in crate::finetune) enum Example {
+pub(super) enum TrainingExample {
     /// What the assistant says in those messages that are to be learned.
     Chat { conversation: Conversation, learned: Vec<bool> },
     /// A completion.
@@ -59,12 +59,12 @@ pub(in crate::finetune) enum Example {
     /// The label of a text.
     Label { text: String, label: String },
     /// The first rather than the second.
-    Preference(Box<[Example; 2]>),
+    Preference(Box<[TrainingExample; 2]>),
 }
 
-/// How records are read.
+/// Parses records.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::finetune) struct Reading<'a> {
+pub(super) struct RecordParser<'a> {
     pub columns: &'a Columns,
     /// Whether there is a chat template: instructions then become messages.
     pub has_template: bool,
@@ -72,11 +72,11 @@ pub(in crate::finetune) struct Reading<'a> {
     pub has_labels: bool,
 }
 
-/// What a record was read as.
+/// A parsed record.
 #[derive(Debug)]
-pub(in crate::finetune) struct Read {
-    pub form: Form,
-    pub example: Example,
+pub(super) struct ParsedRecord {
+    pub format: RecordFormat,
+    pub example: TrainingExample,
     /// Whether its weight lets it be learned.
     pub is_learned: bool,
     /// Its keys that were not read.
@@ -85,30 +85,27 @@ pub(in crate::finetune) struct Read {
     pub remarks: Vec<String>,
 }
 
-/// Why a record cannot be used.
-type Broken = String;
-
-impl Reading<'_> {
-    /// The form of a record and what it holds.
-    pub(in crate::finetune) fn read(&self, record: &Value, unread: &[String]) -> Result<Read, Broken> {
-        let fields = Fields::of(record, unread, self.columns);
+impl RecordParser<'_> {
+    /// The format of a record and what it holds.
+    pub(super) fn parse(&self, record: &Value, unread: &[String]) -> Result<ParsedRecord, RecordProblem> {
+        let fields = RecordFields::of(record, unread, self.columns);
         let mut remarks = vec![];
-        let (form, example) = match record.kind() {
-            ValueKind::Seq => (Form::Messages, chat(Messages::of(record)?, None, &fields)?),
+        let (format, example) = match record.kind() {
+            ValueKind::Seq => (RecordFormat::Messages, chat(ChatMessages::of(record)?, None, &fields)?),
             ValueKind::Map => self.example(&fields, &mut remarks)?,
             _ => return Err(format!("it is {}, not an object", kind(record))),
         };
         let is_learned = record.kind() == ValueKind::Seq || fields.is_learned()?;
         if record.kind() == ValueKind::Map {
             fields.refuse_pictures()?;
-            match form {
-                Form::Text | Form::Label if !self.has_labels => {}
-                Form::Text | Form::Label => {
+            match format {
+                RecordFormat::Text | RecordFormat::Label if !self.has_labels => {}
+                RecordFormat::Text | RecordFormat::Label => {
                     fields.refuse(&SECOND_TEXTS, "pairs of texts are not read; join them in one column")?;
                 }
-                Form::Preference => {
+                RecordFormat::Preference => {
                     fields.refuse(&PLACELESS, PLACELESS_WHY)?;
-                    if let Example::Preference(pair) = &example {
+                    if let TrainingExample::Preference(pair) = &example {
                         self.say_as_they_stand(&pair[0], &mut remarks);
                     }
                     if fields.prefers_rejected() {
@@ -130,20 +127,24 @@ impl Reading<'_> {
             }
         }
         let left = if record.kind() == ValueKind::Map { fields.left() } else { vec![] };
-        Ok(Read { form, example, is_learned, left, remarks })
+        Ok(ParsedRecord { format, example, is_learned, left, remarks })
     }
 
-    fn example(&self, fields: &Fields<'_>, remarks: &mut Vec<String>) -> Result<(Form, Example), Broken> {
+    fn example(
+        &self,
+        fields: &RecordFields<'_>,
+        remarks: &mut Vec<String>,
+    ) -> Result<(RecordFormat, TrainingExample), RecordProblem> {
         if let (Some(chosen), Some(rejected)) = (fields.get("chosen"), fields.get("rejected")) {
-            return Ok((Form::Preference, self.preference(fields, [chosen, rejected])?));
+            return Ok((RecordFormat::Preference, self.preference(fields, [chosen, rejected])?));
         }
         if let [Some(chosen), Some(rejected)] = PREFERRED.map(|name| fields.get(name)) {
-            return Ok((Form::Preference, openai_preference(fields, [&chosen, &rejected])?));
+            return Ok((RecordFormat::Preference, openai_preference(fields, [&chosen, &rejected])?));
         }
         if let Some(name) = fields.any(&MESSAGES) {
-            let messages = Messages::of(&fields.get(name).unwrap_or_default())?;
-            let form = if messages.is_share_gpt { Form::ShareGpt } else { Form::Messages };
-            return Ok((form, chat(messages, None, fields)?));
+            let messages = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
+            let format = if messages.is_share_gpt { RecordFormat::ShareGpt } else { RecordFormat::Messages };
+            return Ok((format, chat(messages, None, fields)?));
         }
         if fields.peek("prompt").is_some()
             && let Some(said) = fields.any(&["completion", "response"])
@@ -151,13 +152,13 @@ impl Reading<'_> {
             let (prompt, completion) = (fields.get("prompt"), fields.get(said));
             let example = completion_of(fields, &prompt.unwrap_or_default(), &completion.unwrap_or_default())?;
             self.say_as_they_stand(&example, remarks);
-            return Ok((Form::Completion, example));
+            return Ok((RecordFormat::Completion, example));
         }
         if fields.peek("instruction").is_some()
             && let Some(said) = fields.any(&["output", "response", "completion"])
         {
             let asked = self.asked(fields, "instruction")?;
-            return Ok((Form::Alpaca, asked.answered(fields.needed(said)?)?));
+            return Ok((RecordFormat::Alpaca, asked.answered(fields.needed(said)?)?));
         }
         match (fields.peek("text"), fields.peek("label")) {
             (Some(_), Some(label)) => {
@@ -165,15 +166,15 @@ impl Reading<'_> {
                     true => label_name(&fields.get("label").unwrap_or_default())?,
                     false => label.to_string(),
                 };
-                Ok((Form::Label, Example::Label { text: fields.needed("text")?, label }))
+                Ok((RecordFormat::Label, TrainingExample::Label { text: fields.needed("text")?, label }))
             }
-            (Some(_), None) => Ok((Form::Text, Example::Text(fields.needed("text")?))),
+            (Some(_), None) => Ok((RecordFormat::Text, TrainingExample::Text(fields.needed("text")?))),
             _ => Err(self.unknown(fields)),
         }
     }
 
     /// Why a record has no form.
-    fn unknown(&self, fields: &Fields<'_>) -> Broken {
+    fn unknown(&self, fields: &RecordFields<'_>) -> RecordProblem {
         let keys = fields.keys();
         if self.has_labels {
             return format!(
@@ -192,12 +193,12 @@ impl Reading<'_> {
                 names(&keys)
             );
         }
-        format!("its keys ({}) are of no known form: {FORMS}; {}", names(&keys), Columns::hint(&keys))
+        format!("its keys ({}) are of no known form: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
     }
 
     /// Says that texts do not go through the chat template.
-    fn say_as_they_stand(&self, example: &Example, remarks: &mut Vec<String>) {
-        if self.has_template && matches!(example, Example::Completion { .. }) {
+    fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
+        if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
                 "are learned word by word, without the model's chat template; for an instruct model give messages, or \
                  --columns instruction=prompt,output=completion"
@@ -207,12 +208,12 @@ impl Reading<'_> {
     }
 
     /// An instruction, read by `name`, with what belongs to it.
-    fn asked(&self, fields: &Fields<'_>, name: &str) -> Result<Asked, Broken> {
+    fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; leave one of them".into()),
             (input, context) => input.or(context),
         };
-        Ok(Asked {
+        Ok(Instruction {
             instruction: fields.needed(name)?,
             input,
             system: fields.system()?,
@@ -225,10 +226,10 @@ impl Reading<'_> {
 
     /// Two answers to one prompt: texts after a text or an instruction, messages after messages, or two conversations with
     /// one beginning.
-    fn preference(&self, fields: &Fields<'_>, answers: [Value; 2]) -> Result<Example, Broken> {
-        let pair = |examples: [Result<Example, Broken>; 2]| {
+    fn preference(&self, fields: &RecordFields<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
+        let pair = |examples: [Result<TrainingExample, RecordProblem>; 2]| {
             let [chosen, rejected] = examples;
-            Ok(Example::Preference(Box::new([chosen?, rejected?])))
+            Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
         };
         let is_list = answers[0].kind() == ValueKind::Seq;
         let prompt = fields.peek("prompt");
@@ -242,9 +243,9 @@ impl Reading<'_> {
         if is_list {
             // The prompt, as a text, stands in the messages too.
             fields.get("prompt");
-            let messages = answers.map(|answer| Messages::of(&answer));
+            let messages = answers.map(|answer| ChatMessages::of(&answer));
             let [Ok(chosen), Ok(rejected)] = &messages else {
-                return pair(messages.map(|messages| messages.map(|_| Example::Text(String::new()))));
+                return pair(messages.map(|messages| messages.map(|_| TrainingExample::Text(String::new()))));
             };
             let same = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
             // Of equal ones the last is the answer.
@@ -252,7 +253,7 @@ impl Reading<'_> {
             return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
         }
         if let Some(name) = fields.any(&MESSAGES) {
-            let prompt = Messages::of(&fields.get(name).unwrap_or_default())?;
+            let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let from = prompt.list.len();
             return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
         }
@@ -268,7 +269,8 @@ impl Reading<'_> {
         };
         let at =
             common_beginning(chosen, rejected).ok_or("it has two texts that begin alike in nothing, and no prompt")?;
-        let completion = |text: &str| Example::Completion { prompt: text[..at].into(), completion: text[at..].into() };
+        let completion =
+            |text: &str| TrainingExample::Completion { prompt: text[..at].into(), completion: text[at..].into() };
         pair([chosen, rejected].map(|text| Ok(completion(text))))
     }
 }
@@ -283,7 +285,7 @@ const PLACELESS_WHY: &str = "this form has no place for it; write messages, or n
                              instruction=prompt,output=completion";
 
 /// The name of a label: a text, a whole number or a truth value.
-fn label_name(label: &Value) -> Result<String, Broken> {
+fn label_name(label: &Value) -> Result<String, RecordProblem> {
     let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
     match label.kind() {
         ValueKind::String if label.as_str().is_some_and(|text| text.trim().is_empty()) => {
@@ -302,7 +304,11 @@ fn label_name(label: &Value) -> Result<String, Broken> {
 
 /// A conversation of messages with the record's system text and tools. Of `from` on, what the assistant says is learned
 /// where its weight does not say otherwise.
-fn chat(messages: Messages, from: Option<usize>, fields: &Fields<'_>) -> Result<Example, Broken> {
+fn chat(
+    messages: ChatMessages,
+    from: Option<usize>,
+    fields: &RecordFields<'_>,
+) -> Result<TrainingExample, RecordProblem> {
     let (count, is_share_gpt) = (messages.list.len(), messages.is_share_gpt);
     let messages = match fields.system()? {
         Some(system) => messages.with_system(&system)?,
@@ -316,25 +322,29 @@ fn chat(messages: Messages, from: Option<usize>, fields: &Fields<'_>) -> Result<
     })?;
     conversation.tools = fields.tools(is_share_gpt)?;
     conversation.variables = fields.variables()?;
-    Ok(Example::Chat { conversation, learned })
+    Ok(TrainingExample::Chat { conversation, learned })
 }
 
 /// An answer as messages: a text, a message, or several.
-fn answer_of(answer: &Value) -> Result<Messages, Broken> {
+fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
     match answer.as_str() {
-        Some(text) => Ok(Messages::text("assistant", text)),
-        None => Messages::of(answer),
+        Some(text) => Ok(ChatMessages::text("assistant", text)),
+        None => ChatMessages::of(answer),
     }
 }
 
 /// A prompt and what follows it: two texts, or messages and messages or a text.
-fn completion_of(fields: &Fields<'_>, prompt: &Value, completion: &Value) -> Result<Example, Broken> {
+fn completion_of(
+    fields: &RecordFields<'_>,
+    prompt: &Value,
+    completion: &Value,
+) -> Result<TrainingExample, RecordProblem> {
     match (prompt.as_str(), completion.as_str()) {
         (Some(prompt), Some(completion)) => {
-            Ok(Example::Completion { prompt: prompt.into(), completion: completion.into() })
+            Ok(TrainingExample::Completion { prompt: prompt.into(), completion: completion.into() })
         }
         (None, _) if prompt.kind() == ValueKind::Seq => {
-            let prompt = Messages::of(prompt)?;
+            let prompt = ChatMessages::of(prompt)?;
             let from = prompt.list.len();
             chat(prompt.then(answer_of(completion)?), Some(from), fields)
         }
@@ -343,18 +353,18 @@ fn completion_of(fields: &Fields<'_>, prompt: &Value, completion: &Value) -> Res
 }
 
 /// OpenAI's form of preferences: messages and tools within `input`, and two lists of messages.
-fn openai_preference(fields: &Fields<'_>, answers: [&Value; 2]) -> Result<Example, Broken> {
+fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
     let input = fields.get("input").unwrap_or_default();
     let columns = Columns::default();
-    let inner = Fields::of(&input, &[], &columns);
-    let prompt = Messages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
+    let inner = RecordFields::of(&input, &[], &columns);
+    let prompt = ChatMessages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
     let from = prompt.list.len();
     let [chosen, rejected] = answers.map(|answer| chat(prompt.clone().then(answer_of(answer)?), Some(from), &inner));
-    Ok(Example::Preference(Box::new([chosen?, rejected?])))
+    Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
 }
 
 /// Earlier turns of an instruction, as pairs of what was asked and answered.
-fn history(fields: &Fields<'_>) -> Result<Vec<[String; 2]>, Broken> {
+fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
     let wrong = || "its history is not a list of pairs of texts, as [[\"question\", \"answer\"], ...]".to_string();
     let Some(found) = fields.get("history") else { return Ok(vec![]) };
     let found = match found.as_str() {
@@ -397,7 +407,7 @@ fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
 
 /// An instruction with what belongs to it.
 #[derive(Clone)]
-struct Asked {
+struct Instruction {
     instruction: String,
     input: Option<String>,
     system: Option<String>,
@@ -407,9 +417,9 @@ struct Asked {
     has_template: bool,
 }
 
-impl Asked {
+impl Instruction {
     /// The instruction with its answer: as messages, or in the words of Stanford's Alpaca.
-    fn answered(self, output: String) -> Result<Example, Broken> {
+    fn answered(self, output: String) -> Result<TrainingExample, RecordProblem> {
         let Self { instruction, input, system, history, tools, variables, has_template } = self;
         if has_template {
             let asked = [Some(instruction), input].into_iter().flatten().filter(|text| !text.is_empty());
@@ -420,7 +430,7 @@ impl Asked {
             let mut conversation = Conversation::new(turns);
             (conversation.tools, conversation.variables) = (tools, variables);
             let learned = vec![true; conversation.len()];
-            return Ok(Example::Chat { conversation, learned });
+            return Ok(TrainingExample::Chat { conversation, learned });
         }
         if !history.is_empty() || !tools.is_none() {
             return Err("its history or tools need a chat template, and the model has none".into());
@@ -437,6 +447,6 @@ impl Asked {
         };
         let input = input.map(|input| format!("### Input:\n{input}\n\n")).unwrap_or_default();
         let prompt = format!("{about}\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n");
-        Ok(Example::Completion { prompt, completion: output })
+        Ok(TrainingExample::Completion { prompt, completion: output })
     }
 }

@@ -1,9 +1,9 @@
 //! Data files, record by record, in memory that the largest record bounds.
 
 use super::columns::Columns;
-use super::csv_table::Table;
-use super::parquet::Rows;
-use super::raw_record::{MOST_BYTES, Raw, Record, check_size, utf8};
+use super::csv_table::CsvTable;
+use super::parquet::ParquetRows;
+use super::raw_record::{MOST_BYTES, RawRecord, RecordContent, check_size, utf8};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::finetune::error::FinetuneError;
@@ -18,64 +18,64 @@ const BUFFER: usize = 1 << 20;
 const PIECE: usize = 64 << 10;
 
 /// The records of a file.
-pub(in crate::finetune) struct Records {
+pub(super) struct RecordReader {
     path: PathBuf,
-    format: Format,
+    format: FileFormat,
 }
 
-enum Format {
-    Lines(Lines),
-    List(List),
-    Text(Lines),
-    Table(Table),
-    Rows(Box<Rows>),
+enum FileFormat {
+    Lines(LineReader),
+    List(JsonListReader),
+    Text(LineReader),
+    Table(CsvTable),
+    Rows(Box<ParquetRows>),
 }
 
-impl Records {
+impl RecordReader {
     /// Opens a file by its extension; of a table, those of `columns` are told.
     ///
     /// # Errors
     /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].
-    pub(in crate::finetune) fn open(path: &Path, columns: &Columns) -> Result<Self> {
+    pub(super) fn open(path: &Path, columns: &Columns) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
-        let table = |separator| -> Result<Format> {
-            let table =
-                Table::open(Lines::open(path)?.reader, separator, columns).map_err(|source| io(path, source))?;
-            Ok(Format::Table(table.map_err(|problem| unreadable(path, problem))?))
+        let table = |separator| -> Result<FileFormat> {
+            let table = CsvTable::open(LineReader::open(path)?.reader, separator, columns)
+                .map_err(|source| io(path, source))?;
+            Ok(FileFormat::Table(table.map_err(|problem| unreadable(path, problem))?))
         };
         let format = match extension.as_str() {
             "jsonl" | "ndjson" | "json" => {
-                let mut lines = Lines::open(path)?;
+                let mut lines = LineReader::open(path)?;
                 let head = lines.head().map_err(|source| io(path, source))?.trim_ascii_start();
                 match head.first() {
                     Some(b'[') if extension == "json" || is_printed(head) => {
-                        Format::List(List::of(lines, State::Before))
+                        FileFormat::List(JsonListReader::of(lines, ListState::Before))
                     }
-                    Some(b'{') if is_printed(head) => Format::List(List::of(lines, State::Following)),
-                    _ => Format::Lines(lines),
+                    Some(b'{') if is_printed(head) => FileFormat::List(JsonListReader::of(lines, ListState::Following)),
+                    _ => FileFormat::Lines(lines),
                 }
             }
             "csv" => table(b',')?,
             "tsv" => table(b'\t')?,
-            "txt" | "md" | "text" => Format::Text(Lines::open(path)?),
-            "parquet" => Format::Rows(Box::new(Rows::open(path, columns)?)),
+            "txt" | "md" | "text" => FileFormat::Text(LineReader::open(path)?),
+            "parquet" => FileFormat::Rows(Box::new(ParquetRows::open(path, columns)?)),
             _ => return Err(FinetuneError::UnknownFormat { path: path.into() }.into()),
         };
         Ok(Self { path: path.into(), format })
     }
 
-    /// The next record; none at the end. What is no record is one that is [`Raw::Broken`].
-    pub(in crate::finetune) fn next(&mut self) -> Result<Option<Record>> {
+    /// The next record; none at the end. What is no record is one that is [`RecordContent::Broken`].
+    pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         let wrong = |source| io(&self.path, source);
         match &mut self.format {
-            Format::Lines(lines) => loop {
+            FileFormat::Lines(lines) => loop {
                 let line = lines.line + 1;
                 let Some(bytes) = lines.next().map_err(wrong)? else { return Ok(None) };
                 if !bytes.trim_ascii().is_empty() {
-                    return Ok(Some(Record { line, raw: Raw::Json(bytes) }));
+                    return Ok(Some(RawRecord { line, raw: RecordContent::Json(bytes) }));
                 }
             },
-            Format::Text(lines) => {
+            FileFormat::Text(lines) => {
                 let line = lines.line + 1;
                 let mut piece = vec![];
                 while piece.len() < PIECE {
@@ -83,21 +83,21 @@ impl Records {
                     piece.extend(next);
                 }
                 let raw = |piece: &[u8]| match utf8(piece) {
-                    Ok(text) => Raw::Text(text.into()),
-                    Err(reason) => Raw::Broken(reason),
+                    Ok(text) => RecordContent::Text(text.into()),
+                    Err(reason) => RecordContent::Broken(reason),
                 };
-                Ok((!piece.is_empty()).then(|| Record { line, raw: raw(&piece) }))
+                Ok((!piece.is_empty()).then(|| RawRecord { line, raw: raw(&piece) }))
             }
-            Format::List(list) => list.next().map_err(wrong),
-            Format::Table(table) => table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem)),
-            Format::Rows(rows) => rows.next(),
+            FileFormat::List(list) => list.next().map_err(wrong),
+            FileFormat::Table(table) => table.next().map_err(wrong)?.map_err(|problem| unreadable(&self.path, problem)),
+            FileFormat::Rows(rows) => rows.next(),
         }
     }
 
     /// Bytes of the file up to here, where those of the records so far do not tell.
-    pub(in crate::finetune) fn position(&self) -> Option<u64> {
+    pub(super) fn position(&self) -> Option<u64> {
         match &self.format {
-            Format::Rows(rows) => Some(rows.position()),
+            FileFormat::Rows(rows) => Some(rows.position()),
             _ => None,
         }
     }
@@ -157,13 +157,13 @@ fn is_printed(head: &[u8]) -> bool {
 }
 
 /// Lines of a file.
-struct Lines {
+struct LineReader {
     reader: BufReader<File>,
     /// Lines read.
     line: u64,
 }
 
-impl Lines {
+impl LineReader {
     /// Behind a byte order mark, where there is one.
     fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|source| io(path, source))?;
@@ -194,13 +194,13 @@ impl Lines {
 }
 
 /// The items of a JSON list, or values behind one another, found by counting brackets.
-struct List {
-    lines: Lines,
-    state: State,
+struct JsonListReader {
+    lines: LineReader,
+    state: ListState,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum State {
+enum ListState {
     Before,
     Inside,
     After,
@@ -208,25 +208,28 @@ enum State {
     Following,
 }
 
-impl List {
-    fn of(lines: Lines, state: State) -> Self {
+impl JsonListReader {
+    fn of(lines: LineReader, state: ListState) -> Self {
         Self { lines, state }
     }
 
-    fn next(&mut self) -> std::io::Result<Option<Record>> {
+    fn next(&mut self) -> std::io::Result<Option<RawRecord>> {
         let (mut bytes, mut depth, mut in_string, mut escaped) = (vec![], 0_usize, false, false);
         // Where the item begins.
         let mut line = self.lines.line + 1;
-        while self.state != State::After {
+        while self.state != ListState::After {
             let buffer = self.lines.reader.fill_buf()?;
             if buffer.is_empty() {
                 let within = match self.state {
-                    State::Following if bytes.is_empty() => return Ok(None),
-                    State::Following => "a record",
+                    ListState::Following if bytes.is_empty() => return Ok(None),
+                    ListState::Following => "a record",
                     _ => "the list",
                 };
-                self.state = State::After;
-                return Ok(Some(Record { line, raw: Raw::Broken(format!("the file ends within {within}")) }));
+                self.state = ListState::After;
+                return Ok(Some(RawRecord {
+                    line,
+                    raw: RecordContent::Broken(format!("the file ends within {within}")),
+                }));
             }
             let (mut used, mut complete) = (0, false);
             for byte in buffer {
@@ -237,12 +240,12 @@ impl List {
                         in_string = *byte != b'"' || escaped;
                         escaped = *byte == b'\\' && !escaped;
                     }
-                    b'[' if self.state == State::Before => {
-                        self.state = State::Inside;
+                    b'[' if self.state == ListState::Before => {
+                        self.state = ListState::Inside;
                         continue;
                     }
-                    b',' | b']' if depth == 0 && self.state != State::Following => {
-                        self.state = if *byte == b']' { State::After } else { State::Inside };
+                    b',' | b']' if depth == 0 && self.state != ListState::Following => {
+                        self.state = if *byte == b']' { ListState::After } else { ListState::Inside };
                         complete = true;
                         break;
                     }
@@ -253,7 +256,7 @@ impl List {
                     b'[' | b'{' => depth += 1,
                     b']' | b'}' => {
                         depth = depth.saturating_sub(1);
-                        if depth == 0 && self.state == State::Following {
+                        if depth == 0 && self.state == ListState::Following {
                             bytes.push(*byte);
                             complete = true;
                             break;
@@ -267,9 +270,12 @@ impl List {
             self.lines.reader.consume(used);
             check_size(bytes.len(), line)?;
             match (complete, bytes.is_empty()) {
-                (true, false) => return Ok(Some(Record { line, raw: Raw::Json(bytes) })),
-                (true, true) if self.state == State::Inside => {
-                    return Ok(Some(Record { line, raw: Raw::Broken("an item of the list is missing".into()) }));
+                (true, false) => return Ok(Some(RawRecord { line, raw: RecordContent::Json(bytes) })),
+                (true, true) if self.state == ListState::Inside => {
+                    return Ok(Some(RawRecord {
+                        line,
+                        raw: RecordContent::Broken("an item of the list is missing".into()),
+                    }));
                 }
                 _ => {}
             }
@@ -288,12 +294,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
-        let mut records = Records::open(&path, &Columns::default()).unwrap();
+        let mut records = RecordReader::open(&path, &Columns::default()).unwrap();
         let shown = |raw| match raw {
-            Raw::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
-            Raw::Columns { value, .. } => value.to_string(),
-            Raw::Text(text) => text,
-            Raw::Broken(reason) => format!("broken: {reason}"),
+            RecordContent::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
+            RecordContent::Columns { value, .. } => value.to_string(),
+            RecordContent::Text(text) => text,
+            RecordContent::Broken(reason) => format!("broken: {reason}"),
         };
         std::iter::from_fn(|| records.next().unwrap()).map(|record| (record.line, shown(record.raw))).collect()
     }
@@ -343,7 +349,7 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, bytes).unwrap();
         let read = || -> Result<()> {
-            let mut records = Records::open(&path, &Columns::default())?;
+            let mut records = RecordReader::open(&path, &Columns::default())?;
             while records.next()?.is_some() {}
             Ok(())
         };
@@ -422,7 +428,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.csv");
         std::fs::write(&path, b"prompt,completion\ncaf\xE9,b\n").unwrap();
-        let record = Records::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
+        let record = RecordReader::open(&path, &Columns::default()).unwrap().next().unwrap().unwrap();
         holds(
             &record.raw.value().unwrap_err(),
             "(byte 0xE9, as of Windows-1252 or Latin-1, where it is 'é'); save the file as UTF-8",
@@ -447,7 +453,7 @@ mod tests {
 
     #[test]
     fn what_is_not_json_is_told_by_its_kind() {
-        let said = |text: &str| Raw::Json(text.into()).value().unwrap_err();
+        let said = |text: &str| RecordContent::Json(text.into()).value().unwrap_err();
         holds(
             &said("{\"instruction\":\"a\",\"input\":NaN}"),
             "it is not JSON: NaN is no JSON; write null (expected value at column 28)",

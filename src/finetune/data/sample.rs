@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::finetune::chat::conversation::Conversation;
-use crate::finetune::chat::encode_cache::Encoded;
+use crate::finetune::chat::encode_cache::EncodedText;
 use crate::finetune::chat::template::Template;
 use crate::finetune::chat::tokenizer::Tokenizer;
 use std::ops::Range;
@@ -27,7 +27,7 @@ impl Sample {
     }
 
     /// Tokens of which those with a byte in one of `spans` are to be predicted. The spans are in order, without overlap.
-    pub(in crate::finetune) fn of_spans(encoded: Encoded, spans: &[Range<usize>]) -> Self {
+    pub(super) fn of_spans(encoded: EncodedText, spans: &[Range<usize>]) -> Self {
         let mut spans = spans.iter().peekable();
         let in_span = |(start, end): &(usize, usize)| {
             while spans.next_if(|span| span.end <= *start).is_some() {}

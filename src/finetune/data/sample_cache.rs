@@ -40,7 +40,7 @@ pub fn default_cache() -> Result<PathBuf> {
 
 /// Makes the folder for samples: what is private in data stays private in it. A folder that is there keeps its rights, but for
 /// the library's own. What killed runs have left there goes.
-pub(in crate::finetune) fn private_cache(folder: &Path) -> std::io::Result<()> {
+pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     let own = own_cache().ok().filter(|own| folder.starts_with(own));
     match &own {
         Some(own) => {
@@ -70,7 +70,7 @@ pub(in crate::finetune) fn own_cache() -> Result<PathBuf> {
 
 /// A mapped file of samples.
 #[derive(Debug)]
-pub(in crate::finetune) struct Cache {
+pub(super) struct SampleCache {
     map: Mmap,
     samples: usize,
     tokens: u64,
@@ -139,12 +139,12 @@ fn long(bytes: &[u8]) -> u64 {
     u64::from(word(bytes)) | u64::from(word(&bytes[4..])) << 32
 }
 
-impl Cache {
+impl SampleCache {
     /// Maps the file at `path` if it is whole and was made of what `fingerprint` says. The inner error says what else it is.
     ///
     /// # Errors
     /// [`Error::Io`] where it cannot be read, unless there is none.
-    pub(in crate::finetune) fn open(path: &Path, fingerprint: u64) -> Result<Result<Self, &'static str>> {
+    pub(super) fn open(path: &Path, fingerprint: u64) -> Result<Result<Self, &'static str>> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let file = match files::open(path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is none")),
@@ -202,7 +202,7 @@ impl Cache {
     }
 
     /// Of the samples, whatever they were made of: their ids, targets and labels, and their order.
-    pub(in crate::finetune) fn content(&self) -> u64 {
+    pub(super) fn content(&self) -> u64 {
         let mut hash = XxHash3_64::new();
         for i in 0..self.samples {
             // Their number, the label and the digest.
@@ -214,25 +214,25 @@ impl Cache {
     }
 
     /// Of what the samples were made of.
-    pub(in crate::finetune) fn fingerprint(&self) -> u64 {
+    pub(super) fn fingerprint(&self) -> u64 {
         long(&self.map[8..16])
     }
 
-    pub(in crate::finetune) fn samples(&self) -> usize {
+    pub(super) fn samples(&self) -> usize {
         self.samples
     }
 
-    pub(in crate::finetune) fn tokens(&self) -> u64 {
+    pub(super) fn tokens(&self) -> u64 {
         self.tokens
     }
 
     /// The report, as it was written.
-    pub(in crate::finetune) fn report(&self) -> &[u8] {
+    pub(super) fn report(&self) -> &[u8] {
         &self.map[self.report..]
     }
 
     /// Length of sample `i` in tokens.
-    pub(in crate::finetune) fn length(&self, i: usize) -> usize {
+    pub(super) fn length(&self, i: usize) -> usize {
         word(&self.entry(i)[8..]) as usize
     }
 
@@ -246,7 +246,7 @@ impl Cache {
     /// # Panics
     ///
     /// If there is none, or if the file was changed while it was mapped.
-    pub(in crate::finetune) fn sample(&self, i: usize) -> SampleRef<'_> {
+    pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
         let entry = self.entry(i);
         let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
         let (ids, rest) = self.map[start..self.index].split_at(count * 4);
@@ -256,7 +256,7 @@ impl Cache {
 }
 
 /// Writes a file of samples.
-pub(in crate::finetune) struct Writer {
+pub(super) struct SampleCacheWriter {
     data: BufWriter<File>,
     /// It has that name in the end.
     scratch: Scratch,
@@ -269,9 +269,9 @@ pub(in crate::finetune) struct Writer {
     bytes: Vec<u8>,
 }
 
-impl Writer {
+impl SampleCacheWriter {
     /// Writes beside `path`, in a folder that a later run removes if this one is killed. Only this user can read the file.
-    pub(in crate::finetune) fn new(path: &Path) -> std::io::Result<Self> {
+    pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
         let scratch = Scratch::new(folder, WRITING)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(scratch.path().join("new"))?;
@@ -281,12 +281,12 @@ impl Writer {
         Ok(Self { data, scratch, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
     }
 
-    pub(in crate::finetune) fn samples(&self) -> u64 {
+    pub(super) fn samples(&self) -> u64 {
         self.samples
     }
 
     /// Appends a sample of `line`.
-    pub(in crate::finetune) fn push(&mut self, sample: &Sample, label: u32, line: u64) -> std::io::Result<()> {
+    pub(super) fn push(&mut self, sample: &Sample, label: u32, line: u64) -> std::io::Result<()> {
         let count = u32::try_from(sample.ids.len()).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
         self.bytes.clear();
         self.bytes.extend(sample.ids.iter().flat_map(|id| id.to_le_bytes()));
@@ -309,7 +309,7 @@ impl Writer {
     }
 
     /// Completes the file and gives it its name.
-    pub(in crate::finetune) fn finish(mut self, path: &Path, fingerprint: u64, report: &[u8]) -> std::io::Result<()> {
+    pub(super) fn finish(mut self, path: &Path, fingerprint: u64, report: &[u8]) -> std::io::Result<()> {
         let mut index = self.index.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         let report_at = self.at + index.stream_position()?;
         let end = report_at + report.len() as u64;
@@ -348,7 +348,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn write(path: &Path, samples: &[Sample]) {
-        let mut writer = Writer::new(path).unwrap();
+        let mut writer = SampleCacheWriter::new(path).unwrap();
         for (i, sample) in samples.iter().enumerate() {
             writer.push(sample, i as u32 % 3, i as u64 + 1).unwrap();
         }
@@ -368,7 +368,7 @@ mod tests {
             };
             let samples: Vec<Sample> = lengths.iter().enumerate().map(sample).collect();
             write(&path, &samples);
-            let cache = Cache::open(&path, 7).unwrap().unwrap();
+            let cache = SampleCache::open(&path, 7).unwrap().unwrap();
             prop_assert_eq!(cache.samples(), samples.len());
             prop_assert_eq!(cache.tokens(), lengths.iter().sum::<usize>() as u64);
             prop_assert_eq!(cache.report(), b"{}");
@@ -387,7 +387,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
         // What a writer has by then, in a folder that nobody has locked any more.
-        let writer = Writer::new(&path).unwrap();
+        let writer = SampleCacheWriter::new(&path).unwrap();
         let killed = folder.path().join(format!("{WRITING}aaaaaa"));
         std::fs::create_dir(&killed).unwrap();
         for entry in std::fs::read_dir(writer.scratch.path()).unwrap() {
@@ -414,7 +414,7 @@ mod tests {
     fn a_truncated_or_foreign_file_is_none_of_ours() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
-        let why = |fingerprint| Cache::open(&path, fingerprint).unwrap().unwrap_err();
+        let why = |fingerprint| SampleCache::open(&path, fingerprint).unwrap().unwrap_err();
         assert_eq!(why(7), "there is none");
         write(&path, &[Sample { ids: vec![1, 2, 3], targets: vec![false, true, true] }]);
         assert!(why(8).starts_with("it is of other data"));

@@ -1,6 +1,6 @@
 //! A `config.json` in Hugging Face's format from the metadata of a GGUF file, by the conventions of llama.cpp's converter.
 
-use super::weights::Gguf;
+use super::weights::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Value as Json, json};
@@ -8,10 +8,10 @@ use serde_json::{Value as Json, json};
 /// The architectures whose conventions are known here. Mistral's files are called llama.
 const KNOWN: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
-impl Gguf {
+impl GgufFile {
     /// What stands in for `config.json`.
     pub fn config_json(&self) -> Result<Json> {
-        let keys = Keys { gguf: self, architecture: self.architecture()? };
+        let keys = ArchitectureKeys { gguf: self, architecture: self.architecture()? };
         let architecture = keys.architecture;
         if !KNOWN.contains(&architecture) {
             return Err(self.refuse("general.architecture", architecture, format!("one of {}", KNOWN.join(", "))));
@@ -107,12 +107,12 @@ fn class(architecture: &str) -> &'static str {
 }
 
 /// The metadata of an architecture.
-struct Keys<'a> {
-    gguf: &'a Gguf,
+struct ArchitectureKeys<'a> {
+    gguf: &'a GgufFile,
     architecture: &'a str,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ArchitectureKeys<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.gguf.content.metadata.get(&format!("{}.{key}", self.architecture))
     }
@@ -190,20 +190,20 @@ impl<'a> Keys<'a> {
 
     /// The scaling of Llama 3.1 and later, of which a file has the factors of all frequencies.
     fn llama3(&self, head: usize) -> Result<Json> {
-        use crate::models::{RotaryRule, RotaryScaling};
-        use crate::nn::frequencies::Llama3;
+        use crate::models::{RotaryConfig, RotaryScaling};
+        use crate::nn::frequencies::Llama3RopeScaling;
         const NAME: &str = "rope_freqs.weight";
         let Some(given) = self.gguf.whole(NAME)? else { return Ok(Json::Null) };
         let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
-        let plain = RotaryRule { theta, scaling: RotaryScaling::None }.frequencies(head)?;
+        let plain = RotaryConfig { theta, scaling: RotaryScaling::None }.frequencies(head)?;
         let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));
-        let scaling = Llama3 {
+        let scaling = Llama3RopeScaling {
             factor: f64::from(factor),
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192,
         };
-        let scaled = RotaryRule { theta, scaling: RotaryScaling::Llama3(scaling) }.frequencies(head)?;
+        let scaled = RotaryConfig { theta, scaling: RotaryScaling::Llama3(scaling) }.frequencies(head)?;
         let is_it = given.len() == plain.len()
             && given
                 .iter()

@@ -1,13 +1,13 @@
 //! A decoder as a GGUF file by llama.cpp's conventions: keys, names of tensors, and what is done to some of them.
 
 use super::tokenizer_export::keys;
-use super::weights::Gguf;
-use super::writer::{BLOCK, Entry, Format, Value, write};
+use super::weights::GgufFile;
+use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
-use crate::finetune::Base;
-use crate::finetune::model::merged_model::{Merged, MergedTensor, too_large};
-use crate::models::{DecoderConfig, Naming, RotaryScaling};
+use crate::finetune::BaseModel;
+use crate::finetune::model::merged_model::{MergedModel, MergedTensor, too_large};
+use crate::models::{DecoderConfig, ParameterNaming, RotaryScaling};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
@@ -21,14 +21,14 @@ pub enum GgufFormat {
 }
 
 /// A model that llama.cpp knows.
-struct Model<'a> {
+struct GgufArchitecture<'a> {
     architecture: &'static str,
     config: &'a DecoderConfig,
 }
 
 /// What is done to a tensor's lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Change {
+enum LayoutChange {
     None,
     /// Lines become columns.
     Transposed,
@@ -37,7 +37,7 @@ enum Change {
     Interleaved(usize),
 }
 
-impl Merged<'_> {
+impl MergedModel<'_> {
     /// Writes the model to the file `out`, which is replaced if it is there, as llama.cpp reads it, with the tokenizer in the
     /// base's folder or GGUF file.
     ///
@@ -49,52 +49,52 @@ impl Merged<'_> {
     }
 }
 
-fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) -> Result<()> {
+fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, out: &Path) -> Result<()> {
     let (json, config) = (base.config_json(), base.config());
     let wrong = |problem| FinetuneError::Gguf { path: base.folder().to_owned(), problem };
     let kind = json["model_type"].as_str().unwrap_or_default();
-    let model = Model::of(kind, config).map_err(wrong)?;
+    let model = GgufArchitecture::of(kind, config).map_err(wrong)?;
     let mut metadata = model.keys(base.folder(), format);
     let tokenizer = base.tokenizer_path();
     metadata.extend(match tokenizer.is_file() {
-        true => Gguf::open(tokenizer)?.tokenizer_keys(),
+        true => GgufFile::open(tokenizer)?.tokenizer_keys(),
         false => keys(tokenizer, json, config.vocab)?,
     });
     let mut entries = Vec::new();
     let mut sources = Vec::new();
     if let Some(factors) = model.rotary_factors() {
         let (name, shape) = ("rope_freqs.weight".to_owned(), vec![factors.len()]);
-        entries.push(Entry { name, shape, format: Format::F32 });
-        sources.push(Origin::Values(factors));
+        entries.push(GgufTensor { name, shape, format: GgmlFormat::F32 });
+        sources.push(TensorOrigin::Values(factors));
     }
     for (name, shape) in merged.shapes() {
         let unknown = || wrong(format!("llama.cpp has no name for the tensor {name} of a {kind}"));
         let (new_name, change) = model.tensor(name).ok_or_else(unknown)?;
         let mut new_shape = shape.clone();
-        if change == Change::Transposed {
+        if change == LayoutChange::Transposed {
             new_shape.reverse();
         }
         let is_small = new_shape.len() < 2 || new_name.starts_with("position_embd");
         let format = match format {
-            _ if is_small => Format::F32,
-            GgufFormat::Q8_0 if new_shape[1].is_multiple_of(BLOCK) => Format::Q8_0,
-            _ => Format::F16,
+            _ if is_small => GgmlFormat::F32,
+            GgufFormat::Q8_0 if new_shape[1].is_multiple_of(BLOCK) => GgmlFormat::Q8_0,
+            _ => GgmlFormat::F16,
         };
-        entries.push(Entry { name: new_name, shape: new_shape, format });
-        sources.push(Origin::Tensor(name, shape, change));
+        entries.push(GgufTensor { name: new_name, shape: new_shape, format });
+        sources.push(TensorOrigin::Tensor(name, shape, change));
     }
     let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
     let mut file = files::NewFile::beside(out).map_err(wrong)?;
-    let bytes = entries.iter().map(Entry::bytes).sum();
+    let bytes = entries.iter().map(GgufTensor::bytes).sum();
     files::ask_for_room(files::folder_of(out), bytes)?;
     let mut buffered = BufWriter::new(file.file());
     let mut count = merged.counter(bytes);
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
     write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
-        Origin::Values(values) => {
+        TensorOrigin::Values(values) => {
             take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v, "f16"))?)
         }
-        Origin::Tensor(name, shape, change) => {
+        TensorOrigin::Tensor(name, shape, change) => {
             give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
                 count(bytes.len());
                 take(bytes)
@@ -107,24 +107,24 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
 }
 
 /// Where a written tensor is from.
-enum Origin<'a> {
+enum TensorOrigin<'a> {
     Values(Vec<f32>),
-    Tensor(&'a str, &'a [usize], Change),
+    Tensor(&'a str, &'a [usize], LayoutChange),
 }
 
 /// Gives a tensor's bytes, changed.
 fn give(
     tensor: &MergedTensor<'_>,
-    change: Change,
-    format: Format,
+    change: LayoutChange,
+    format: GgmlFormat,
     name: &str,
     take: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let (lines, width) = tensor.lines();
     let mut put = |values: &[f32]| take(&format.encode(values).map_err(|value| too_large(name, value, format.name()))?);
     match change {
-        Change::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
-        Change::Transposed => {
+        LayoutChange::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
+        LayoutChange::Transposed => {
             // Whole: a line of the result has an element of each of its lines.
             let values = tensor.values(0..lines)?;
             let mut line = vec![0f32; lines];
@@ -134,7 +134,7 @@ fn give(
             }
             Ok(())
         }
-        Change::Interleaved(head) => {
+        LayoutChange::Interleaved(head) => {
             // A vector's elements are its lines.
             let (lines_of_head, width) = if lines == 1 { (1, 1) } else { (head, width) };
             for piece in tensor.pieces(lines_of_head) {
@@ -152,7 +152,7 @@ fn give(
     }
 }
 
-impl<'a> Model<'a> {
+impl<'a> GgufArchitecture<'a> {
     /// The model of transformers' `kind`; else why it cannot be written.
     fn of(kind: &str, config: &'a DecoderConfig) -> std::result::Result<Self, String> {
         let architecture = match kind {
@@ -175,19 +175,19 @@ impl<'a> Model<'a> {
         Ok(model)
     }
 
-    fn keys(&self, base: &Path, format: GgufFormat) -> Vec<(String, Value)> {
+    fn keys(&self, base: &Path, format: GgufFormat) -> Vec<(String, GgufValue)> {
         let DecoderConfig { hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, .. } =
             *self.config;
-        let mut keys: Vec<(String, Value)> = Vec::new();
-        let number = |value: usize| Value::U32(u32::try_from(value).unwrap_or(u32::MAX));
-        let text = |text: &str| Value::String(text.to_owned());
+        let mut keys: Vec<(String, GgufValue)> = Vec::new();
+        let number = |value: usize| GgufValue::U32(u32::try_from(value).unwrap_or(u32::MAX));
+        let text = |text: &str| GgufValue::String(text.to_owned());
         keys.push(("general.architecture".into(), text(self.architecture)));
         keys.push(("general.type".into(), text("model")));
         if let Some(name) = base.file_name() {
             keys.push(("general.name".into(), text(&name.to_string_lossy())));
         }
-        keys.push(("general.file_type".into(), Value::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
-        keys.push(("general.quantization_version".into(), Value::U32(2)));
+        keys.push(("general.file_type".into(), GgufValue::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
+        keys.push(("general.quantization_version".into(), GgufValue::U32(2)));
         // Beyond its window a block sees less than llama.cpp would show it.
         let windows = self.config.blocks.iter().filter_map(|block| block.window);
         let ctx = windows.fold(self.config.ctx, usize::min);
@@ -197,8 +197,8 @@ impl<'a> Model<'a> {
         put("embedding_length", number(hidden_size));
         put("feed_forward_length", number(intermediate_size));
         put("attention.head_count", number(num_attention_heads));
-        let eps = Value::F32(self.config.norm_eps as f32);
-        if self.config.naming == Naming::Gpt2 {
+        let eps = GgufValue::F32(self.config.norm_eps as f32);
+        if self.config.naming == ParameterNaming::Gpt2 {
             put("attention.layer_norm_epsilon", eps);
             return keys;
         }
@@ -209,10 +209,10 @@ impl<'a> Model<'a> {
         put("rope.dimension_count", number(self.config.head_dim));
         put("vocab_size", number(self.config.vocab));
         if let Some(block) = self.config.blocks.first() {
-            put("rope.freq_base", Value::F32(block.rotary.theta as f32));
+            put("rope.freq_base", GgufValue::F32(block.rotary.theta as f32));
             if let RotaryScaling::Linear { factor } = block.rotary.scaling {
-                put("rope.scaling.type", Value::String("linear".into()));
-                put("rope.scaling.factor", Value::F32(factor as f32));
+                put("rope.scaling.type", GgufValue::String("linear".into()));
+                put("rope.scaling.factor", GgufValue::F32(factor as f32));
             }
         }
         keys
@@ -223,12 +223,12 @@ impl<'a> Model<'a> {
         let rotary = self.config.blocks.first()?.rotary;
         let RotaryScaling::Llama3(_) = rotary.scaling else { return None };
         let head = self.config.head_dim;
-        let plain = crate::models::RotaryRule { scaling: RotaryScaling::None, ..rotary }.frequencies(head).ok()?;
+        let plain = crate::models::RotaryConfig { scaling: RotaryScaling::None, ..rotary }.frequencies(head).ok()?;
         Some(plain.iter().zip(rotary.frequencies(head).ok()?).map(|(plain, scaled)| (plain / scaled) as f32).collect())
     }
 
     /// A tensor's name in the file, and what is done to it.
-    fn tensor(&self, name: &str) -> Option<(String, Change)> {
+    fn tensor(&self, name: &str) -> Option<(String, LayoutChange)> {
         let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
         let (module, kind) = bare.rsplit_once('.')?;
         let around = match module {
@@ -239,24 +239,24 @@ impl<'a> Model<'a> {
             _ => None,
         };
         if let Some(new) = around {
-            return Some((format!("{new}.{kind}"), Change::None));
+            return Some((format!("{new}.{kind}"), LayoutChange::None));
         }
         let (block, module) = module.strip_prefix("layers.").or_else(|| module.strip_prefix("h."))?.split_once('.')?;
         let head = self.config.head_dim;
-        let turned = if self.architecture == "llama" { Change::Interleaved(head) } else { Change::None };
-        let conv1d = if kind == "weight" { Change::Transposed } else { Change::None };
+        let turned = if self.architecture == "llama" { LayoutChange::Interleaved(head) } else { LayoutChange::None };
+        let conv1d = if kind == "weight" { LayoutChange::Transposed } else { LayoutChange::None };
         let (new, change) = match module {
-            "input_layernorm" | "ln_1" => ("attn_norm", Change::None),
+            "input_layernorm" | "ln_1" => ("attn_norm", LayoutChange::None),
             "self_attn.q_proj" => ("attn_q", turned),
             "self_attn.k_proj" => ("attn_k", turned),
-            "self_attn.v_proj" => ("attn_v", Change::None),
-            "self_attn.o_proj" => ("attn_output", Change::None),
-            "self_attn.q_norm" => ("attn_q_norm", Change::None),
-            "self_attn.k_norm" => ("attn_k_norm", Change::None),
-            "post_attention_layernorm" | "ln_2" => ("ffn_norm", Change::None),
-            "mlp.gate_proj" => ("ffn_gate", Change::None),
-            "mlp.up_proj" => ("ffn_up", Change::None),
-            "mlp.down_proj" => ("ffn_down", Change::None),
+            "self_attn.v_proj" => ("attn_v", LayoutChange::None),
+            "self_attn.o_proj" => ("attn_output", LayoutChange::None),
+            "self_attn.q_norm" => ("attn_q_norm", LayoutChange::None),
+            "self_attn.k_norm" => ("attn_k_norm", LayoutChange::None),
+            "post_attention_layernorm" | "ln_2" => ("ffn_norm", LayoutChange::None),
+            "mlp.gate_proj" => ("ffn_gate", LayoutChange::None),
+            "mlp.up_proj" => ("ffn_up", LayoutChange::None),
+            "mlp.down_proj" => ("ffn_down", LayoutChange::None),
             "attn.c_attn" => ("attn_qkv", conv1d),
             "attn.c_proj" => ("attn_output", conv1d),
             "mlp.c_fc" => ("ffn_up", conv1d),

@@ -6,8 +6,8 @@
 //! | `gpt2` | byte-level BPE, whose `tokenizer.ggml.pre` names how texts are cut |
 //! | `llama` | SentencePiece's BPE: pieces with scores, from which merges follow |
 
-use super::weights::{Gguf, bad};
-use super::writer::Value as Written;
+use super::weights::{GgufFile, bad};
+use super::writer::GgufValue;
 use crate::error::Result;
 use crate::finetune::chat::tokenizer_files::TokenizerFiles;
 use candle_core::quantized::gguf_file::Value;
@@ -28,7 +28,7 @@ const MOST_TOKENS: usize = 1 << 22;
 const SPACE: &str = "\u{2581}";
 
 /// How byte-level BPE cuts texts, by the names of llama.cpp: a pattern in place of GPT-2's, or steps before it.
-enum Cut {
+enum PreTokenizerPattern {
     /// GPT-2's own pattern.
     Gpt2,
     /// Every digit alone, then GPT-2's pattern.
@@ -37,8 +37,8 @@ enum Cut {
     Patterns(&'static [&'static str]),
 }
 
-pub(in crate::finetune) const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-pub(in crate::finetune) const QWEN2: &str =
+pub(super) const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -53,7 +53,7 @@ const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一
 const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
-impl Cut {
+impl PreTokenizerPattern {
     fn of(name: &str) -> Option<Self> {
         Some(match name {
             "gpt-2" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" | "jina-es" | "jina-de" | "roberta-bpe" => {
@@ -93,7 +93,7 @@ fn byte_level(use_regex: bool) -> Json {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex})
 }
 
-impl Gguf {
+impl GgufFile {
     /// What stands in for the tokenizer's files of a model's folder.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Gguf {
         let kind = self.text("tokenizer.ggml.model")?.ok_or_else(|| {
             bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it")
         })?;
-        let vocabulary = Vocabulary::of(self)?;
+        let vocabulary = GgufVocabulary::of(self)?;
         let (tokenizer, adds_bos) = match kind {
             "gpt2" => vocabulary.byte_level()?,
             "llama" => vocabulary.sentence_piece()?,
@@ -145,7 +145,7 @@ impl Gguf {
     }
 
     /// The keys of the tokenizer, as they are, for another file.
-    pub fn tokenizer_keys(&self) -> Vec<(String, Written)> {
+    pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
         let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
         keys.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -188,23 +188,23 @@ impl Gguf {
 }
 
 /// A value as it is written; nothing for kinds that no tokenizer has.
-fn written(value: &Value) -> Option<Written> {
+fn written(value: &Value) -> Option<GgufValue> {
     Some(match value {
-        Value::Bool(flag) => Written::Bool(*flag),
-        Value::String(text) => Written::String(text.clone()),
-        Value::F32(number) => Written::F32(*number),
+        Value::Bool(flag) => GgufValue::Bool(*flag),
+        Value::String(text) => GgufValue::String(text.clone()),
+        Value::F32(number) => GgufValue::F32(*number),
         Value::Array(values) => match values.first()? {
             Value::String(_) => {
                 let text = |value: &Value| if let Value::String(text) = value { Some(text.clone()) } else { None };
-                Written::Strings(values.iter().map(text).collect::<Option<_>>()?)
+                GgufValue::Strings(values.iter().map(text).collect::<Option<_>>()?)
             }
             Value::F32(_) => {
                 let number = |value: &Value| if let Value::F32(number) = value { Some(*number) } else { None };
-                Written::F32s(values.iter().map(number).collect::<Option<_>>()?)
+                GgufValue::F32s(values.iter().map(number).collect::<Option<_>>()?)
             }
-            _ => Written::I32s(values.iter().map(|value| i32::try_from(whole(value)?).ok()).collect::<Option<_>>()?),
+            _ => GgufValue::I32s(values.iter().map(|value| i32::try_from(whole(value)?).ok()).collect::<Option<_>>()?),
         },
-        value => Written::U32(u32::try_from(whole(value)?).ok()?),
+        value => GgufValue::U32(u32::try_from(whole(value)?).ok()?),
     })
 }
 
@@ -219,14 +219,14 @@ fn whole(value: &Value) -> Option<i64> {
 }
 
 /// The tokens of a file.
-struct Vocabulary<'a> {
-    gguf: &'a Gguf,
+struct GgufVocabulary<'a> {
+    gguf: &'a GgufFile,
     /// Text and kind of each.
     tokens: Vec<(&'a str, i64)>,
 }
 
-impl<'a> Vocabulary<'a> {
-    fn of(gguf: &'a Gguf) -> Result<Self> {
+impl<'a> GgufVocabulary<'a> {
+    fn of(gguf: &'a GgufFile) -> Result<Self> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of texts"))?;
         if texts.is_empty() || texts.len() > MOST_TOKENS {
@@ -280,7 +280,7 @@ impl<'a> Vocabulary<'a> {
         const PRE: &str = "tokenizer.ggml.pre";
         let allowed = || format!("one of {KNOWN}; for another put the model's tokenizer.json beside the file");
         let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
-        let cut = Cut::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
+        let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
         const MERGES: &str = "tokenizer.ggml.merges";
         let merges = self.gguf.array(MERGES)?.ok_or_else(|| self.gguf.refuse(MERGES, "absent", "a list of pairs"))?;
         let vocab = self.vocab();

@@ -1,7 +1,7 @@
 //! The keys of a GGUF file that describe a tokenizer, from the files of Hugging Face.
 
 use super::tokenizer::{LLAMA3, QWEN2};
-use super::writer::Value;
+use super::writer::GgufValue;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use crate::finetune::chat::template_files::named_templates;
@@ -23,7 +23,7 @@ const UNUSED: i32 = 5;
 /// # Errors
 /// Files that cannot be read, a tokenizer other than byte-level BPE, one that cuts texts in a way that llama.cpp has no name
 /// for here, more tokens than rows.
-pub(in crate::finetune) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(String, Value)>> {
+pub(in crate::finetune) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(String, GgufValue)>> {
     let path = folder.join("tokenizer.json");
     let tokenizer = read_json(&path)?;
     let settings = folder.join("tokenizer_config.json");
@@ -65,12 +65,12 @@ pub(in crate::finetune) fn keys(folder: &Path, config: &Json, rows: usize) -> Re
     });
     let merges = merges.collect::<Result<Vec<String>>>()?;
     let mut keys = vec![
-        ("tokenizer.ggml.model".to_owned(), Value::String("gpt2".into())),
-        ("tokenizer.ggml.pre".to_owned(), Value::String(pre.into())),
+        ("tokenizer.ggml.model".to_owned(), GgufValue::String("gpt2".into())),
+        ("tokenizer.ggml.pre".to_owned(), GgufValue::String(pre.into())),
     ];
     for (kind, role) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
         if let Some(id) = special(kind, &settings, config, &ids).and_then(|id| u32::try_from(id).ok()) {
-            keys.push((format!("tokenizer.ggml.{role}_token_id"), Value::U32(id)));
+            keys.push((format!("tokenizer.ggml.{role}_token_id"), GgufValue::U32(id)));
         }
     }
     // Whoever reads the file need not guess it by the kind of tokenizer.
@@ -78,35 +78,35 @@ pub(in crate::finetune) fn keys(folder: &Path, config: &Json, rows: usize) -> Re
     let (before, after) = opened.around();
     for (kind, around) in [("bos", before), ("eos", after)] {
         if let Some(id) = opened.special_id(&format!("{kind}_token")) {
-            keys.push((format!("tokenizer.ggml.add_{kind}_token"), Value::Bool(around.contains(&id))));
+            keys.push((format!("tokenizer.ggml.add_{kind}_token"), GgufValue::Bool(around.contains(&id))));
         }
     }
     keys.extend(template_keys(named_templates(folder)?));
-    keys.push(("tokenizer.ggml.tokens".into(), Value::Strings(tokens)));
-    keys.push(("tokenizer.ggml.token_type".into(), Value::I32s(kinds)));
-    keys.push(("tokenizer.ggml.merges".into(), Value::Strings(merges)));
+    keys.push(("tokenizer.ggml.tokens".into(), GgufValue::Strings(tokens)));
+    keys.push(("tokenizer.ggml.token_type".into(), GgufValue::I32s(kinds)));
+    keys.push(("tokenizer.ggml.merges".into(), GgufValue::Strings(merges)));
     Ok(keys)
 }
 
 /// The keys of chat templates as llama.cpp's converter writes them: the default one, the others by their names, and a list of
 /// these.
-fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, Value)> {
+fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     const KEY: &str = "tokenizer.chat_template";
     let clean = |name: &str| name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
     let (mut keys, mut names) = (vec![], vec![]);
     for (name, template) in named {
         match &*name {
-            "default" => keys.push((KEY.to_owned(), Value::String(template))),
+            "default" => keys.push((KEY.to_owned(), GgufValue::String(template))),
             "" => {}
             _ => {
                 let name = clean(&name);
-                keys.push((format!("{KEY}.{name}"), Value::String(template)));
+                keys.push((format!("{KEY}.{name}"), GgufValue::String(template)));
                 names.push(name);
             }
         }
     }
     if !names.is_empty() {
-        keys.push((format!("{KEY}s"), Value::Strings(names)));
+        keys.push((format!("{KEY}s"), GgufValue::Strings(names)));
     }
     keys
 }

@@ -18,17 +18,17 @@ use std::path::{Path, PathBuf};
 
 /// A mapped GGUF file.
 #[derive(Debug)]
-pub(in crate::finetune) struct Gguf {
-    pub(in crate::finetune) path: PathBuf,
+pub(in crate::finetune) struct GgufFile {
+    pub(super) path: PathBuf,
     map: Mmap,
-    pub(in crate::finetune) content: Content,
+    pub(super) content: Content,
     /// Of parameters by their names, what the file has of them.
-    places: BTreeMap<String, Place>,
+    places: BTreeMap<String, TensorSource>,
 }
 
 /// What a file has of a parameter.
 #[derive(Debug, Clone)]
-struct Place {
+struct TensorSource {
     /// The tensor's name.
     name: String,
     /// The two halves of each of so many heads are mixed, row by row.
@@ -40,7 +40,7 @@ struct Place {
 /// The formats that are read.
 const FORMATS: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
-impl Gguf {
+impl GgufFile {
     /// Opens and maps a file, and reads its metadata.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
@@ -48,7 +48,7 @@ impl Gguf {
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let content = Content::read(&mut Watched { file: Cursor::new(&map[..]), of_alignment: None });
+        let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, crate::error::without_backtrace(&e.to_string())))?;
         Ok(Self { path: path.to_owned(), map, content, places: BTreeMap::new() })
     }
@@ -83,7 +83,7 @@ impl Gguf {
                 _ => None,
             };
             let plus_one = architecture.starts_with("gemma") && parameter.ends_with("norm.weight");
-            self.places.insert(parameter.clone(), Place { name: name.clone(), mixed_heads, plus_one });
+            self.places.insert(parameter.clone(), TensorSource { name: name.clone(), mixed_heads, plus_one });
         }
         let mut extra: Vec<&str> = self.content.tensor_infos.keys().map(String::as_str).collect();
         extra.retain(|name| !used.contains(name));
@@ -183,7 +183,7 @@ impl Gguf {
     }
 }
 
-impl InitialValues for Gguf {
+impl InitialValues for GgufFile {
     fn has(&self, name: &str) -> bool {
         self.places.contains_key(name)
     }
@@ -233,13 +233,13 @@ impl InitialValues for Gguf {
 }
 
 /// A file whose `general.alignment` is not 0, by which Candle's reader would divide.
-struct Watched<'a> {
+struct AlignmentGuard<'a> {
     file: Cursor<&'a [u8]>,
     /// After the key: whether the type of its value was read.
     of_alignment: Option<bool>,
 }
 
-impl Read for Watched<'_> {
+impl Read for AlignmentGuard<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let len = self.file.read(buffer)?;
         let bytes = &buffer[..len];
@@ -256,7 +256,7 @@ impl Read for Watched<'_> {
     }
 }
 
-impl Seek for Watched<'_> {
+impl Seek for AlignmentGuard<'_> {
     fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
         self.file.seek(to)
     }

@@ -9,7 +9,7 @@ use half::f16;
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::finetune) enum Value {
+pub(super) enum GgufValue {
     U32(u32),
     F32(f32),
     Bool(bool),
@@ -21,19 +21,19 @@ pub(in crate::finetune) enum Value {
 
 /// How the elements of a tensor are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::finetune) enum Format {
+pub(super) enum GgmlFormat {
     F32,
     F16,
     /// Blocks of 32 integers of eight bits with a scale in f16.
     Q8_0,
 }
 
-/// Elements of a block of [`Format::Q8_0`].
-pub(in crate::finetune) const BLOCK: usize = 32;
+/// Elements of a block of [`GgmlFormat::Q8_0`].
+pub(super) const BLOCK: usize = 32;
 /// Tensors begin at multiples of so many bytes.
 const ALIGNMENT: usize = 32;
 
-impl Format {
+impl GgmlFormat {
     fn id(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -92,14 +92,14 @@ impl Format {
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::finetune) struct Entry {
+pub(super) struct GgufTensor {
     pub name: String,
     /// The slowest dimension first.
     pub shape: Vec<usize>,
-    pub format: Format,
+    pub format: GgmlFormat,
 }
 
-impl Entry {
+impl GgufTensor {
     /// Bytes of its elements.
     pub fn bytes(&self) -> u64 {
         self.format.bytes(self.shape.iter().product::<usize>() as u64)
@@ -111,8 +111,8 @@ impl Entry {
 /// # Errors
 /// Those of `out` and `give`.
 pub(in crate::finetune) fn write(
-    metadata: &[(String, Value)],
-    entries: &[Entry],
+    metadata: &[(String, GgufValue)],
+    entries: &[GgufTensor],
     out: &mut dyn FnMut(&[u8]) -> Result<()>,
     mut give: impl FnMut(usize, &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
 ) -> Result<()> {
@@ -129,7 +129,7 @@ fn padding(bytes: u64) -> usize {
     (bytes.next_multiple_of(ALIGNMENT as u64) - bytes) as usize
 }
 
-fn header(metadata: &[(String, Value)], entries: &[Entry]) -> Vec<u8> {
+fn header(metadata: &[(String, GgufValue)], entries: &[GgufTensor]) -> Vec<u8> {
     let mut header = b"GGUF".to_vec();
     header.extend(3u32.to_le_bytes());
     header.extend((entries.len() as u64).to_le_bytes());
@@ -157,38 +157,38 @@ fn put_string(to: &mut Vec<u8>, text: &str) {
     to.extend(text.as_bytes());
 }
 
-fn put_value(to: &mut Vec<u8>, value: &Value) {
+fn put_value(to: &mut Vec<u8>, value: &GgufValue) {
     const ARRAY: u32 = 9;
     let mut array = |kind: u32, len: usize| {
         [ARRAY, kind].iter().for_each(|id| to.extend(id.to_le_bytes()));
         to.extend((len as u64).to_le_bytes());
     };
     match value {
-        Value::I32s(values) => {
+        GgufValue::I32s(values) => {
             array(5, values.len());
             values.iter().for_each(|value| to.extend(value.to_le_bytes()));
         }
-        Value::F32s(values) => {
+        GgufValue::F32s(values) => {
             array(6, values.len());
             values.iter().for_each(|value| to.extend(value.to_le_bytes()));
         }
-        Value::Strings(values) => {
+        GgufValue::Strings(values) => {
             array(8, values.len());
             values.iter().for_each(|value| put_string(to, value));
         }
-        Value::U32(value) => {
+        GgufValue::U32(value) => {
             to.extend(4u32.to_le_bytes());
             to.extend(value.to_le_bytes());
         }
-        Value::F32(value) => {
+        GgufValue::F32(value) => {
             to.extend(6u32.to_le_bytes());
             to.extend(value.to_le_bytes());
         }
-        Value::Bool(value) => {
+        GgufValue::Bool(value) => {
             to.extend(7u32.to_le_bytes());
             to.push(u8::from(*value));
         }
-        Value::String(value) => {
+        GgufValue::String(value) => {
             to.extend(8u32.to_le_bytes());
             put_string(to, value);
         }
@@ -206,20 +206,20 @@ mod tests {
     #[test]
     fn candles_reader_finds_what_was_written() {
         let metadata = [
-            ("general.architecture".to_owned(), Value::String("llama".into())),
-            ("n".to_owned(), Value::U32(7)),
-            ("x".to_owned(), Value::F32(0.5)),
-            ("b".to_owned(), Value::Bool(true)),
-            ("l".to_owned(), Value::I32s(vec![1, -2])),
-            ("f".to_owned(), Value::F32s(vec![0.5, -1e9])),
-            ("s".to_owned(), Value::Strings(vec!["Ġa".into(), "b".into()])),
+            ("general.architecture".to_owned(), GgufValue::String("llama".into())),
+            ("n".to_owned(), GgufValue::U32(7)),
+            ("x".to_owned(), GgufValue::F32(0.5)),
+            ("b".to_owned(), GgufValue::Bool(true)),
+            ("l".to_owned(), GgufValue::I32s(vec![1, -2])),
+            ("f".to_owned(), GgufValue::F32s(vec![0.5, -1e9])),
+            ("s".to_owned(), GgufValue::Strings(vec!["Ġa".into(), "b".into()])),
         ];
         let value = |i: usize| ((i * 37) % 101) as f32 / 10.0 - 5.0;
-        let shapes = [(vec![5], Format::F32), (vec![3, 7], Format::F16), (vec![4, 64], Format::Q8_0)];
-        let entries: Vec<Entry> = shapes
+        let shapes = [(vec![5], GgmlFormat::F32), (vec![3, 7], GgmlFormat::F16), (vec![4, 64], GgmlFormat::Q8_0)];
+        let entries: Vec<GgufTensor> = shapes
             .iter()
             .enumerate()
-            .map(|(i, (shape, format))| Entry { name: format!("t{i}"), shape: shape.clone(), format: *format })
+            .map(|(i, (shape, format))| GgufTensor { name: format!("t{i}"), shape: shape.clone(), format: *format })
             .collect();
         let values: Vec<Vec<f32>> =
             entries.iter().map(|entry| (0..entry.shape.iter().product()).map(value).collect()).collect();
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_value_beyond_f16_is_given_back() {
-        assert_eq!(Format::F16.encode(&[1.0, 70000.0]), Err(70000.0));
-        assert_eq!(Format::Q8_0.encode(&[1e8; 32]).map_err(|lost| lost > 65504.0), Err(true));
+        assert_eq!(GgmlFormat::F16.encode(&[1.0, 70000.0]), Err(70000.0));
+        assert_eq!(GgmlFormat::Q8_0.encode(&[1e8; 32]).map_err(|lost| lost > 65504.0), Err(true));
     }
 }

@@ -3,7 +3,7 @@
 use crate::engine::InitialValues;
 use crate::error::{FinetuneError, ParamError, Result};
 use crate::finetune::chat::tokenizer_files::has_tokenizer;
-use crate::finetune::gguf::weights::{Gguf, gguf_files};
+use crate::finetune::gguf::weights::{GgufFile, gguf_files};
 use crate::models::DecoderConfig;
 use crate::nn::refuse;
 use crate::param::WeightFiles;
@@ -21,10 +21,10 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero::finetune::Base;
+/// use candle_zero::finetune::BaseModel;
 /// use candle_zero::models::Decoder;
 ///
-/// let base = Base::open("SmolLM2-135M-Instruct")?;
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
 /// // Each rank reads what it keeps.
 /// let builder = Engine::builder().initial_values(base.values());
 /// let config = r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}"#;
@@ -35,7 +35,7 @@ use std::sync::Arc;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct Base {
+pub struct BaseModel {
     folder: PathBuf,
     tokenizer: PathBuf,
     json: Value,
@@ -46,7 +46,7 @@ pub struct Base {
 /// The description in a folder.
 pub(in crate::finetune) const CONFIG: &str = "config.json";
 
-impl Base {
+impl BaseModel {
     /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of `model.safetensors.index.json`, in
     /// f32, bf16 or f16), a GGUF file, or a folder with one. Reads headers only, and compares the weights' names, shapes and
     /// types with the description.
@@ -102,7 +102,7 @@ impl Base {
     }
 
     fn of_gguf(file: &Path) -> Result<Self> {
-        let gguf = Gguf::open(file)?;
+        let gguf = GgufFile::open(file)?;
         let json = gguf.config_json()?;
         let config = DecoderConfig::from_parsed(&json, file)?;
         let gguf = gguf.described_by(&config)?;
@@ -164,7 +164,7 @@ impl Base {
 }
 
 /// The weights in a folder of Hugging Face.
-pub(in crate::finetune) fn weights_of(folder: &Path) -> Result<WeightFiles> {
+pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
     WeightFiles::open(folder).map_err(|error| match error {
         // The folder itself was opened: there is no file in it.
         crate::Error::Io { path, .. } if path == folder => {
@@ -176,12 +176,7 @@ pub(in crate::finetune) fn weights_of(folder: &Path) -> Result<WeightFiles> {
 }
 
 /// Checks that there is a tensor for a parameter of this shape, by the file `description`.
-pub(in crate::finetune) fn check_weight(
-    files: &WeightFiles,
-    name: &str,
-    shape: &[usize],
-    description: &Path,
-) -> Result<()> {
+pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], description: &Path) -> Result<()> {
     let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
     if tensor.shape() != shape {
         let paths = [tensor.file(), description];
@@ -191,7 +186,7 @@ pub(in crate::finetune) fn check_weight(
 }
 
 /// Checks that an embedding of so many rows has one for each of so many ids.
-pub(in crate::finetune) fn check_rows(rows: usize, ids: usize) -> Result<()> {
+pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
     match ids.checked_sub(rows) {
         None | Some(0) => Ok(()),
         Some(beyond) => Err(FinetuneError::TokensBeyondEmbedding { last: ids - 1, rows, beyond }.into()),
@@ -228,13 +223,13 @@ pub(in crate::finetune) fn builder_over(
     dtype: DType,
     device: &Device,
 ) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Loader(values)), dtype, device.clone())
+    VarBuilder::from_backend(Box::new(InitialValuesBackend(values)), dtype, device.clone())
 }
 
 /// Makes a tensor of what a model asks for.
-struct Loader(Arc<dyn InitialValues>);
+struct InitialValuesBackend(Arc<dyn InitialValues>);
 
-impl SimpleBackend for Loader {
+impl SimpleBackend for InitialValuesBackend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         if !self.0.has(name) {
             candle_core::bail!("the model has no tensor {name}")

@@ -24,7 +24,7 @@ pub struct Classifier {
 
 /// What a text was taken for.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Classified {
+pub struct Classification {
     /// All labels with their probabilities, the likeliest first.
     pub labels: Vec<(String, f64)>,
     /// Tokens of the text, with those that the tokenizer adds.
@@ -57,7 +57,7 @@ impl Classifier {
     ///
     /// # Errors
     /// A text that the tokenizer cannot take, or of which it makes no token; results that are not finite.
-    pub fn classify(&self, text: &str) -> Result<Classified> {
+    pub fn classify(&self, text: &str) -> Result<Classification> {
         let mut ids = self.tokenizer.encode(text)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.model.config().max_position_embeddings.saturating_sub(before.len() + after.len());
@@ -78,7 +78,7 @@ impl Classifier {
         let mut labels: Vec<(String, f64)> = self.labels().iter().cloned().zip(probabilities).collect();
         // Stable: equal ones stay in the order of the classes.
         labels.sort_by(|a, b| b.1.total_cmp(&a.1));
-        Ok(Classified { labels, tokens, cut })
+        Ok(Classification { labels, tokens, cut })
     }
 }
 

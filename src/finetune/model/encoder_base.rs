@@ -38,7 +38,7 @@ pub struct EncoderBase {
     json: Value,
     config: BertConfig,
     data_labels: Vec<String>,
-    values: Arc<Weights>,
+    values: Arc<EncoderWeights>,
     notes: Vec<String>,
 }
 
@@ -113,7 +113,7 @@ impl EncoderBase {
         }
         notes.extend(left_out(&files, read.iter().map(|(name, _)| name.as_str()).collect())?);
         let random = random.into_iter().map(|(name, _)| name).collect();
-        let values = Arc::new(Weights { files, random });
+        let values = Arc::new(EncoderWeights { files, random });
         Ok(Self { folder: folder.to_owned(), json, config, data_labels, values, notes })
     }
 
@@ -207,12 +207,12 @@ fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>>
 
 /// The files' weights, but for those that begin at random.
 #[derive(Debug)]
-struct Weights {
+struct EncoderWeights {
     files: WeightFiles,
     random: Vec<String>,
 }
 
-impl InitialValues for Weights {
+impl InitialValues for EncoderWeights {
     fn has(&self, name: &str) -> bool {
         !self.random.iter().any(|random| random == name) && self.files.find(name).is_some()
     }

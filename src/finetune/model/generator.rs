@@ -1,7 +1,7 @@
 //! Answers of a model: from a prompt to text, token by token, up to the end of the turn.
 
 use crate::error::Result;
-use crate::finetune::Base;
+use crate::finetune::BaseModel;
 use crate::finetune::chat::conversation::Conversation;
 use crate::finetune::chat::template::Template;
 use crate::finetune::chat::tokenizer::Tokenizer;
@@ -55,7 +55,7 @@ impl Sampling {
 
 /// What a model has said.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Generated {
+pub struct GeneratedText {
     /// The tokens, without the one that ends the answer.
     pub ids: Vec<u32>,
     /// Their text, without special tokens.
@@ -67,11 +67,11 @@ pub struct Generated {
 /// Turns prompts into ids and what a model says after them into text.
 ///
 /// ```no_run
-/// use candle_zero::finetune::{Base, Conversation, Generator, Sampling, Template, Tokenizer};
+/// use candle_zero::finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
 /// use candle_zero::models::Decoder;
 /// use std::ops::ControlFlow;
 ///
-/// let base = Base::open("SmolLM2-135M-Instruct")?;
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
 /// let model = Decoder::new(base.config(), base.var_builder(candle_core::DType::F32, &candle_core::Device::Cpu))?;
 /// let tokenizer = Tokenizer::open(base.tokenizer_path())?;
 /// let template = Template::open(base.tokenizer_path(), &tokenizer)?;
@@ -92,7 +92,7 @@ pub struct Generated {
 pub struct Generator<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<&'a Template>,
-    base: &'a Base,
+    base: &'a BaseModel,
     ends: Vec<u32>,
 }
 
@@ -101,9 +101,9 @@ impl<'a> Generator<'a> {
     /// tokenizer call the end of a text, and with the one that the template ends an answer with.
     ///
     /// # Errors
-    /// A tokenizer with more ids than the embedding has rows ([`Base::check_tokens`]); a `generation_config.json` that is no
+    /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json` that is no
     /// JSON object.
-    pub fn new(base: &'a Base, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
+    pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
         base.check_tokens(tokenizer.vocab_size())?;
         let settings = object(&base.folder().join("generation_config.json"))?;
         let mut ends = named_ends(&settings);
@@ -155,9 +155,9 @@ impl<'a> Generator<'a> {
     ///
     /// ```no_run
     /// # use candle_core::{Device, Tensor};
-    /// # use candle_zero::{Engine, Result, finetune::{Generated, Generator, Sampling}, models::Decoder};
+    /// # use candle_zero::{Engine, Result, finetune::{GeneratedText, Generator, Sampling}, models::Decoder};
     /// # use std::ops::ControlFlow;
-    /// # fn answer(engine: &mut Engine<Decoder>, generator: &Generator<'_>, prompt: &[u32]) -> Result<Generated> {
+    /// # fn answer(engine: &mut Engine<Decoder>, generator: &Generator<'_>, prompt: &[u32]) -> Result<GeneratedText> {
     /// generator.answer(
     ///     prompt,
     ///     &Sampling::default(),
@@ -178,7 +178,7 @@ impl<'a> Generator<'a> {
         sampling: &Sampling,
         mut extend: impl FnMut(&mut Session, &[u32]) -> Result<Vec<f32>>,
         mut give: impl FnMut(&str) -> ControlFlow<()>,
-    ) -> Result<Generated> {
+    ) -> Result<GeneratedText> {
         sampling.check()?;
         if prompt.is_empty() {
             return Err(FinetuneError::EmptyPrompt.into());
@@ -186,7 +186,7 @@ impl<'a> Generator<'a> {
         let (mut rng, mut session) = (TokenRng::new(sampling.seed), Session::new());
         session.reserve(prompt.len().saturating_add(sampling.max_tokens));
         let mut stream = self.tokenizer.stream(true);
-        let mut answer = Generated::default();
+        let mut answer = GeneratedText::default();
         for _ in 0..sampling.max_tokens {
             let mut logits = extend(&mut session, answer.ids.last().map_or(prompt, std::slice::from_ref))?;
             // Nothing but a token that a model never gives has a logit of minus infinity.

@@ -6,10 +6,10 @@ use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use crate::finetune::chat::tokenizer_files::TokenizerFiles;
-use crate::finetune::{Adapter, AdapterTensor, Base};
-use crate::models::{DecoderConfig, Naming};
+use crate::finetune::{Adapter, AdapterTensor, BaseModel};
+use crate::models::{DecoderConfig, ParameterNaming};
 use crate::nn::WeightLayout;
-use crate::nn::low_rank::LowRank;
+use crate::nn::low_rank_update::LowRankUpdate;
 use crate::precision::{FlatRef, has_non_finite};
 use std::ops::Range;
 use std::path::Path;
@@ -19,17 +19,17 @@ use std::sync::Arc;
 /// tensor, read piece by piece, it is never whole in memory.
 ///
 /// ```no_run
-/// use candle_zero::finetune::{Adapter, Base, GgufFormat, Merged};
+/// use candle_zero::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
 ///
-/// let base = Base::open("SmolLM2-135M-Instruct")?;
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
 /// let adapter = Adapter::read("adapter")?;
-/// let merged = Merged::new(&base, Some(&adapter))?;
+/// let merged = MergedModel::new(&base, Some(&adapter))?;
 /// merged.write_hugging_face("merged", None)?;
 /// merged.write_gguf("merged.gguf", GgufFormat::Q8_0)?;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
-pub struct Merged<'a> {
-    pub(in crate::finetune) base: &'a Base,
+pub struct MergedModel<'a> {
+    pub(in crate::finetune) base: &'a BaseModel,
     values: Arc<dyn InitialValues>,
     /// Names and shapes of the base's parameters.
     parameters: Vec<(String, Vec<usize>)>,
@@ -38,19 +38,19 @@ pub struct Merged<'a> {
     progress: Option<&'a dyn Fn(u64, u64)>,
 }
 
-impl std::fmt::Debug for Merged<'_> {
+impl std::fmt::Debug for MergedModel<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (base, adapter) = (&self.base, &self.adapter);
-        f.debug_struct("Merged").field("base", base).field("adapter", adapter).finish_non_exhaustive()
+        f.debug_struct("MergedModel").field("base", base).field("adapter", adapter).finish_non_exhaustive()
     }
 }
 
-impl<'a> Merged<'a> {
+impl<'a> MergedModel<'a> {
     /// The model of `base`, with `adapter` merged in.
     ///
     /// # Errors
     /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`], [`FinetuneError::MoreThanText`].
-    pub fn new(base: &'a Base, adapter: Option<&'a Adapter>) -> Result<Self> {
+    pub fn new(base: &'a BaseModel, adapter: Option<&'a Adapter>) -> Result<Self> {
         base.check_whole()?;
         let parameters = DecoderConfig { lora: None, ..base.config().clone() }.parameters()?;
         if let Some(adapter) = adapter {
@@ -124,7 +124,7 @@ impl<'a> Merged<'a> {
         let layout = layout_of(name);
         let (inputs, outputs) = if layout == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
         let scale = adapter.config.scale() as f32;
-        let low = LowRank { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
+        let low = LowRankUpdate { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
         tensor.low = Some(low);
         if let Some(magnitude) = part("lora_magnitude_vector") {
             let norms = low.norms(|lines, piece| tensor.read(lines, piece))?;
@@ -134,7 +134,7 @@ impl<'a> Merged<'a> {
     }
 }
 
-impl Base {
+impl BaseModel {
     /// The precision that its description says.
     pub(in crate::finetune) fn dtype(&self) -> ConsolidatedDtype {
         let json = self.config_json();
@@ -152,14 +152,14 @@ pub(in crate::finetune) fn layout_of(name: &str) -> WeightLayout {
     if CONV1D.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
 }
 
-/// One tensor of [`Merged`].
+/// One tensor of [`MergedModel`].
 pub(in crate::finetune) struct MergedTensor<'a> {
     weights: &'a dyn InitialValues,
     /// The adapter's folder.
     adapter: &'a Path,
     name: String,
     shape: Vec<usize>,
-    low: Option<LowRank<'a>>,
+    low: Option<LowRankUpdate<'a>>,
     /// With DoRA, of the outputs.
     factors: Option<Vec<f32>>,
 }
@@ -218,7 +218,7 @@ impl MergedTensor<'_> {
     }
 }
 
-impl Merged<'_> {
+impl MergedModel<'_> {
     /// Writes the model into the folder `out`, which must be absent or empty, as transformers reads it: safetensors files of
     /// at most 5 GB, `config.json`, and those of the base's other files that belong to the tokenizer. Without a `dtype` in
     /// the base's own.
@@ -273,7 +273,7 @@ impl Merged<'_> {
 
     /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.
     fn name_in_files(&self, name: &str) -> String {
-        let prefix = if self.base.config().naming == Naming::Gpt2 { "transformer." } else { "model." };
+        let prefix = if self.base.config().naming == ParameterNaming::Gpt2 { "transformer." } else { "model." };
         if name.starts_with(prefix) || name.starts_with("lm_head.") { name.into() } else { format!("{prefix}{name}") }
     }
 }

@@ -3,7 +3,7 @@
 use crate::checkpoint::{ConsolidatedDtype, create, write_json};
 use crate::error::{Error, OutputError, Result};
 use crate::files::{self, NewFolder, free_folder};
-use crate::finetune::chat::template_files::{ADDITIONAL, additional_templates};
+use crate::finetune::chat::template_files::{ADDITIONAL_TEMPLATES, additional_templates};
 use serde_json::Value;
 use std::io::Write as _;
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(in crate::finetune) fn new_folder(out: &Path) -> Result<NewFolder> {
 }
 
 /// The files beside weights that make a model's folder whole.
-pub(crate) const BESIDE: [&str; 12] = [
+pub(crate) const COMPANION_FILES: [&str; 12] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,7 +34,7 @@ pub(crate) const BESIDE: [&str; 12] = [
 ];
 
 /// Those that a tokenizer is made of.
-pub(in crate::finetune) const TOKENIZER: &[&str] = BESIDE.split_at(10).0.split_at(1).1;
+pub(in crate::finetune) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1).1;
 
 /// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
 /// the weights.
@@ -51,7 +51,7 @@ pub(in crate::finetune) fn write_beside(
         config.remove("quantization_config");
     }
     write_json(to, "config.json", &config)?;
-    copy_files(from, to, &BESIDE)
+    copy_files(from, to, &COMPANION_FILES)
 }
 
 /// Copies files of these names from one folder to another, those that there are, and the additional chat templates.
@@ -76,7 +76,7 @@ pub(in crate::finetune) fn copy_files(from: &Path, to: &Path, names: &[&str]) ->
     }
     let additional = additional_templates(from)?;
     if !additional.is_empty() {
-        let to = to.join(ADDITIONAL);
+        let to = to.join(ADDITIONAL_TEMPLATES);
         std::fs::create_dir(&to).map_err(|source| Error::Io { action: "create", path: to.clone(), source })?;
         for path in additional {
             copy(&path, &to, &path.file_name().unwrap_or_default().to_string_lossy())?;

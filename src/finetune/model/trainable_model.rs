@@ -6,14 +6,14 @@ use candle_core::{Result, bail};
 /// The model that a run trains.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub enum Network {
+pub enum TrainableModel {
     /// A language model.
     Decoder(Decoder),
     /// An encoder that classifies texts.
     Encoder(Bert),
 }
 
-impl Network {
+impl TrainableModel {
     /// The language model.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use crate::engine::InitialValues;
 use crate::error::Result;
 use crate::finetune::model::base_model::builder_over;
 use crate::finetune::model::merged_model::layout_of;
-use crate::finetune::{Adapter, Base};
+use crate::finetune::{Adapter, BaseModel};
 use crate::models::DecoderConfig;
 use crate::nn::WeightLayout;
 use crate::precision::{Flat, FlatMut, FlatRef, Packing};
@@ -25,19 +25,22 @@ pub struct AdaptedValues {
     /// Of the base's matrices.
     shapes: HashMap<String, Vec<usize>>,
     adapter: Option<Adapter>,
-    packed: Option<Packed>,
+    packed: Option<PackedWeights>,
 }
 
 /// Weights that the model computes with as they come out of a packing.
-struct Packed {
+struct PackedWeights {
     packing: Packing,
     dtype: DType,
     rule: fn(&str, &[usize]) -> bool,
 }
 
-impl std::fmt::Debug for Packed {
+impl std::fmt::Debug for PackedWeights {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Packed").field("packing", &self.packing).field("dtype", &self.dtype).finish_non_exhaustive()
+        f.debug_struct("PackedWeights")
+            .field("packing", &self.packing)
+            .field("dtype", &self.dtype)
+            .finish_non_exhaustive()
     }
 }
 
@@ -46,7 +49,7 @@ impl AdaptedValues {
     ///
     /// # Errors
     /// Targets that no projection has; an adapter for another model or with other settings.
-    pub fn new(base: &Base, config: &DecoderConfig, adapter: Option<Adapter>) -> Result<Self> {
+    pub fn new(base: &BaseModel, config: &DecoderConfig, adapter: Option<Adapter>) -> Result<Self> {
         let parameters = config.parameters()?;
         if let Some(lora) = &config.lora {
             lora.check_targets(config.projections()?.iter().map(String::as_str))?;
@@ -63,10 +66,10 @@ impl AdaptedValues {
     /// packing, so that an adapter begins without effect.
     #[must_use]
     pub fn quantized(self, packing: Packing, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
-        Self { packed: Some(Packed { packing, dtype, rule }), ..self }
+        Self { packed: Some(PackedWeights { packing, dtype, rule }), ..self }
     }
 
-    /// The same for a model without an engine; see [`Base::var_builder`]. Of use with an adapter: otherwise the model asks for
+    /// The same for a model without an engine; see [`BaseModel::var_builder`]. Of use with an adapter: otherwise the model asks for
     /// one that is not there.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         builder_over(Arc::new(self), dtype, device)
@@ -81,7 +84,8 @@ impl AdaptedValues {
 
     /// Elements of a base's weight that the model computes with.
     fn weights(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
-        let Some(Packed { packing, dtype, .. }) = self.packed.as_ref().filter(|packed| (packed.rule)(name, shape))
+        let Some(PackedWeights { packing, dtype, .. }) =
+            self.packed.as_ref().filter(|packed| (packed.rule)(name, shape))
         else {
             return self.base.values(name, shape, range);
         };

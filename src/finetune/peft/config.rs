@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 /// What this library takes from such a file, and puts into one.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::finetune) struct PeftConfig {
+pub(super) struct PeftConfig {
     pub lora: LoraConfig,
     /// The base's name.
     pub base: Option<String>,

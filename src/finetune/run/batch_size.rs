@@ -8,29 +8,35 @@
 //!   few samples     1 row a step, of one sample each
 //! ```
 
-use crate::finetune::data::batches::{Batches, Packing, RowOrder};
+use crate::finetune::data::batches::{Batches, RowOrder, SequencePacking};
 use crate::finetune::data::dataset::Dataset;
 
 /// Steps of an epoch, if there are enough samples; a run of fewer steps learns little.
-pub(in crate::finetune) const STEPS: usize = 30;
+pub(super) const STEPS: usize = 30;
 
 /// Rows of a step at most.
 const ROWS: usize = 8;
 
-/// Rows of a step, and how samples come into rows.
+/// The rows of a step, and whether samples are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::finetune) struct Pace {
+pub(super) struct BatchSizing {
     /// Rows of a step of all ranks, or groups of samples that belong together.
     pub rows: usize,
-    pub packing: Packing,
+    pub packing: SequencePacking,
 }
 
-impl Pace {
+impl BatchSizing {
     /// For ranks that together compute `unit` rows at once, or a multiple of them. `packing` is how full rows may be; `remembered`
     /// are the rows of a step of the run that goes on, if it does.
     ///
     /// The rows of a step are a power of two, as far as `unit` allows it: then they do not depend on the number of ranks.
-    pub fn new(data: &Dataset, packing: Packing, order: RowOrder, unit: usize, remembered: Option<usize>) -> Self {
+    pub fn new(
+        data: &Dataset,
+        packing: SequencePacking,
+        order: RowOrder,
+        unit: usize,
+        remembered: Option<usize>,
+    ) -> Self {
         let groups = data.len() / data.group();
         let full = Batches::count_rows(data, packing, order);
         let rows = (full / STEPS).clamp(1, ROWS);
@@ -38,7 +44,7 @@ impl Pace {
         let rows = (1usize << rows.ilog2()).next_multiple_of(unit);
         let rows = remembered.filter(|rows| rows.is_multiple_of(unit)).unwrap_or(rows);
         let wanted = groups.min(rows.saturating_mul(STEPS));
-        let Packing::Packed { ctx } = packing else { return Self { rows, packing } };
+        let SequencePacking::Packed { ctx } = packing else { return Self { rows, packing } };
         if full >= wanted {
             return Self { rows, packing };
         }
@@ -46,17 +52,17 @@ impl Pace {
         let (mut enough, mut too_few) = (0, ctx);
         while too_few - enough > 1 {
             let middle = enough + (too_few - enough) / 2;
-            match Batches::count_rows(data, Packing::Packed { ctx: middle }, order) >= wanted {
+            match Batches::count_rows(data, SequencePacking::Packed { ctx: middle }, order) >= wanted {
                 true => enough = middle,
                 false => too_few = middle,
             }
         }
-        Self { rows, packing: Packing::Packed { ctx: enough } }
+        Self { rows, packing: SequencePacking::Packed { ctx: enough } }
     }
 }
 
 /// Times through the data, where that is not said: three, and up to fifteen with few samples, until 1,200 were seen.
-pub(in crate::finetune) fn epochs_for(samples: usize) -> f64 {
+pub(super) fn epochs_for(samples: usize) -> f64 {
     const SEEN: usize = 1200;
     SEEN.div_ceil(samples.max(1)).clamp(3, 15) as f64
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 /// What [`dpo_loss`] gives.
 #[derive(Debug, Clone)]
-pub struct Dpo {
+pub struct DpoLoss {
     /// The mean loss, a scalar of f32 with a graph.
     pub loss: Tensor,
     /// The rewards of the answers.
@@ -29,12 +29,12 @@ pub struct Rewards {
 
 impl Rewards {
     /// The numbers, for sums over batches and ranks.
-    pub(in crate::finetune) fn to_numbers(self) -> [f64; 4] {
+    pub(super) fn to_numbers(self) -> [f64; 4] {
         [self.chosen, self.rejected, self.margin, self.accuracy]
     }
 
     /// The rewards of such numbers.
-    pub(in crate::finetune) fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
+    pub(super) fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
         Self { chosen, rejected, margin, accuracy }
     }
 }
@@ -47,7 +47,7 @@ impl Rewards {
 ///
 /// # Errors
 /// Operands of different shapes, no pairs, a beta that is not positive and finite.
-pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Result<Dpo> {
+pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Result<DpoLoss> {
     let pairs = policy[0].dims1()?;
     if pairs == 0 || [policy[1], reference[0], reference[1]].iter().any(|operand| operand.dims() != [pairs]) {
         let [a, b, c, d] = [policy[0], policy[1], reference[0], reference[1]].map(Tensor::dims);
@@ -72,7 +72,7 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
         margin: mean(values.iter().map(|margin| f64::from(*margin)).sum()),
         accuracy: mean(values.iter().filter(|margin| **margin > 0.0).count() as f64),
     };
-    Ok(Dpo { loss: mean_of_losses(&margins, &values)?, rewards })
+    Ok(DpoLoss { loss: mean_of_losses(&margins, &values)?, rewards })
 }
 
 /// The mean of -log sigmoid(x), which is max(-x, 0) + log(1 + exp(-|x|)): that never overflows. Not by Candle's operations,

@@ -1,19 +1,14 @@
 //! The engine's configuration of a run: that of the user's file, where there is one, with what the options say where it says
 //! nothing.
 
-use super::options::{Options, Precision, misused};
+use super::options::{ModelPrecision, Options, misused};
 use crate::config::{Config, RunValues, read_value};
 use crate::error::Result;
 use serde_json::{Map, Value, json};
 
 /// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. A step has `rows` rows where
 /// neither the file nor the options say it; whether that is so stands beside the configuration.
-pub(in crate::finetune) fn filled_in(
-    options: &Options,
-    world: usize,
-    rows: usize,
-    hidden_size: usize,
-) -> Result<(Value, bool)> {
+pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
     let mut config = match &options.ds_config {
         Some(path) => read_value(path)?,
         None => json!({}),
@@ -26,9 +21,9 @@ pub(in crate::finetune) fn filled_in(
     set("seed", json!(options.seed));
     if ["fp16", "bf16", "bfloat16"].iter().all(|key| map.get(*key).is_none()) {
         match options.precision {
-            Precision::F32 => {}
-            Precision::Bf16 => _ = map.insert("bf16".into(), json!({ "enabled": true })),
-            Precision::F16 => _ = map.insert("fp16".into(), json!({ "enabled": true })),
+            ModelPrecision::F32 => {}
+            ModelPrecision::Bf16 => _ = map.insert("bf16".into(), json!({ "enabled": true })),
+            ModelPrecision::F16 => _ = map.insert("fp16".into(), json!({ "enabled": true })),
         }
     }
     Ok((config, takes_rows))
@@ -95,7 +90,7 @@ fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found:
 }
 
 /// The configuration as the engine takes it, for a run of so many steps.
-pub(in crate::finetune) fn resolve(
+pub(super) fn resolve(
     config: &Value,
     options: &Options,
     world: usize,

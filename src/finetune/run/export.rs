@@ -1,14 +1,14 @@
 //! What a run leaves: an adapter in PEFT's files, or a model in a Hugging Face folder.
 
-use super::model_card::Card;
-use super::prepare::{Prepared, Start};
-use super::result_folders::Part;
+use super::model_card::ModelCard;
+use super::prepare::{PreparedRun, StartModel};
+use super::result_folders::ResultFolder;
 use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
 use crate::files::{NewFolder, Written, folder_of};
 use crate::finetune::data::sample_cache::own_cache;
-use crate::finetune::model::merged_model::Merged;
-use crate::finetune::model::trainable_model::Network;
+use crate::finetune::model::merged_model::MergedModel;
+use crate::finetune::model::trainable_model::TrainableModel;
 use crate::finetune::peft::adapter::Adapter;
 use crate::param::WeightFiles;
 use std::path::{Path, PathBuf};
@@ -20,9 +20,9 @@ use std::sync::Arc;
 /// # Errors
 /// A failed collective.
 pub(in crate::finetune) fn write(
-    engine: &mut Engine<Network>,
-    card: &Card<'_>,
-    part: Part,
+    engine: &mut Engine<TrainableModel>,
+    card: &ModelCard<'_>,
+    part: ResultFolder,
     to: &Path,
     written: &mut Written,
 ) -> Result<Option<Error>> {
@@ -57,7 +57,7 @@ pub(in crate::finetune) fn write(
 }
 
 /// Collective: what rank 0 has, if it has something; else an error on all ranks.
-fn agree<T>(engine: &Engine<Network>, to: &Path, own: Result<T>) -> Result<Result<T>> {
+fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Result<Result<T>> {
     let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
     let others = std::io::Error::other("rank 0 could not write, and says why");
     Ok(match own {
@@ -69,10 +69,10 @@ fn agree<T>(engine: &Engine<Network>, to: &Path, own: Result<T>) -> Result<Resul
 }
 
 /// Collective: writes the files from rank 0 into the folder `into`, which is empty. The inner error is one of writing.
-fn fill(engine: &mut Engine<Network>, prepared: &Prepared, into: &Path) -> Result<Result<()>> {
+fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
     let is_first = engine.rank() == 0;
     let (base, config) = match &prepared.start {
-        Start::Encoder { base, .. } => {
+        StartModel::Encoder { base, .. } => {
             let file = into.join("model.safetensors");
             let exported = export(engine, &file)?;
             if !is_first {
@@ -87,7 +87,7 @@ fn fill(engine: &mut Engine<Network>, prepared: &Prepared, into: &Path) -> Resul
             };
             return Ok(exported.and_then(|()| write()));
         }
-        Start::Decoder { base, config } => (base, config),
+        StartModel::Decoder { base, config } => (base, config),
     };
     if let Some(lora) = prepared.options.method.lora() {
         let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
@@ -111,7 +111,7 @@ fn fill(engine: &mut Engine<Network>, prepared: &Prepared, into: &Path) -> Resul
     }
     let merged = exported.and_then(|()| {
         let values = WeightFiles::open(&whole)?;
-        Merged::new(base, None)?.with_values(Arc::new(values)).write_into(into, None).map_err(diverged)
+        MergedModel::new(base, None)?.with_values(Arc::new(values)).write_into(into, None).map_err(diverged)
     });
     _ = std::fs::remove_file(&whole);
     Ok(merged)
@@ -128,7 +128,7 @@ fn diverged(error: Error) -> Error {
 }
 
 /// Collective: writes all weights in f32. The inner error is one of writing, on all ranks.
-fn export(engine: &mut Engine<Network>, path: &Path) -> Result<Result<()>> {
+fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>> {
     match engine.export_safetensors(path) {
         Err(error @ (Error::Io { .. } | Error::Output(_))) => Ok(Err(error)),
         exported => exported.map(Ok),
@@ -141,9 +141,9 @@ fn export(engine: &mut Engine<Network>, path: &Path) -> Result<Result<()>> {
 /// # Errors
 /// [`OutputError`]; a failed collective.
 pub(in crate::finetune) fn finish(
-    engine: &mut Engine<Network>,
-    card: &Card<'_>,
-    (part, to): (Part, PathBuf),
+    engine: &mut Engine<TrainableModel>,
+    card: &ModelCard<'_>,
+    (part, to): (ResultFolder, PathBuf),
     written: &mut Written,
     is_saved: bool,
 ) -> Result<()> {

@@ -13,15 +13,15 @@
 use super::auto_offload::memory_of_all;
 use super::dpo::Rewards;
 use super::export;
-use super::learning_rate::Rates;
-use super::model_card::{Card, Outcome};
+use super::learning_rate::LearningRates;
+use super::model_card::{ModelCard, RunOutcome};
 use super::objective::Validation;
-use super::options::{Method, Options, Saving, misused};
-use super::plan::{Plan, remembered_batch};
-use super::prepare::{Prepared, Start};
-use super::result_folders::Part;
-use super::run_identity::{Identity, KEY, Saved};
-use super::step_report::{Ended, StepReport};
+use super::options::{CheckpointOptions, Options, TuningMethod, misused};
+use super::plan::{RunPlan, remembered_batch};
+use super::prepare::{PreparedRun, StartModel};
+use super::result_folders::ResultFolder;
+use super::run_identity::{KEY, RunIdentity, SavedRun};
+use super::step_report::{StepReport, StopReason};
 use crate::checkpoint::{self, LoadOptions, SaveOptions};
 use crate::comm::Communicator;
 use crate::config::Config;
@@ -30,8 +30,8 @@ use crate::error::{Error, Result};
 use crate::files::{Claims, Written};
 use crate::finetune::chat::conversation::Conversation;
 use crate::finetune::data::batches::Batches;
-use crate::finetune::model::generator::{Generated, Generator, Sampling};
-use crate::finetune::model::trainable_model::Network;
+use crate::finetune::model::generator::{GeneratedText, Generator, Sampling};
+use crate::finetune::model::trainable_model::TrainableModel;
 use crate::finetune::peft::qlora::{PACKING, is_quantized};
 use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
@@ -47,7 +47,7 @@ use std::time::Instant;
 
 /// What a run remembers beside the engine's state.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-struct Memory {
+struct RunState {
     /// The best validation: steps made, and its loss.
     best: Option<(u64, f64)>,
     /// Validations since.
@@ -58,19 +58,19 @@ struct Memory {
 
 /// A run.
 pub struct FineTune {
-    prepared: Prepared,
-    engine: Engine<Network>,
+    prepared: PreparedRun,
+    engine: Engine<TrainableModel>,
     comm: Arc<dyn Communicator>,
     training: Batches,
     validation: Option<Batches>,
     total: u64,
     /// On rank 0 of a run that saves.
-    identity: Option<Identity>,
+    identity: Option<RunIdentity>,
     shorter: Option<usize>,
     /// For the record beside the result.
     settings: Value,
-    memory: Memory,
-    ended: Option<Ended>,
+    state: RunState,
+    ended: Option<StopReason>,
     resumed: Option<PathBuf>,
     skipped_before: u64,
     first_step: u64,
@@ -92,16 +92,16 @@ impl FineTune {
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run, or of more steps
     /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a folder for
     /// checkpoints that cannot be written to.
-    pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
+    pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
         let abort = |error: &Error| comm.abort(&error.to_string());
-        let plan = Plan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
+        let plan = RunPlan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
         // Checkpoints have the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
-        let Plan { config, rates, training, validation, total, shorter, chosen } = plan;
+        let RunPlan { config, rates, training, validation, total, shorter, chosen } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -123,7 +123,7 @@ impl FineTune {
             shorter,
             identity,
             settings,
-            memory: Memory::default(),
+            state: RunState::default(),
             ended: None,
             resumed: None,
             skipped_before: 0,
@@ -154,10 +154,10 @@ impl FineTune {
         };
         if saved.is_none() {
             // From an object store.
-            let saved = Saved::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
+            let saved = SavedRun::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
             self.check_saved(Some(&saved))?;
         }
-        self.memory = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
+        self.state = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
         // One that was killed behind its last save may have left more than are kept.
         if let (0, Some(keep), Some(tag)) = (self.comm.rank(), saving.keep, loaded.path.file_name()) {
@@ -165,14 +165,14 @@ impl FineTune {
         }
         self.resumed = Some(loaded.path);
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
-        if self.memory.stale >= patience {
-            self.ended = Some(Ended::NoImprovement);
+        if self.state.stale >= patience {
+            self.ended = Some(StopReason::NoImprovement);
         }
         Ok(())
     }
 
     /// Checks, on rank 0, that this run may continue from a checkpoint.
-    fn check_saved(&self, saved: Option<&Saved>) -> Result<()> {
+    fn check_saved(&self, saved: Option<&SavedRun>) -> Result<()> {
         let (Some(saved), Some(identity)) = (saved, &self.identity) else { return Ok(()) };
         let said = saved.check(identity, self.total, self.prepared.options.resume_anyway);
         if let Some(said) = said.inspect_err(|error| self.abort(error))? {
@@ -196,12 +196,12 @@ impl FineTune {
     }
 
     /// What was prepared.
-    pub fn prepared(&self) -> &Prepared {
+    pub fn prepared(&self) -> &PreparedRun {
         &self.prepared
     }
 
     /// The engine.
-    pub fn engine(&mut self) -> &mut Engine<Network> {
+    pub fn engine(&mut self) -> &mut Engine<TrainableModel> {
         &mut self.engine
     }
 
@@ -242,13 +242,13 @@ impl FineTune {
     }
 
     /// Why the run has ended, once [`step`](Self::step) gives nothing.
-    pub fn ended(&self) -> Option<Ended> {
+    pub fn ended(&self) -> Option<StopReason> {
         self.ended
     }
 
     /// The best validation: the steps made by then, and its loss.
     pub fn best(&self) -> Option<(u64, f64)> {
-        self.memory.best
+        self.state.best
     }
 
     /// Whether the model of the best validation could not be written, which was reported then.
@@ -275,44 +275,44 @@ impl FineTune {
         }
         if self.ended.is_some() {
             let saved = self.engine.wait_for_checkpoint();
-            self.tell_failed_save(saved)?;
+            self.report_failed_save(saved)?;
             return Ok(None);
         }
         let mut report = self.train(tell)?;
-        self.memory.loss = Some(report.loss);
+        self.state.loss = Some(report.loss);
         let steps = self.engine.global_steps();
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
             (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             report.val_rewards = validation.rewards;
-            self.judge(steps, validation.loss)?;
+            self.keep_if_best(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
         if every.is_some_and(|every| steps.is_multiple_of(every)) && steps != self.total {
             let saved = self.save(true);
-            self.tell_failed_save(saved)?;
+            self.report_failed_save(saved)?;
         }
         Ok(Some(report))
     }
 
     /// Whether the run ends before the next step; what is due then is saved.
-    fn is_at_end(&mut self) -> Result<Option<Ended>> {
+    fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         let is_new = steps > self.first_step;
         let ended = match () {
-            () if steps >= self.total => Ended::Complete,
-            () if self.memory.stale >= patience => Ended::NoImprovement,
-            () if self.engine.stop_requested()? => Ended::Asked,
+            () if steps >= self.total => StopReason::Complete,
+            () if self.state.stale >= patience => StopReason::NoImprovement,
+            () if self.engine.stop_requested()? => StopReason::Asked,
             () => return Ok(None),
         };
         if is_new {
             let saved = self.save(false);
             match ended {
                 // There is nothing else that would be left.
-                Ended::Asked => saved?,
-                _ => self.tell_failed_save(saved)?,
+                StopReason::Asked => saved?,
+                _ => self.report_failed_save(saved)?,
             }
         }
         Ok(Some(ended))
@@ -320,7 +320,7 @@ impl FineTune {
 
     /// A checkpoint that cannot be saved, on all ranks alike, does not cost the training: it is reported, and the result is
     /// written all the same.
-    fn tell_failed_save(&mut self, saved: Result<()>) -> Result<()> {
+    fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
                 if self.comm.rank() == 0 {
@@ -361,7 +361,7 @@ impl FineTune {
             self.engine.backward(&loss)?;
             // A save in the background that has failed is told here, after the step was made.
             let made = self.engine.step();
-            self.tell_failed_save(made)?;
+            self.report_failed_save(made)?;
             let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
             rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -437,9 +437,9 @@ impl FineTune {
     ///
     /// # Errors
     /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
-    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<Generated> {
-        let Prepared { start, tokenizer, template, .. } = &self.prepared;
-        let Start::Decoder { base, config } = start else {
+    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
+        let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
+        let StartModel::Decoder { base, config } = start else {
             return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
         };
         let generator = Generator::new(base, tokenizer, template.as_ref())?;
@@ -458,22 +458,22 @@ impl FineTune {
     }
 
     /// What the run has come to.
-    fn outcome(&self) -> Outcome {
-        let Memory { best, loss, .. } = self.memory;
-        Outcome { steps: self.engine.global_steps(), total: self.total, loss, best }
+    fn outcome(&self) -> RunOutcome {
+        let RunState { best, loss, .. } = self.state;
+        RunOutcome { steps: self.engine.global_steps(), total: self.total, loss, best }
     }
 
     /// Keeps the model, if no validation before was better.
-    fn judge(&mut self, steps: u64, loss: f64) -> Result<()> {
-        if self.memory.best.is_some_and(|(_, best)| loss >= best) {
-            self.memory.stale += 1;
+    fn keep_if_best(&mut self, steps: u64, loss: f64) -> Result<()> {
+        if self.state.best.is_some_and(|(_, best)| loss >= best) {
+            self.state.stale += 1;
             return Ok(());
         }
-        self.memory = Memory { best: Some((steps, loss)), stale: 0, ..self.memory };
+        self.state = RunState { best: Some((steps, loss)), stale: 0, ..self.state };
         let to = self.prepared.options.best();
         let outcome = self.outcome();
-        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
-        let failed = export::write(&mut self.engine, &card, Part::Best, &to, &mut self.written)
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        let failed = export::write(&mut self.engine, &card, ResultFolder::Best, &to, &mut self.written)
             .inspect_err(|error| self.abort(error))?;
         self.best_is_lost = failed.is_some();
         if let (Some(error), 0) = (failed, self.comm.rank()) {
@@ -484,15 +484,15 @@ impl FineTune {
 
     /// Saves a checkpoint, where there is a folder for them.
     fn save(&mut self, in_background: bool) -> Result<()> {
-        let Some(Saving { dir, keep, .. }) = self.prepared.options.saving.clone() else { return Ok(()) };
+        let Some(CheckpointOptions { dir, keep, .. }) = self.prepared.options.saving.clone() else { return Ok(()) };
         let options = SaveOptions {
             in_background,
             keep,
-            exclude_frozen_parameters: self.prepared.options.method != Method::Full,
+            exclude_frozen_parameters: self.prepared.options.method != TuningMethod::Full,
             ..SaveOptions::default()
         };
-        let identity = self.identity.as_ref().map(Identity::to_json);
-        let state = json!({ "finetune": self.memory, KEY: identity });
+        let identity = self.identity.as_ref().map(RunIdentity::to_json);
+        let state = json!({ "finetune": self.state, KEY: identity });
         self.engine.save_checkpoint_with(dir, None, state, &options)?;
         self.failed_save = None;
         Ok(())
@@ -505,7 +505,7 @@ impl FineTune {
     /// checkpoint that an object store did not get.
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
-        self.tell_failed_save(saved)?;
+        self.report_failed_save(saved)?;
         let (made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
         if made > 0 && skipped == made {
@@ -518,8 +518,8 @@ impl FineTune {
         // A run that was stopped behind its end has left it already.
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
         let outcome = self.outcome();
-        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
-        export::finish(&mut self.engine, &card, (Part::Result, to), &mut self.written, is_saved)
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        export::finish(&mut self.engine, &card, (ResultFolder::Result, to), &mut self.written, is_saved)
             .inspect_err(|error| self.abort(error))?;
         if let Some(error) = self.failed_save.take() {
             if self.comm.rank() == 0 {
@@ -546,8 +546,8 @@ impl FineTune {
         let free = std::iter::once(first.clone()).chain(numbered).find(|path| path.symlink_metadata().is_err());
         let to = free.unwrap_or(first);
         let outcome = self.outcome();
-        let card = Card { prepared: &self.prepared, settings: &self.settings, outcome };
-        export::finish(&mut self.engine, &card, (Part::Stopped, to.clone()), &mut self.written, false)
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        export::finish(&mut self.engine, &card, (ResultFolder::Stopped, to.clone()), &mut self.written, false)
             .inspect_err(|error| self.abort(error))?;
         Ok(to)
     }
@@ -577,7 +577,12 @@ impl FineTune {
 }
 
 /// The engine, with the model's weights.
-fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Network>> {
+fn build(
+    prepared: &PreparedRun,
+    config: Config,
+    rates: LearningRates,
+    comm: Arc<dyn Communicator>,
+) -> Result<Engine<TrainableModel>> {
     let Options { method, seed, .. } = &prepared.options;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
     builder = builder.initial_values(prepared.values.clone());
@@ -585,16 +590,16 @@ fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Commun
         builder = builder.schedule(rates);
     }
     let sizes = match &prepared.start {
-        Start::Encoder { config: sizes, .. } => {
-            return builder.initialize(|vb| Bert::new(sizes, vb).map(Network::Encoder), config);
+        StartModel::Encoder { config: sizes, .. } => {
+            return builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
         }
-        Start::Decoder { config, .. } => config,
+        StartModel::Decoder { config, .. } => config,
     };
-    if *method != Method::Full {
+    if *method != TuningMethod::Full {
         builder = builder.trainable(|name, _| is_adapter(name));
     }
-    if let Method::Qlora(_) = method {
+    if let TuningMethod::Qlora(_) = method {
         builder = builder.quantized(PACKING, is_quantized);
     }
-    builder.initialize(|vb| Decoder::new(sizes, vb).map(Network::Decoder), config)
+    builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config)
 }

@@ -1,7 +1,7 @@
 //! Rows of texts with labels, as an encoder takes them.
 
 use super::scores::Scores;
-use crate::finetune::data::batches::{NO_TARGET, Rows};
+use crate::finetune::data::batches::{NO_TARGET, RowBatch};
 use crate::models::Bert;
 use crate::nn::{LossOptions, cross_entropy_with};
 use candle_core::{Device, Result, Tensor};
@@ -18,11 +18,11 @@ pub struct LabelledTexts {
 
 impl LabelledTexts {
     /// The texts of rows of a [`Task::Classify`](crate::finetune::Task::Classify), each in a row of its own
-    /// ([`Packing::Padded`](crate::finetune::Packing::Padded)).
+    /// ([`SequencePacking::Padded`](crate::finetune::SequencePacking::Padded)).
     ///
     /// # Errors
     /// Those of making tensors on `device`.
-    pub fn of(rows: &Rows, device: &Device) -> Result<Self> {
+    pub fn of(rows: &RowBatch, device: &Device) -> Result<Self> {
         // Rows behind the end of a validation come last and have no text; one token stands for it.
         let length = |row: usize| match rows.labels.get(row) {
             Some(_) => rows.starts[row].get(1).copied().unwrap_or(rows.time),

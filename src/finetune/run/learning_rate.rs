@@ -1,30 +1,30 @@
 //! The learning rate of each step: a rise, and what comes after it.
 
-use super::options::{RateShape, Warmup};
+use super::options::{LrDecay, WarmupLength};
 use crate::optim::LrSchedule;
 use std::f64::consts::PI;
 
 /// The rate rises by equal steps to its peak, which the last step of the rise has, and falls to nothing behind the last
 /// step of the run, or stays.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(in crate::finetune) struct Rates {
+pub(super) struct LearningRates {
     peak: f64,
     warmup: u64,
     total: u64,
-    shape: RateShape,
+    shape: LrDecay,
 }
 
-impl Rates {
-    pub fn new(peak: f64, warmup: Warmup, total: u64, shape: RateShape) -> Self {
+impl LearningRates {
+    pub fn new(peak: f64, warmup: WarmupLength, total: u64, shape: LrDecay) -> Self {
         let warmup = match warmup {
-            Warmup::Part(part) => (total as f64 * part).round() as u64,
-            Warmup::Steps(steps) => steps.min(total),
+            WarmupLength::Part(part) => (total as f64 * part).round() as u64,
+            WarmupLength::Steps(steps) => steps.min(total),
         };
         Self { peak, warmup, total, shape }
     }
 
     /// The rate after the rise.
-    pub fn shape(&self) -> RateShape {
+    pub fn shape(&self) -> LrDecay {
         self.shape
     }
 
@@ -34,7 +34,7 @@ impl Rates {
     }
 }
 
-impl LrSchedule for Rates {
+impl LrSchedule for LearningRates {
     fn lr(&self, applied: u64) -> f64 {
         if applied < self.warmup {
             return self.peak * (applied + 1) as f64 / self.warmup as f64;
@@ -42,9 +42,9 @@ impl LrSchedule for Rates {
         let rest = self.total.saturating_sub(self.warmup).max(1);
         let done = ((applied - self.warmup) as f64 / rest as f64).min(1.0);
         match self.shape {
-            RateShape::Cosine => self.peak * 0.5 * (1.0 + (PI * done).cos()),
-            RateShape::Linear => self.peak * (1.0 - done),
-            RateShape::Constant => self.peak,
+            LrDecay::Cosine => self.peak * 0.5 * (1.0 + (PI * done).cos()),
+            LrDecay::Linear => self.peak * (1.0 - done),
+            LrDecay::Constant => self.peak,
         }
     }
 }
@@ -53,27 +53,29 @@ impl LrSchedule for Rates {
 mod tests {
     use super::*;
 
-    fn rates(warmup: Warmup, shape: RateShape) -> Vec<f64> {
-        let rates = Rates::new(1.0, warmup, 8, shape);
+    fn rates(warmup: WarmupLength, shape: LrDecay) -> Vec<f64> {
+        let rates = LearningRates::new(1.0, warmup, 8, shape);
         (0..9).map(|step| (rates.lr(step) * 1000.0).round() / 1000.0).collect()
     }
 
     #[test]
     fn the_rate_rises_to_its_peak_and_falls_to_nothing_behind_the_last_step() {
-        let cosine = rates(Warmup::Steps(4), RateShape::Cosine);
+        let cosine = rates(WarmupLength::Steps(4), LrDecay::Cosine);
         assert_eq!(cosine, [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]);
-        let linear = rates(Warmup::Part(0.25), RateShape::Linear);
+        let linear = rates(WarmupLength::Part(0.25), LrDecay::Linear);
         assert_eq!(linear, [0.5, 1.0, 1.0, 0.833, 0.667, 0.5, 0.333, 0.167, 0.0]);
     }
 
     #[test]
     fn no_step_is_without_effect() {
-        for shape in [RateShape::Cosine, RateShape::Linear, RateShape::Constant] {
-            for warmup in [Warmup::Part(0.0), Warmup::Steps(1), Warmup::Steps(100), Warmup::Part(1.0)] {
+        for shape in [LrDecay::Cosine, LrDecay::Linear, LrDecay::Constant] {
+            for warmup in
+                [WarmupLength::Part(0.0), WarmupLength::Steps(1), WarmupLength::Steps(100), WarmupLength::Part(1.0)]
+            {
                 let rates = rates(warmup, shape);
                 assert!(rates[..8].iter().all(|rate| *rate > 0.0 && *rate <= 1.0), "{rates:?}");
             }
         }
-        assert_eq!(rates(Warmup::Part(0.0), RateShape::Constant), [1.0; 9]);
+        assert_eq!(rates(WarmupLength::Part(0.0), LrDecay::Constant), [1.0; 9]);
     }
 }

@@ -6,13 +6,13 @@
 
 use crate::config::Config;
 use crate::error::{FinetuneError, Result};
-use crate::estimate::{Estimate, Setting, Shapes};
+use crate::estimate::{Estimate, EstimateOptions, Shapes};
 use crate::util::binary;
 use serde_json::{Value, json};
 use std::path::Path;
 
 /// A run for which there is to be enough memory.
-pub struct Demand<'a> {
+pub struct MemoryDemand<'a> {
     /// The parameters; which of them are trained, and how the others are held.
     pub shapes: &'a Shapes,
     /// The configuration but for what is chosen here: `zero_optimization` and `activation_checkpointing`. It has
@@ -31,9 +31,9 @@ pub struct Demand<'a> {
     pub folder: &'a Path,
 }
 
-/// What was chosen for a [`Demand`].
+/// The stage, the offload and the micro batch chosen for a [`MemoryDemand`].
 #[derive(Debug, Clone, PartialEq)]
-pub struct Choice {
+pub struct MemoryFit {
     /// The whole configuration.
     pub config: Value,
     /// `zero_optimization.stage`.
@@ -60,15 +60,15 @@ const AHEAD: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
 
-impl Demand<'_> {
+impl MemoryDemand<'_> {
     /// The fastest choice that fits.
     ///
     /// # Errors
     /// Nothing fits: the message has the least that is needed. A configuration that cannot be used.
-    pub fn choose(&self) -> Result<Choice> {
+    pub fn choose(&self) -> Result<MemoryFit> {
         let most = (self.memory as f64 * SHARE) as u64;
         let sizes = self.micro_batches()?;
-        let (mut first, mut least): (Option<Choice>, Option<Choice>) = (None, None);
+        let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
         for candidate in self.candidates() {
             for size in &sizes {
                 let choice = self.needs(&candidate, *size)?;
@@ -99,21 +99,27 @@ impl Demand<'_> {
         Ok(sizes)
     }
 
-    fn candidates(&self) -> Vec<Candidate> {
-        let in_memory = [Place::Memory(0), Place::Memory(1), Place::Memory(2), Place::Memory(3), Place::Sparing];
-        let is_of_use = |place: &Place| match place {
+    fn candidates(&self) -> Vec<PlacementCandidate> {
+        let in_memory = [
+            StatePlacement::Memory(0),
+            StatePlacement::Memory(1),
+            StatePlacement::Memory(2),
+            StatePlacement::Memory(3),
+            StatePlacement::Sparing,
+        ];
+        let is_of_use = |place: &StatePlacement| match place {
             // What is packed stays packed at stage 3 alone.
             _ if self.shapes.is_quantized() => place.stage() == 3,
             // One rank shares with none.
-            Place::Memory(stage) => *stage == 0 || self.ranks > 1,
+            StatePlacement::Memory(stage) => *stage == 0 || self.ranks > 1,
             // Less is gathered at a time, but a share and what is gathered of it are both in memory.
-            Place::Sparing => self.ranks > 1,
-            Place::OptimizerInFiles | Place::AllInFiles => true,
+            StatePlacement::Sparing => self.ranks > 1,
+            StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
         };
-        let in_memory: Vec<Place> = in_memory.into_iter().filter(is_of_use).collect();
-        let on_disk = [Place::OptimizerInFiles, Place::AllInFiles];
-        let with = |recompute| move |place: &Place| Candidate { place: *place, recompute };
-        let mut all: Vec<Candidate> = in_memory.iter().map(with(false)).collect();
+        let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_of_use).collect();
+        let on_disk = [StatePlacement::OptimizerInFiles, StatePlacement::AllInFiles];
+        let with = |recompute| move |place: &StatePlacement| PlacementCandidate { place: *place, recompute };
+        let mut all: Vec<PlacementCandidate> = in_memory.iter().map(with(false)).collect();
         all.extend(in_memory.iter().map(with(true)));
         all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
         all.retain(|candidate| self.recompute.is_none_or(|recompute| candidate.recompute == recompute));
@@ -138,16 +144,17 @@ impl Demand<'_> {
     }
 
     /// The needs of a candidate.
-    fn needs(&self, candidate: &Candidate, micro_batch: usize) -> Result<Choice> {
-        let Candidate { place, recompute } = *candidate;
+    fn needs(&self, candidate: &PlacementCandidate, micro_batch: usize) -> Result<MemoryFit> {
+        let PlacementCandidate { place, recompute } = *candidate;
         let zero = place.section(self.folder);
         let config = self.load(&zero, Some(micro_batch), recompute)?;
-        let state = Estimate::with(self.shapes, &config, Setting { recompute, ..Setting::default() })?.host_bytes();
-        Ok(Choice {
+        let state = Estimate::with(self.shapes, &config, EstimateOptions { recompute, ..EstimateOptions::default() })?
+            .host_bytes();
+        Ok(MemoryFit {
             config: self.config(&zero, Some(micro_batch), recompute),
             stage: place.stage(),
-            optimizer_in_files: matches!(place, Place::OptimizerInFiles | Place::AllInFiles),
-            parameters_in_files: place == Place::AllInFiles,
+            optimizer_in_files: matches!(place, StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles),
+            parameters_in_files: place == StatePlacement::AllInFiles,
             recompute,
             micro_batch,
             bytes: state.saturating_add((self.activations)(micro_batch, recompute)) as u64,
@@ -156,7 +163,7 @@ impl Demand<'_> {
     }
 
     /// The choice with its reason; `first` did not fit.
-    fn explained(&self, mut choice: Choice, first: Option<Choice>) -> Choice {
+    fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> MemoryFit {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
         choice.why = format!("{}: at most {bytes} of {memory} a rank", choice.words(Some(self.folder)));
         if let Some(first) = first {
@@ -169,7 +176,7 @@ impl Demand<'_> {
     }
 }
 
-impl Choice {
+impl MemoryFit {
     /// What is chosen, for people.
     fn words(&self, folder: Option<&Path>) -> String {
         let what = match (self.optimizer_in_files, self.parameters_in_files) {
@@ -186,14 +193,14 @@ impl Choice {
 
 /// One combination of what is chosen, but for the micro batch.
 #[derive(Debug, Clone, Copy)]
-struct Candidate {
-    place: Place,
+struct PlacementCandidate {
+    place: StatePlacement,
     recompute: bool,
 }
 
 /// Where states are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum StatePlacement {
     /// In memory, at a stage.
     Memory(u8),
     /// At stage 3, with no more gathered than is about to be used.
@@ -202,7 +209,7 @@ enum Place {
     AllInFiles,
 }
 
-impl Place {
+impl StatePlacement {
     fn stage(self) -> u8 {
         if let Self::Memory(stage) = self { stage } else { 3 }
     }
@@ -240,12 +247,12 @@ pub fn memory_of_rank(ranks: usize) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::finetune::is_quantized;
-    use crate::models::{Decoder, DecoderConfig, DecoderSizes, LlamaConfig, Pass};
+    use crate::models::{ActivationPass, Decoder, DecoderConfig, DecoderSizes, LlamaConfig};
     use crate::nn::{LoraConfig, is_adapter};
     use crate::precision::{Nf4Scales, Packing};
 
     #[derive(Debug, Clone, Copy, PartialEq)]
-    enum Method {
+    enum Tuning {
         Full,
         Lora,
         Qlora,
@@ -253,26 +260,26 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn choose(preset: &str, method: Method, ranks: usize, gib: f64) -> Result<Choice> {
+    fn choose(preset: &str, method: Tuning, ranks: usize, gib: f64) -> Result<MemoryFit> {
         let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset(preset)? };
-        let lora = (method != Method::Full).then(LoraConfig::default);
+        let lora = (method != Tuning::Full).then(LoraConfig::default);
         let config = DecoderConfig { lora, ..config.decoder()? };
         let shapes = Shapes::of(preset, |vb| Decoder::new(&config, vb))?;
         let shapes = match method {
-            Method::Full => shapes,
-            Method::Lora => shapes.trainable(|name, _| is_adapter(name)),
-            Method::Qlora => {
+            Tuning::Full => shapes,
+            Tuning::Lora => shapes.trainable(|name, _| is_adapter(name)),
+            Tuning::Qlora => {
                 shapes.trainable(|name, _| is_adapter(name)).quantized_by(Packing::Nf4(Nf4Scales::Bf16), is_quantized)
             }
         };
-        let trains_base = method == Method::Full;
+        let trains_base = method == Tuning::Full;
         let activations = |rows: usize, recompute: bool| {
-            config.activation_bytes(Pass { tokens: rows * 1024, element: 2, recompute, trains_base })
+            config.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
         };
         let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
         let memory = (gib * GIB as f64) as u64;
         let (activations, folder) = (&activations, Path::new("/scratch"));
-        Demand { shapes: &shapes, config: &json, recompute: None, ranks, activations, memory, folder }.choose()
+        MemoryDemand { shapes: &shapes, config: &json, recompute: None, ranks, activations, memory, folder }.choose()
     }
 
     #[test]
@@ -281,31 +288,31 @@ mod tests {
             Ok(choice) => choice.why,
             Err(error) => error.to_string(),
         };
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB a rank");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 1.6 GiB of 2.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB a rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB a rank");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks running again in backward: at most 12.7 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 6.1 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
-        insta::assert_snapshot!(why("llama-3.2-1b", Method::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB a rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Method::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
-        insta::assert_snapshot!(why("llama-2-7b", Method::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks running again in backward: at most 4.1 GiB of 6.0 GiB a rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Method::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks running again in backward: at most 4.8 GiB of 6.0 GiB a rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed at stage 3 alone");
-        insta::assert_snapshot!(why("llama-2-7b", Method::Lora, 1, 1.0), @"this run needs 2.1 GiB a rank even with all states in files, and 1.0 GiB are available to each of 1; take a shorter context or a smaller model, or give the job more memory");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB a rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 1.6 GiB of 2.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB a rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB a rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks running again in backward: at most 12.7 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 6.1 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB a rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks running again in backward: at most 4.1 GiB of 6.0 GiB a rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks running again in backward: at most 4.8 GiB of 6.0 GiB a rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB a rank even with all states in files, and 1.0 GiB are available to each of 1; take a shorter context or a smaller model, or give the job more memory");
     }
 
     #[test]
     fn more_memory_never_chooses_what_is_slower() {
-        let rank = |choice: &Choice| (choice.parameters_in_files, choice.optimizer_in_files, choice.recompute);
-        for method in [Method::Full, Method::Lora, Method::Qlora] {
+        let rank = |choice: &MemoryFit| (choice.parameters_in_files, choice.optimizer_in_files, choice.recompute);
+        for method in [Tuning::Full, Tuning::Lora, Tuning::Qlora] {
             for ranks in [1, 2] {
-                let choices: Vec<Choice> = (0..8)
+                let choices: Vec<MemoryFit> = (0..8)
                     .filter_map(|power| choose("llama-3.2-1b", method, ranks, f64::from(1 << power)).ok())
                     .collect();
                 assert!(choices.len() >= 4, "{method:?}");
                 assert!(choices.windows(2).all(|two| rank(&two[0]) >= rank(&two[1])), "{method:?}: {choices:#?}");
-                assert!(choices.iter().all(|choice| method != Method::Qlora || choice.stage == 3));
+                assert!(choices.iter().all(|choice| method != Tuning::Qlora || choice.stage == 3));
             }
         }
     }
@@ -313,7 +320,7 @@ mod tests {
     #[test]
     fn the_chosen_configuration_is_one_that_the_engine_takes() {
         for gib in [2.0, 8.0, 64.0] {
-            let choice = choose("llama-3.2-1b", Method::Lora, 2, gib).unwrap();
+            let choice = choose("llama-3.2-1b", Tuning::Lora, 2, gib).unwrap();
             let config = Config::load(choice.config.clone(), 2).unwrap();
             assert_eq!(config.zero.stage.number(), choice.stage);
             assert_eq!(config.zero.param_files().is_some(), choice.parameters_in_files);

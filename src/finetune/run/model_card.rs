@@ -1,12 +1,12 @@
 //! What lies beside a result's weights: the tokenizer's files, a README that says what the model is and how it is used, and a
 //! record of the run.
 
-use super::options::{Method, Objective};
-use super::prepare::Prepared;
+use super::options::{Objective, TuningMethod};
+use super::prepare::PreparedRun;
 use crate::checkpoint::{create, write_json};
 use crate::error::{Error, Result};
 use crate::finetune::chat::tokenizer_files::TokenizerFiles;
-use crate::finetune::data::data_report::Report;
+use crate::finetune::data::data_report::DataReport;
 use crate::finetune::data::dataset::Dataset;
 use crate::finetune::model::output_dir::{TOKENIZER, copy_files};
 use serde_json::{Value, json};
@@ -14,12 +14,12 @@ use std::io::Write as _;
 use std::path::Path;
 
 /// The record's file.
-pub(in crate::finetune) const RECORD: &str = "run.json";
+pub(super) const RECORD: &str = "run.json";
 const README: &str = "README.md";
 
 /// What a run has come to, beside its settings.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(in crate::finetune) struct Outcome {
+pub(super) struct RunOutcome {
     /// Steps that were made.
     pub steps: u64,
     /// Steps of the whole run.
@@ -32,14 +32,14 @@ pub(in crate::finetune) struct Outcome {
 
 /// What is known of a run when its result is written.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::finetune) struct Card<'a> {
-    pub prepared: &'a Prepared,
+pub(super) struct ModelCard<'a> {
+    pub prepared: &'a PreparedRun,
     /// The settings that the result follows from, by name.
     pub settings: &'a Value,
-    pub outcome: Outcome,
+    pub outcome: RunOutcome,
 }
 
-impl Card<'_> {
+impl ModelCard<'_> {
     /// Writes the files into a result's folder. The same run writes the same bytes, however often it was stopped.
     ///
     /// # Errors
@@ -62,17 +62,19 @@ impl Card<'_> {
 }
 
 /// The base as a README calls it.
-fn base_name(prepared: &Prepared) -> String {
+fn base_name(prepared: &PreparedRun) -> String {
     let folder = || prepared.options.model.display().to_string();
     prepared.options.base_name.clone().unwrap_or_else(folder)
 }
 
-fn method(prepared: &Prepared) -> String {
+fn method(prepared: &PreparedRun) -> String {
     let options = &prepared.options;
     let what = match &options.method {
-        Method::Full => "All weights were trained".to_owned(),
-        Method::Lora(lora) => format!("Low-rank adapters (LoRA, r {}, alpha {}) were trained", lora.r, lora.alpha),
-        Method::Qlora(lora) => format!(
+        TuningMethod::Full => "All weights were trained".to_owned(),
+        TuningMethod::Lora(lora) => {
+            format!("Low-rank adapters (LoRA, r {}, alpha {}) were trained", lora.r, lora.alpha)
+        }
+        TuningMethod::Qlora(lora) => format!(
             "Low-rank adapters (LoRA, r {}, alpha {}) were trained beside weights in NF4 (QLoRA)",
             lora.r, lora.alpha
         ),
@@ -84,11 +86,11 @@ fn method(prepared: &Prepared) -> String {
     }
 }
 
-fn readme(prepared: &Prepared, outcome: Outcome) -> String {
+fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
     let (base, options) = (base_name(prepared), &prepared.options);
     let (library, pipeline) = match (&options.method, options.objective) {
         (_, Objective::Classify) => ("transformers", "text-classification"),
-        (Method::Full, _) => ("transformers", "text-generation"),
+        (TuningMethod::Full, _) => ("transformers", "text-generation"),
         _ => ("peft", "text-generation"),
     };
     // JSON strings are YAML strings.
@@ -114,7 +116,7 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
     text += &format!(". [{RECORD}]({RECORD}) has the settings and the data.\n\n## Use\n\n```sh\n");
     text += match (&options.method, options.objective) {
         (_, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
-        (Method::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",
+        (TuningMethod::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",
         _ => {
             "zerorun generate BASE_MODEL --adapter THIS_FOLDER --prompt \"a question\"\n\
               zerorun merge BASE_MODEL THIS_FOLDER --out merged\n"
@@ -125,7 +127,7 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
         (_, Objective::Classify) => "from transformers import pipeline\n\n\
              pipeline(\"text-classification\", \"THIS_FOLDER\")(\"a text\")\n"
             .to_owned(),
-        (Method::Full, _) => "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+        (TuningMethod::Full, _) => "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
              model = AutoModelForCausalLM.from_pretrained(\"THIS_FOLDER\")\n\
              tokenizer = AutoTokenizer.from_pretrained(\"THIS_FOLDER\")\n"
             .to_owned(),
@@ -139,9 +141,9 @@ fn readme(prepared: &Prepared, outcome: Outcome) -> String {
     text
 }
 
-fn record(prepared: &Prepared, settings: &Value, outcome: Outcome) -> Value {
+fn record(prepared: &PreparedRun, settings: &Value, outcome: RunOutcome) -> Value {
     let files = |data: &Dataset| -> Vec<Value> {
-        let of_file = |(path, report): (&Path, &Report)| json!({ "path": path.display().to_string(), "found": report.to_string(), "notes": report.notes() });
+        let of_file = |(path, report): (&Path, &DataReport)| json!({ "path": path.display().to_string(), "found": report.to_string(), "notes": report.notes() });
         data.reports().map(of_file).collect()
     };
     let data = |data: &Dataset| json!({ "samples": data.len(), "files": files(data) });

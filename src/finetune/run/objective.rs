@@ -4,8 +4,8 @@ use super::dpo::{Rewards, dpo_loss};
 use super::labelled_texts::LabelledTexts;
 use super::options::Objective;
 use super::scores::Scores;
-use crate::finetune::data::batches::{NO_TARGET, Rows};
-use crate::finetune::model::trainable_model::Network;
+use crate::finetune::data::batches::{NO_TARGET, RowBatch};
+use crate::finetune::model::trainable_model::TrainableModel;
 use crate::models::Decoder;
 use crate::nn::{Sequences, without_adapters};
 use candle_core::{DType, Device, Result, Tensor};
@@ -25,14 +25,14 @@ pub struct Validation {
 }
 
 /// Rows as tensors.
-struct Batch {
+struct BatchTensors {
     ids: Tensor,
     targets: Tensor,
     sequences: Sequences,
 }
 
-impl Batch {
-    fn new(rows: &Rows, device: &Device) -> Result<Self> {
+impl BatchTensors {
+    fn new(rows: &RowBatch, device: &Device) -> Result<Self> {
         let shape = (rows.rows, rows.time);
         Ok(Self {
             ids: Tensor::from_slice(&rows.ids, shape, device)?,
@@ -51,22 +51,22 @@ impl Batch {
 
 impl Objective {
     /// Whether the loss of a batch needs to be told what the model says without its adapters ([`Objective::reference`]).
-    pub(in crate::finetune) fn needs_reference(self) -> bool {
+    pub(super) fn needs_reference(self) -> bool {
         matches!(self, Self::Prefer { .. })
     }
 
     /// What the model says of a batch without its adapters, as sums of log probabilities, `[2, pairs]`.
-    pub(in crate::finetune) fn reference(self, model: &Network, rows: &Rows, device: &Device) -> Result<Tensor> {
-        let [chosen, rejected] = without_adapters(|| Batch::new(rows, device)?.sums(model.decoder()?))?;
+    pub(super) fn reference(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
+        let [chosen, rejected] = without_adapters(|| BatchTensors::new(rows, device)?.sums(model.decoder()?))?;
         Tensor::stack(&[chosen, rejected], 0)
     }
 
     /// The loss of a batch, a scalar of f32: its sum over targets or labels, divided by `divisor`; of a preference, the mean
     /// over its pairs beside a `reference`, with their rewards.
-    pub(in crate::finetune) fn loss(
+    pub(super) fn loss(
         self,
-        model: &Network,
-        rows: &Rows,
+        model: &TrainableModel,
+        rows: &RowBatch,
         reference: Option<&Tensor>,
         divisor: f64,
         device: &Device,
@@ -74,7 +74,7 @@ impl Objective {
         if self == Self::Classify {
             return Ok((LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
         }
-        let (batch, model) = (Batch::new(rows, device)?, model.decoder()?);
+        let (batch, model) = (BatchTensors::new(rows, device)?, model.decoder()?);
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
                 let [chosen, rejected] = batch.sums(model)?;
@@ -89,7 +89,7 @@ impl Objective {
 
     /// What a batch adds to a validation: loss, what it is divided by, and then with preferences the
     /// rewards of their pairs, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
-    pub(in crate::finetune) fn sums(self, model: &Network, rows: &Rows, device: &Device) -> Result<Tensor> {
+    pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
                 let (model, texts) = (model.encoder()?, LabelledTexts::of(rows, device)?);
@@ -104,7 +104,7 @@ impl Objective {
             }
             Self::Prefer { beta } => {
                 let reference = self.reference(model, rows, device)?;
-                let batch = Batch::new(rows, device)?;
+                let batch = BatchTensors::new(rows, device)?;
                 let [chosen, rejected] = batch.sums(model.decoder()?)?;
                 let mut sums = vec![0.0; 6];
                 let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
@@ -130,7 +130,7 @@ impl Objective {
     }
 
     /// The validation that sums over all batches and ranks make.
-    pub(in crate::finetune) fn validation(self, sums: &[f64]) -> Validation {
+    pub(super) fn validation(self, sums: &[f64]) -> Validation {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
         let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };
         match self {

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::finetune::data::columns::Columns;
-use crate::finetune::data::data_options::Overlong;
+use crate::finetune::data::data_options::Truncation;
 use crate::finetune::data::source::Source;
 use crate::finetune::error::FinetuneError;
 use crate::nn::LoraConfig;
@@ -11,9 +11,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// What is trained.
+/// Which weights are trained.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Method {
+pub enum TuningMethod {
     /// All weights.
     Full,
     /// Low-rank adapters beside frozen weights.
@@ -23,7 +23,7 @@ pub enum Method {
     Qlora(LoraConfig),
 }
 
-impl Method {
+impl TuningMethod {
     /// Its name.
     pub(in crate::finetune) fn name(&self) -> &'static str {
         match self {
@@ -56,9 +56,9 @@ pub enum Objective {
     Classify,
 }
 
-/// How long is trained.
+/// How long training lasts.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Length {
+pub enum TrainingLength {
     /// Three times through the data, and up to fifteen times with fewer than some hundred samples, of which each is to be seen more
     /// often to be learned.
     Auto,
@@ -70,7 +70,7 @@ pub enum Length {
 
 /// The numbers of the model while it is trained. Weights that are trained have f32 copies in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Precision {
+pub enum ModelPrecision {
     /// Single precision.
     #[default]
     F32,
@@ -80,7 +80,7 @@ pub enum Precision {
     F16,
 }
 
-impl Precision {
+impl ModelPrecision {
     /// The type of the model's tensors.
     pub(in crate::finetune) fn dtype(self) -> DType {
         match self {
@@ -91,9 +91,9 @@ impl Precision {
     }
 }
 
-/// The learning rate after warm-up.
+/// How the learning rate decays after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum RateShape {
+pub enum LrDecay {
     /// Half a wave of a cosine, down to nothing.
     #[default]
     Cosine,
@@ -105,25 +105,25 @@ pub enum RateShape {
 
 /// How long the learning rate rises at the beginning.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Warmup {
+pub enum WarmupLength {
     /// A part of all steps.
     Part(f64),
     /// So many steps.
     Steps(u64),
 }
 
-/// What the model is validated with.
+/// The data for validation.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Held {
+pub enum ValidationData {
     /// Files of their own.
     Files(Vec<Source>),
     /// A part of the training data, from 0 to 1, which is not trained on.
     Part(f64),
 }
 
-/// Checkpoints of a run.
+/// Which checkpoints a run saves, and whether it resumes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Saving {
+pub struct CheckpointOptions {
     /// Their folder.
     pub dir: PathBuf,
     /// Steps between two; none: one, at the end.
@@ -137,9 +137,9 @@ pub struct Saving {
 /// Everything that a fine-tuning run is told. What is not said has a default that suits.
 ///
 /// ```
-/// use candle_zero::finetune::{Length, Options};
+/// use candle_zero::finetune::{TrainingLength, Options};
 ///
-/// let options = Options { length: Length::Steps(100), ..Options::new("SmolLM2-135M-Instruct", "adapter") };
+/// let options = Options { length: TrainingLength::Steps(100), ..Options::new("SmolLM2-135M-Instruct", "adapter") };
 /// assert!(options.method.lora().is_some_and(|lora| lora.r == 16));
 /// ```
 #[derive(Debug, Clone, PartialEq)]
@@ -153,7 +153,7 @@ pub struct Options {
     /// The folder for the result, absent or empty until the end.
     pub out: PathBuf,
     /// What is trained. Default: LoRA of rank 16 on all projections.
-    pub method: Method,
+    pub method: TuningMethod,
     /// The folder of an adapter that the run begins with, whose settings take the place of the method's. Default: one that
     /// changes nothing yet.
     pub adapter: Option<PathBuf>,
@@ -163,9 +163,9 @@ pub struct Options {
     /// Without one they are chosen by the memory at hand.
     pub ds_config: Option<PathBuf>,
     /// The model's numbers. Default: f32.
-    pub precision: Precision,
+    pub precision: ModelPrecision,
     /// How long is trained. Default: three epochs, and up to fifteen with few samples.
-    pub length: Length,
+    pub length: TrainingLength,
     /// The highest learning rate. Default: for adapters 2e-4 where the model's stream is 4096 wide, more for a narrower one in
     /// proportion, up to 1e-3, and less for a wider one; 2e-5 for all weights; a tenth of either for preferences.
     pub lr: Option<f64>,
@@ -178,16 +178,16 @@ pub struct Options {
     /// Tokens of a row. Default: 1024, or the model's context where that is shorter.
     pub ctx: Option<usize>,
     /// The rise of the learning rate. Default: 3 % of the steps.
-    pub warmup: Warmup,
+    pub warmup: WarmupLength,
     /// The learning rate after it. Default: a cosine.
-    pub scheduler: RateShape,
+    pub scheduler: LrDecay,
     /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
     /// true.
     pub shuffle: bool,
     /// Whether a row holds as many samples as fit, rather than one, of samples without labels. Default: true.
     pub packing: bool,
     /// What becomes of samples that are longer than a row. Default: they are cut.
-    pub overlong: Overlong,
+    pub overlong: Truncation,
     /// Whether a record that cannot be used is an error. Default: false, they are counted.
     pub strict: bool,
     /// Whether a run goes on where more than a tenth of a file's records cannot be used.
@@ -196,14 +196,14 @@ pub struct Options {
     pub columns: Columns,
     /// The labels to tell apart, in the order of their numbers. Default: all of the data, sorted.
     pub labels: Vec<String>,
-    /// What the model is validated with. Default: nothing.
-    pub validation: Option<Held>,
+    /// The data for validation. Default: nothing.
+    pub validation: Option<ValidationData>,
     /// Steps between validations. Default: a tenth of all.
     pub eval_every: Option<u64>,
     /// Validations without an improvement after which training ends. Default: it goes on.
     pub patience: Option<u64>,
     /// Checkpoints. Default: none.
-    pub saving: Option<Saving>,
+    pub saving: Option<CheckpointOptions>,
     /// Whether the run continues from a checkpoint also where its settings are not those that the checkpoint was saved with.
     /// Default: false, it is refused with the differences.
     pub resume_anyway: bool,
@@ -224,21 +224,21 @@ impl Options {
             base_name: None,
             data: vec![],
             out: out.into(),
-            method: Method::Lora(LoraConfig::default()),
+            method: TuningMethod::Lora(LoraConfig::default()),
             adapter: None,
             objective: Objective::Generate,
             ds_config: None,
-            precision: Precision::F32,
-            length: Length::Auto,
+            precision: ModelPrecision::F32,
+            length: TrainingLength::Auto,
             lr: None,
             batch: None,
             micro_batch: 1,
             ctx: None,
-            warmup: Warmup::Part(0.03),
-            scheduler: RateShape::Cosine,
+            warmup: WarmupLength::Part(0.03),
+            scheduler: LrDecay::Cosine,
             shuffle: true,
             packing: true,
-            overlong: Overlong::Truncate,
+            overlong: Truncation::Truncate,
             strict: false,
             allow_skipped: false,
             columns: Columns::default(),
@@ -255,10 +255,10 @@ impl Options {
     }
 
     /// The highest learning rate, for a model whose stream is so wide.
-    pub(in crate::finetune) fn peak_lr(&self, hidden_size: usize) -> f64 {
+    pub(super) fn peak_lr(&self, hidden_size: usize) -> f64 {
         // A step of an optimizer as Adam changes each element of an adapter alike, and a wider model's output by more.
         let by_width = 2e-4 * 4096.0 / hidden_size.max(1) as f64;
-        let usual = if self.method == Method::Full { 2e-5 } else { by_width.min(1e-3) };
+        let usual = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
         let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
         self.lr.unwrap_or(usual * part)
     }
@@ -271,10 +271,10 @@ impl Options {
             return Err(refused("--data", "nothing", "one file or several"));
         }
         match self.length {
-            Length::Epochs(epochs) if !(positive(epochs) && epochs <= 1e6) => {
+            TrainingLength::Epochs(epochs) if !(positive(epochs) && epochs <= 1e6) => {
                 return Err(refused("--epochs", epochs, "above 0 and at most 1000000"));
             }
-            Length::Steps(0) => return Err(refused("--steps", 0, at_least_one)),
+            TrainingLength::Steps(0) => return Err(refused("--steps", 0, at_least_one)),
             _ => (),
         }
         if let Some(lr) = self.lr.filter(|lr| !positive(*lr)) {
@@ -303,20 +303,20 @@ impl Options {
             return Err(refused("--ctx", ctx, format!("at most {MOST_CTX}")));
         }
         match self.warmup {
-            Warmup::Part(part) if !(0.0..=1.0).contains(&part) => {
+            WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
                 return Err(refused("--warmup", part, "a number of steps, or a part of them as 3%"));
             }
             _ => (),
         }
-        if self.adapter.is_some() && self.method == Method::Full {
+        if self.adapter.is_some() && self.method == TuningMethod::Full {
             return Err(misused("--adapter", "is of use with adapters alone: leave out --full"));
         }
-        if let Some(Held::Part(part)) = self.validation
+        if let Some(ValidationData::Part(part)) = self.validation
             && !(part > 0.0 && part < 1.0)
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
         }
-        if self.objective == Objective::Classify && self.method != Method::Full {
+        if self.objective == Objective::Classify && self.method != TuningMethod::Full {
             let why =
                 "classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter";
             return Err(misused("--task", why));
@@ -325,7 +325,7 @@ impl Options {
             if !positive(beta) {
                 return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, as beta=0.1"));
             }
-            if self.method == Method::Full {
+            if self.method == TuningMethod::Full {
                 let why = "needs adapters, for the model without them is the reference: leave out --full";
                 return Err(misused("--dpo", why));
             }
@@ -348,7 +348,7 @@ pub(in crate::finetune) fn refused(
 }
 
 /// The error about an option that does not go with the others.
-pub(in crate::finetune) fn misused(flag: &'static str, problem: impl Into<String>) -> crate::Error {
+pub(super) fn misused(flag: &'static str, problem: impl Into<String>) -> crate::Error {
     FinetuneError::OptionUse { flag, problem: problem.into() }.into()
 }
 
@@ -364,7 +364,7 @@ fn fraction(text: &str) -> Option<String> {
     Some(format!("{}%", (part * 1e8).round() / 1e6))
 }
 
-impl FromStr for Warmup {
+impl FromStr for WarmupLength {
     type Err = crate::Error;
 
     /// Reads `100` or `3%`.
@@ -380,7 +380,7 @@ impl FromStr for Warmup {
     }
 }
 
-impl Held {
+impl ValidationData {
     /// Reads what follows `--val`: files, or a part as `5%`.
     ///
     /// # Errors
@@ -415,18 +415,20 @@ mod tests {
 
     #[test]
     fn shares_are_read_as_parts_and_files_as_files() {
-        assert_eq!(Held::parse(&["5%"]).unwrap(), Held::Part(0.05));
-        assert!(matches!(Held::parse(&["a.jsonl", "b.csv"]).unwrap(), Held::Files(files) if files.len() == 2));
-        assert_eq!("3%".parse::<Warmup>().unwrap(), Warmup::Part(0.03));
-        assert_eq!("12".parse::<Warmup>().unwrap(), Warmup::Steps(12));
+        assert_eq!(ValidationData::parse(&["5%"]).unwrap(), ValidationData::Part(0.05));
+        assert!(
+            matches!(ValidationData::parse(&["a.jsonl", "b.csv"]).unwrap(), ValidationData::Files(files) if files.len() == 2)
+        );
+        assert_eq!("3%".parse::<WarmupLength>().unwrap(), WarmupLength::Part(0.03));
+        assert_eq!("12".parse::<WarmupLength>().unwrap(), WarmupLength::Steps(12));
     }
 
     #[test]
     fn a_fraction_is_refused_with_its_percentage() {
-        insta::assert_snapshot!(Held::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data as 5%");
-        insta::assert_snapshot!(Held::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
-        insta::assert_snapshot!("0.03".parse::<Warmup>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
-        insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(ValidationData::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data as 5%");
+        insta::assert_snapshot!(ValidationData::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
+        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
     }
 
     #[test]
@@ -434,21 +436,21 @@ mod tests {
         let text = |options: Options| options.check().unwrap_err().to_string();
         with_data().check().unwrap();
         insta::assert_snapshot!(text(Options::new("m", "o")), @"--data is nothing, but must be one file or several");
-        insta::assert_snapshot!(text(Options { length: Length::Steps(0), ..with_data() }), @"--steps is 0, but must be a whole number from 1 on");
-        insta::assert_snapshot!(text(Options { length: Length::Epochs(-1.0), ..with_data() }), @"--epochs is -1, but must be above 0 and at most 1000000");
+        insta::assert_snapshot!(text(Options { length: TrainingLength::Steps(0), ..with_data() }), @"--steps is 0, but must be a whole number from 1 on");
+        insta::assert_snapshot!(text(Options { length: TrainingLength::Epochs(-1.0), ..with_data() }), @"--epochs is -1, but must be above 0 and at most 1000000");
         insta::assert_snapshot!(text(Options { lr: Some(f64::NAN), ..with_data() }), @"--lr is NaN, but must be a positive finite number");
         insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number from 1 on");
         insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be 2 or more: a token, and one to predict");
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience is of use with validation alone: give --val FILE or --val 5%");
-        insta::assert_snapshot!(text(Options { warmup: Warmup::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
-        insta::assert_snapshot!(text(Options { validation: Some(Held::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
-        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: Method::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
+        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
-        insta::assert_snapshot!(text(Options { objective: dpo, method: Method::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
+        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
         insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, as beta=0.1");
-        insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
-        insta::assert_snapshot!(Held::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% beside files: give a part of the training data or files");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% beside files: give a part of the training data or files");
     }
 }

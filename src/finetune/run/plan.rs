@@ -1,18 +1,18 @@
 //! What follows from what was prepared and the number of ranks: the engine's configuration, batches, steps.
 
 use super::auto_offload::fitted;
-use super::batch_size::{Pace, epochs_for};
+use super::batch_size::{BatchSizing, epochs_for};
 use super::engine_config;
-use super::learning_rate::Rates;
+use super::learning_rate::LearningRates;
 use super::memory_fit::memory_of_rank;
-use super::options::{Length, Objective, RateShape};
-use super::prepare::{Prepared, Start};
-use super::run_identity::{Identity, Saved, fingerprint};
+use super::options::{LrDecay, Objective, TrainingLength};
+use super::prepare::{PreparedRun, StartModel};
+use super::run_identity::{RunIdentity, SavedRun, fingerprint};
 use crate::comm::Communicator;
 use crate::config::Config;
 use crate::data::BatchShape;
 use crate::error::Result;
-use crate::finetune::data::batches::{Batches, Packing, RowOrder};
+use crate::finetune::data::batches::{Batches, RowOrder, SequencePacking};
 #[cfg(doc)]
 use crate::finetune::error::FinetuneError;
 use crate::nn::{LoraConfig, LoraTargets};
@@ -20,9 +20,9 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// The plan of a run on some ranks.
-pub(in crate::finetune) struct Plan {
+pub(super) struct RunPlan {
     pub config: Config,
-    pub rates: Rates,
+    pub rates: LearningRates,
     pub training: Batches,
     pub validation: Option<Batches>,
     /// Steps of the run.
@@ -33,18 +33,24 @@ pub(in crate::finetune) struct Plan {
     pub chosen: Option<String>,
 }
 
-impl Plan {
+impl RunPlan {
     /// The plan of a rank, which may take `memory` bytes, of a run that continues from a checkpoint with `remembered` rows a step,
     /// where it does.
     ///
     /// # Errors
     /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
-    pub fn new(prepared: &Prepared, memory: u64, world: usize, rank: usize, remembered: Option<usize>) -> Result<Self> {
+    pub fn new(
+        prepared: &PreparedRun,
+        memory: u64,
+        world: usize,
+        rank: usize,
+        remembered: Option<usize>,
+    ) -> Result<Self> {
         let options = &prepared.options;
         let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
         let unit = world.max(1).saturating_mul(options.micro_batch.max(1));
         let usual = prepared.packing();
-        let pace = Pace::new(&prepared.training, usual, order, unit, remembered);
+        let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
         let (config, takes_pace) = engine_config::filled_in(options, world, pace.rows, prepared.hidden_size())?;
         let (config, chosen) = fitted(prepared, config, memory, world)?;
         let resolve =
@@ -57,18 +63,19 @@ impl Plan {
             false => Batches::in_order(data, packing, shape, pad),
         };
         let total = match options.length {
-            Length::Steps(steps) => steps,
-            Length::Epochs(epochs) => training.steps(epochs),
-            Length::Auto => training.steps(epochs_for(prepared.training.len() / prepared.training.group())),
+            TrainingLength::Steps(steps) => steps,
+            TrainingLength::Epochs(epochs) => training.steps(epochs),
+            TrainingLength::Auto => training.steps(epochs_for(prepared.training.len() / prepared.training.group())),
         };
-        let rates = Rates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
+        let rates =
+            LearningRates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
         let config = resolve(rates.warmup(), total)?;
         // There is nothing to accumulate.
         let shape = BatchShape { accumulation: 1, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
         let shorter = match packing {
-            Packing::Packed { .. } if packing != usual => Some(training.longest_row()),
+            SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
             _ => None,
         };
         Ok(Self { config, rates, training, validation, total, shorter, chosen })
@@ -78,18 +85,18 @@ impl Plan {
     ///
     /// # Errors
     /// Weights that cannot be read, or are not finite.
-    pub fn identity(&self, prepared: &Prepared) -> Result<Identity> {
+    pub fn identity(&self, prepared: &PreparedRun) -> Result<RunIdentity> {
         let (values, parameters) = match &prepared.start {
-            Start::Decoder { base, .. } => (base.values(), base.config().parameters()?),
-            Start::Encoder { base, .. } => (base.values(), base.config().parameters()?),
+            StartModel::Decoder { base, .. } => (base.values(), base.config().parameters()?),
+            StartModel::Encoder { base, .. } => (base.values(), base.config().parameters()?),
         };
         let mut settings = self.settings(prepared);
         settings.insert("base's weights".into(), hex(fingerprint(&*values, &parameters)?));
-        Ok(Identity::new(settings))
+        Ok(RunIdentity::new(settings))
     }
 
     /// The settings that the result follows from, by name, with fingerprints of what is too large to be kept.
-    pub fn settings(&self, prepared: &Prepared) -> BTreeMap<String, Value> {
+    pub fn settings(&self, prepared: &PreparedRun) -> BTreeMap<String, Value> {
         let options = &prepared.options;
         let mut settings = BTreeMap::new();
         let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
@@ -138,7 +145,7 @@ impl Plan {
 }
 
 /// What the engine's configuration and the rates say.
-fn of_config(plan: &Plan) -> BTreeMap<String, Value> {
+fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     const SECTIONS: [&str; 13] = [
         "optimizer",
         "scheduler",
@@ -173,7 +180,7 @@ fn of_config(plan: &Plan) -> BTreeMap<String, Value> {
         settings.insert("warmup".into(), json!(format!("{warmup} steps")));
         settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
         // With a constant rate a longer run has the steps of a shorter one.
-        if shape != RateShape::Constant {
+        if shape != LrDecay::Constant {
             settings.insert("steps".into(), json!(plan.total));
         }
     }
@@ -194,14 +201,14 @@ fn hex(number: u64) -> Value {
 
 /// The rows of a step that the newest checkpoint remembers, where the run continues from one: those that rank 0 reads.
 /// Collective.
-pub(in crate::finetune) fn remembered_batch(prepared: &Prepared, comm: &dyn Communicator) -> Result<Option<usize>> {
+pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) -> Result<Option<usize>> {
     let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
     let of_ranks = comm.gather_f64(vec![own as f64]).wait()?;
     let first = of_ranks.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
     Ok(Some(first as usize).filter(|rows| *rows > 0))
 }
 
-impl Prepared {
+impl PreparedRun {
     /// Checks that a run on `world` ranks can be planned, and may continue from its newest checkpoint where it is to: what can be
     /// known of it before a rank is started.
     ///
@@ -211,8 +218,8 @@ impl Prepared {
     /// others; a disk without room for the result.
     pub fn check_for(&self, world: usize) -> Result<()> {
         let saved = self.saved();
-        let remembered = saved.as_ref().and_then(Saved::batch);
-        let plan = Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
+        let remembered = saved.as_ref().and_then(SavedRun::batch);
+        let plan = RunPlan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;
         match saved {

@@ -1,19 +1,19 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
-use super::options::{Held, Method, Objective, Options, misused, refused};
-use super::run_identity::Saved;
+use super::options::{Objective, Options, TuningMethod, ValidationData, misused, refused};
+use super::run_identity::SavedRun;
 use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::finetune::chat::template::Template;
 use crate::finetune::chat::tokenizer::Tokenizer;
-use crate::finetune::data::batches::Packing;
+use crate::finetune::data::batches::SequencePacking;
 use crate::finetune::data::data_options::{DataOptions, Task};
 use crate::finetune::data::dataset::{DataProgress, Dataset};
 use crate::finetune::data::labels::labels_of;
 use crate::finetune::data::sample_cache::default_cache;
 use crate::finetune::data::source::Source;
 use crate::finetune::error::FinetuneError;
-use crate::finetune::model::base_model::Base;
+use crate::finetune::model::base_model::BaseModel;
 use crate::finetune::model::encoder_base::EncoderBase;
 use crate::finetune::peft::adapted_values::AdaptedValues;
 use crate::finetune::peft::adapter::Adapter;
@@ -25,32 +25,32 @@ use std::sync::Arc;
 
 /// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
 #[derive(Debug)]
-pub struct Prepared {
-    pub(in crate::finetune) options: Options,
-    pub(in crate::finetune) start: Start,
+pub struct PreparedRun {
+    pub(super) options: Options,
+    pub(super) start: StartModel,
     /// First values of the parameters.
-    pub(in crate::finetune) values: Arc<dyn InitialValues>,
+    pub(super) values: Arc<dyn InitialValues>,
     /// The fingerprint of the adapter that the run begins with, where there is one.
-    pub(in crate::finetune) adapter: Option<u64>,
+    pub(super) adapter: Option<u64>,
     ctx: usize,
-    pub(in crate::finetune) tokenizer: Tokenizer,
-    pub(in crate::finetune) template: Option<Template>,
-    pub(in crate::finetune) training: Arc<Dataset>,
-    pub(in crate::finetune) validation: Option<Arc<Dataset>>,
+    pub(super) tokenizer: Tokenizer,
+    pub(super) template: Option<Template>,
+    pub(super) training: Arc<Dataset>,
+    pub(super) validation: Option<Arc<Dataset>>,
     /// Whether another process keeps other jobs from the outputs.
-    pub(in crate::finetune) is_claimed: bool,
+    pub(super) is_claimed: bool,
 }
 
 /// The model that a run begins with, and the description of the one that is trained.
 #[derive(Debug)]
-pub(in crate::finetune) enum Start {
+pub(super) enum StartModel {
     /// A language model; the description has adapters and the rows' length.
-    Decoder { base: Box<Base>, config: DecoderConfig },
+    Decoder { base: Box<BaseModel>, config: DecoderConfig },
     /// An encoder that is to classify.
     Encoder { base: EncoderBase, config: BertConfig },
 }
 
-impl Start {
+impl StartModel {
     fn open(options: &Options) -> Result<Self> {
         let checkpoint_activations = options.recompute.unwrap_or(false);
         if options.objective == Objective::Classify {
@@ -62,7 +62,7 @@ impl Start {
             let config = BertConfig { checkpoint_activations, ..base.config().clone() };
             return Ok(Self::Encoder { base, config });
         }
-        let base = Box::new(Base::open(&options.model)?);
+        let base = Box::new(BaseModel::open(&options.model)?);
         base.check_whole()?;
         let lora = options.method.lora().cloned();
         let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
@@ -70,7 +70,7 @@ impl Start {
     }
 
     /// The folder or file with the tokenizer.
-    pub(in crate::finetune) fn tokenizer_path(&self) -> &Path {
+    pub(super) fn tokenizer_path(&self) -> &Path {
         match self {
             Self::Decoder { base, .. } => base.tokenizer_path(),
             Self::Encoder { base, .. } => base.folder(),
@@ -93,7 +93,9 @@ impl Start {
                     Some(_) => {
                         let values = AdaptedValues::new(base, config, adapter)?;
                         Arc::new(match options.method {
-                            Method::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), is_quantized),
+                            TuningMethod::Qlora(_) => {
+                                values.quantized(PACKING, options.precision.dtype(), is_quantized)
+                            }
                             _ => values,
                         })
                     }
@@ -113,12 +115,12 @@ impl Start {
     }
 }
 
-impl Prepared {
+impl PreparedRun {
     /// Looks at the options, opens the model, and tokenizes the data, or maps what was tokenized before. `progress` is told
     /// how far a data file is.
     ///
     /// # Errors
-    /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
+    /// Options that make no run; those of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; an output that cannot be written, or in the place of which is something that this run has not
     /// written.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
@@ -126,10 +128,10 @@ impl Prepared {
         options.outputs().check()?;
         options.check_free(&options.written())?;
         let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
-        if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
+        if let (Some(adapter), TuningMethod::Lora(lora) | TuningMethod::Qlora(lora)) = (&adapter, &mut options.method) {
             *lora = adapter.config.clone();
         }
-        let mut start = Start::open(&options)?;
+        let mut start = StartModel::open(&options)?;
         let tokenizer = Tokenizer::open(start.tokenizer_path())?;
         start.check_tokens(tokenizer.vocab_size())?;
         let template = match Template::open(start.tokenizer_path(), &tokenizer) {
@@ -144,8 +146,8 @@ impl Prepared {
         let begun_with = adapter.as_ref().map(Adapter::fingerprint);
         let values = start.values(ctx, adapter, &options)?;
         let labels = match &start {
-            Start::Decoder { .. } => vec![],
-            Start::Encoder { base, .. } => base.data_labels().to_vec(),
+            StartModel::Decoder { .. } => vec![],
+            StartModel::Encoder { base, .. } => base.data_labels().to_vec(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
@@ -166,11 +168,11 @@ impl Prepared {
         let training = prepare(&options.data)?;
         let (training, validation) = match &options.validation {
             None => (training, None),
-            Some(Held::Files(files)) => {
+            Some(ValidationData::Files(files)) => {
                 let validation = prepare(files)?;
                 (training, Some(validation))
             }
-            Some(Held::Part(part)) => {
+            Some(ValidationData::Part(part)) => {
                 let (samples, percent) = (training.len(), part * 100.0);
                 let (training, validation) = training.split(*part, options.seed);
                 if training.is_empty() || validation.is_empty() {
@@ -191,9 +193,9 @@ impl Prepared {
     }
 
     /// What the newest checkpoint says of its run, where this one is to continue from one that is there.
-    pub(in crate::finetune) fn saved(&self) -> Option<Saved> {
+    pub(super) fn saved(&self) -> Option<SavedRun> {
         let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
-        Saved::newest(&saving.dir)
+        SavedRun::newest(&saving.dir)
     }
 
     /// The same, where the process that started this one has claimed the outputs.
@@ -209,18 +211,18 @@ impl Prepared {
 
     /// The language model and the description of the one that is trained: the base's, with adapters and a context of a row's
     /// length. None where an encoder is trained.
-    pub fn decoder(&self) -> Option<(&Base, &DecoderConfig)> {
+    pub fn decoder(&self) -> Option<(&BaseModel, &DecoderConfig)> {
         match &self.start {
-            Start::Decoder { base, config } => Some((base.as_ref(), config)),
-            Start::Encoder { .. } => None,
+            StartModel::Decoder { base, config } => Some((base.as_ref(), config)),
+            StartModel::Encoder { .. } => None,
         }
     }
 
     /// The encoder, where one is trained.
     pub fn encoder(&self) -> Option<&EncoderBase> {
         match &self.start {
-            Start::Decoder { .. } => None,
-            Start::Encoder { base, .. } => Some(base),
+            StartModel::Decoder { .. } => None,
+            StartModel::Encoder { base, .. } => Some(base),
         }
     }
 
@@ -249,16 +251,16 @@ impl Prepared {
         self.validation.as_deref()
     }
 
-    pub(in crate::finetune) fn packing(&self) -> Packing {
+    pub(in crate::finetune) fn packing(&self) -> SequencePacking {
         let packed = self.options.packing && self.training.group() == 1 && self.training.labels().is_empty();
-        if packed { Packing::Packed { ctx: self.ctx } } else { Packing::Padded }
+        if packed { SequencePacking::Packed { ctx: self.ctx } } else { SequencePacking::Padded }
     }
 
     /// Width of the residual stream.
     pub(in crate::finetune) fn hidden_size(&self) -> usize {
         match &self.start {
-            Start::Decoder { config, .. } => config.hidden_size,
-            Start::Encoder { config, .. } => config.hidden_size,
+            StartModel::Decoder { config, .. } => config.hidden_size,
+            StartModel::Encoder { config, .. } => config.hidden_size,
         }
     }
 

@@ -1,19 +1,19 @@
 //! What a run reads and where it writes, through the gate of all outputs: before the first step it is known that nothing of
 //! the user's is in the way, and that there is room.
 
-use super::options::{Held, Method, Options};
-use super::prepare::{Prepared, Start};
+use super::options::{Options, TuningMethod, ValidationData};
+use super::prepare::{PreparedRun, StartModel};
 use crate::checkpoint;
 use crate::config::Config;
 use crate::error::{Error, OutputError, Result};
 use crate::files::{Claims, Input, Output, Outputs, Written, ask_for_room, free_folder, must_stay};
-use crate::finetune::model::output_dir::BESIDE;
+use crate::finetune::model::output_dir::COMPANION_FILES;
 use crate::nn::is_adapter;
 use std::path::{Path, PathBuf};
 
-/// The folders of a run's result.
+/// A folder of a run's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::finetune) enum Part {
+pub(super) enum ResultFolder {
     /// The model at the end.
     Result,
     /// That of the best validation.
@@ -22,7 +22,7 @@ pub(in crate::finetune) enum Part {
     Stopped,
 }
 
-impl Part {
+impl ResultFolder {
     /// What it is called where a run remembers what it has written.
     pub fn name(self) -> &'static str {
         match self {
@@ -35,7 +35,7 @@ impl Part {
 
 impl Options {
     /// Whether the run may go on from a checkpoint.
-    pub(in crate::finetune) fn is_resumed(&self) -> bool {
+    pub(super) fn is_resumed(&self) -> bool {
         self.saving.as_ref().is_some_and(|saving| saving.resume)
     }
 
@@ -57,16 +57,16 @@ impl Options {
     }
 
     /// The folders of the result.
-    pub(in crate::finetune) fn parts(&self) -> impl Iterator<Item = (Part, PathBuf)> {
-        let best = self.validation.is_some().then(|| (Part::Best, self.best()));
-        [(Part::Result, self.out.clone())].into_iter().chain(best)
+    pub(super) fn parts(&self) -> impl Iterator<Item = (ResultFolder, PathBuf)> {
+        let best = self.validation.is_some().then(|| (ResultFolder::Best, self.best()));
+        [(ResultFolder::Result, self.out.clone())].into_iter().chain(best)
     }
 
     /// What the run reads and writes, as far as the options tell.
     pub(crate) fn outputs(&self) -> Outputs {
         let mut outputs = Outputs::default().reads("MODEL", &self.model, Input::Model);
         let held = match &self.validation {
-            Some(Held::Files(files)) => files.as_slice(),
+            Some(ValidationData::Files(files)) => files.as_slice(),
             _ => &[],
         };
         for (flag, sources) in [("--data", self.data.as_slice()), ("--val", held)] {
@@ -79,7 +79,7 @@ impl Options {
             outputs = outputs.reads("--ds_config", file, Input::File);
         }
         for (part, folder) in self.parts() {
-            let flag = if part == Part::Best { "the folder for the best model" } else { "--out" };
+            let flag = if part == ResultFolder::Best { "the folder for the best model" } else { "--out" };
             outputs = outputs.writes(flag, folder, Output::Folder);
         }
         if let Some(saving) = &self.saving {
@@ -92,7 +92,7 @@ impl Options {
     }
 
     /// The same, with what a configuration adds.
-    pub(in crate::finetune) fn outputs_with(&self, config: &Config) -> Outputs {
+    pub(super) fn outputs_with(&self, config: &Config) -> Outputs {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
         let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
         let param = zero.param_files().and_then(|section| section.to.nvme_path());
@@ -109,7 +109,7 @@ impl Options {
     }
 
     /// What a run may replace: what it has written before, where it goes on from a checkpoint that is there.
-    pub(in crate::finetune) fn written(&self) -> Written {
+    pub(super) fn written(&self) -> Written {
         match &self.saving {
             Some(saving) if saving.resume && checkpoint::has_any(&saving.dir) => Written::of_run(&saving.dir),
             saving => Written::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
@@ -120,7 +120,7 @@ impl Options {
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(in crate::finetune) fn check_free(&self, written: &Written) -> Result<()> {
+    pub(super) fn check_free(&self, written: &Written) -> Result<()> {
         self.parts().try_for_each(|(part, folder)| self.place(part, &folder, written).map(drop))
     }
 
@@ -128,7 +128,12 @@ impl Options {
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(in crate::finetune) fn place(&self, part: Part, folder: &Path, written: &Written) -> Result<(PathBuf, bool)> {
+    pub(super) fn place(
+        &self,
+        part: ResultFolder,
+        folder: &Path,
+        written: &Written,
+    ) -> Result<(PathBuf, bool)> {
         let refuse = |problem: String| Err(OutputError::Refused { path: folder.to_owned(), problem }.into());
         let wrong = |source| Error::Io { action: "read", path: folder.to_owned(), source };
         match free_folder(folder).map_err(wrong)? {
@@ -170,12 +175,12 @@ impl Options {
     }
 }
 
-impl Prepared {
+impl PreparedRun {
     /// Refuses folders for the result whose disk has too little room for it.
     ///
     /// # Errors
     /// [`OutputError::Room`], [`OutputError::Refused`].
-    pub(in crate::finetune) fn check_room(&self) -> Result<()> {
+    pub(super) fn check_room(&self) -> Result<()> {
         /// For descriptions and headers, and what a file system needs for names.
         const MORE: u64 = 1 << 16;
         let (last, while_written) = self.bytes()?;
@@ -193,23 +198,23 @@ impl Prepared {
         let count = |shape: &[usize]| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.fold(0u64, u64::saturating_add);
         let (folder, weights, meanwhile) = match &self.start {
-            Start::Encoder { base, config } => {
+            StartModel::Encoder { base, config } => {
                 let all = config.parameters()?;
                 (base.folder(), sum(&mut all.iter().map(|(_, shape)| count(shape))).saturating_mul(4), 0)
             }
-            Start::Decoder { base, config } => {
+            StartModel::Decoder { base, config } => {
                 let all = config.parameters()?;
-                let is_written = |name: &str| self.options.method == Method::Full || is_adapter(name);
+                let is_written = |name: &str| self.options.method == TuningMethod::Full || is_adapter(name);
                 let elements = sum(&mut all.iter().filter(|(name, _)| is_written(name)).map(|(_, shape)| count(shape)));
                 match self.options.method {
-                    Method::Full => {
+                    TuningMethod::Full => {
                         (base.folder(), elements.saturating_mul(base.dtype().bytes()), elements.saturating_mul(4))
                     }
                     _ => (base.folder(), elements.saturating_mul(4), 0),
                 }
             }
         };
-        let beside = BESIDE.iter().filter_map(|name| folder.join(name).metadata().ok());
+        let beside = COMPANION_FILES.iter().filter_map(|name| folder.join(name).metadata().ok());
         Ok((sum(&mut beside.map(|file| file.len()).chain([weights])), meanwhile))
     }
 }

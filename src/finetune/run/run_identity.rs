@@ -20,20 +20,20 @@ pub(in crate::finetune) const KEY: &str = "identity";
 
 /// The settings of a run by name, with fingerprints of what is too large to be kept.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::finetune) struct Identity(BTreeMap<String, Value>);
+pub(super) struct RunIdentity(BTreeMap<String, Value>);
 
 /// What the newest checkpoint of a folder says of its run.
 #[derive(Debug)]
-pub(in crate::finetune) struct Saved {
+pub(super) struct SavedRun {
     /// The checkpoint.
     pub path: PathBuf,
     /// Steps that were made.
     pub made: u64,
     /// None in checkpoints of earlier versions.
-    identity: Option<Identity>,
+    identity: Option<RunIdentity>,
 }
 
-impl Saved {
+impl SavedRun {
     /// What the newest checkpoint of `dir` says, if there is one. What is wrong with one shows when it is loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
         let (path, manifest) = checkpoint::newest(dir).ok().flatten()?;
@@ -42,7 +42,7 @@ impl Saved {
 
     /// What a checkpoint says.
     pub fn of(path: PathBuf, made: u64, client_state: &Value) -> Self {
-        Self { path, made, identity: Identity::of_json(&client_state[KEY]) }
+        Self { path, made, identity: RunIdentity::of_json(&client_state[KEY]) }
     }
 
     /// Rows of a step, those of all ranks.
@@ -55,7 +55,7 @@ impl Saved {
     ///
     /// # Errors
     /// [`FinetuneError::StepsMade`], [`FinetuneError::OtherRun`].
-    pub fn check(&self, now: &Identity, total: u64, anyway: bool) -> Result<Option<String>> {
+    pub fn check(&self, now: &RunIdentity, total: u64, anyway: bool) -> Result<Option<String>> {
         let checkpoint = || self.path.clone();
         if self.made > total {
             return Err(FinetuneError::StepsMade { checkpoint: checkpoint(), made: self.made, total }.into());
@@ -83,7 +83,7 @@ impl Saved {
     }
 }
 
-impl Identity {
+impl RunIdentity {
     /// One with these settings.
     pub fn new(settings: BTreeMap<String, Value>) -> Self {
         Self(settings)
@@ -143,12 +143,12 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn identity(settings: Value) -> Identity {
-        Identity::of_json(&settings).unwrap()
+    fn identity(settings: Value) -> RunIdentity {
+        RunIdentity::of_json(&settings).unwrap()
     }
 
-    fn saved(identity: &Identity, made: u64) -> Saved {
-        Saved::of("saves/step4".into(), made, &json!({ KEY: identity.to_json() }))
+    fn saved(identity: &RunIdentity, made: u64) -> SavedRun {
+        SavedRun::of("saves/step4".into(), made, &json!({ KEY: identity.to_json() }))
     }
 
     #[test]
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_without_settings_may_be_continued_and_that_is_said() {
-        let saved = Saved::of("saves/step4".into(), 4, &json!({"finetune": {}}));
+        let saved = SavedRun::of("saves/step4".into(), 4, &json!({"finetune": {}}));
         insta::assert_snapshot!(saved.check(&identity(json!({})), 6, false).unwrap().unwrap(), @"saves/step4 was saved by an earlier version, without the settings of its run: whether they are those of this run could not be checked");
     }
 

@@ -58,9 +58,9 @@ pub struct StepReport {
     pub val_rewards: Option<Rewards>,
 }
 
-/// Why a run has ended.
+/// Why a run has stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
+pub enum StopReason {
     /// All steps are made.
     Complete,
     /// Validations did not improve any more.

@@ -1,7 +1,10 @@
 //! The flags of `zerorun finetune`, and the options that they make.
 
 use crate::error::Result;
-use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
+use crate::finetune::{
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, Source, TrainingLength, TuningMethod,
+    ValidationData, WarmupLength,
+};
 use crate::nn::LoraConfig;
 use crate::tools::model::{HELP, Model};
 use crate::tools::samples::SampleFlags;
@@ -87,7 +90,7 @@ pub(super) struct Flags {
 
     /// Steps of the learning rate's rise, or a part of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
-    warmup: Warmup,
+    warmup: WarmupLength,
 
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
@@ -239,9 +242,9 @@ impl Flags {
         Ok(Options {
             data: sources(&self.data)?,
             method: match (full, self.qlora) {
-                (true, _) => Method::Full,
-                (false, true) => Method::Qlora(lora()),
-                (false, false) => Method::Lora(lora()),
+                (true, _) => TuningMethod::Full,
+                (false, true) => TuningMethod::Qlora(lora()),
+                (false, false) => TuningMethod::Lora(lora()),
             },
             adapter: self.adapter.clone(),
             objective: match self.dpo {
@@ -251,13 +254,13 @@ impl Flags {
             },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
-                Dtype::F32 => Precision::F32,
-                Dtype::Bf16 => Precision::Bf16,
-                Dtype::Fp16 => Precision::F16,
+                Dtype::F32 => ModelPrecision::F32,
+                Dtype::Bf16 => ModelPrecision::Bf16,
+                Dtype::Fp16 => ModelPrecision::F16,
             },
             length: match (self.steps, self.epochs) {
-                (Some(steps), _) => Length::Steps(steps),
-                (None, epochs) => epochs.map_or(Length::Auto, Length::Epochs),
+                (Some(steps), _) => TrainingLength::Steps(steps),
+                (None, epochs) => epochs.map_or(TrainingLength::Auto, TrainingLength::Epochs),
             },
             lr: self.lr,
             batch: self.batch,
@@ -265,9 +268,9 @@ impl Flags {
             ctx: self.samples.ctx(),
             warmup: self.warmup,
             scheduler: match self.scheduler {
-                Scheduler::Cosine => RateShape::Cosine,
-                Scheduler::Linear => RateShape::Linear,
-                Scheduler::Constant => RateShape::Constant,
+                Scheduler::Cosine => LrDecay::Cosine,
+                Scheduler::Linear => LrDecay::Linear,
+                Scheduler::Constant => LrDecay::Constant,
             },
             shuffle: self.order == Order::Shuffled,
             packing: self.packing,
@@ -276,10 +279,10 @@ impl Flags {
             allow_skipped: self.allow_skipped,
             columns: self.samples.columns.clone().unwrap_or_default(),
             labels: self.samples.labels.clone(),
-            validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
+            validation: (!self.val.is_empty()).then(|| ValidationData::parse(&self.val)).transpose()?,
             eval_every: self.eval_every,
             patience: self.patience,
-            saving: self.save.clone().map(|dir| Saving {
+            saving: self.save.clone().map(|dir| CheckpointOptions {
                 dir,
                 every: self.save_every,
                 keep: match self.keep {

@@ -1,6 +1,6 @@
 //! Where tokens come from: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
-use super::text::{MAP_FROM, Text};
+use super::concatenated_text::{ConcatenatedText, MAP_FROM};
 use crate::error::{DataError, Error, Result};
 use crate::files;
 use memmap2::{Advice, Mmap};
@@ -27,7 +27,7 @@ const CORPUS: &str = include_str!("corpus.txt");
 /// A sequence of tokens.
 #[derive(Debug)]
 pub struct TokenData {
-    tokens: Tokens,
+    tokens: TokenStorage,
     /// Its name in messages.
     name: String,
     files: usize,
@@ -35,9 +35,9 @@ pub struct TokenData {
 }
 
 #[derive(Debug)]
-enum Tokens {
+enum TokenStorage {
     /// Each byte is a token.
-    Text(Text),
+    Text(ConcatenatedText),
     /// A mapped file of little-endian u16.
     U16(Mmap),
 }
@@ -65,14 +65,14 @@ impl TokenData {
             return Self::open_folder(path, name);
         }
         let tokens = match path.extension().and_then(|e| e.to_str()) {
-            Some("bin" | "u16") => Tokens::U16(map_tokens(path)?),
+            Some("bin" | "u16") => TokenStorage::U16(map_tokens(path)?),
             _ => {
-                let (mut text, bytes) = (Text::default(), open(path)?);
+                let (mut text, bytes) = (ConcatenatedText::default(), open(path)?);
                 if let Err(error) = std::str::from_utf8(bytes.as_ref()) {
                     return Err(DataError::NotText { path: path.into(), offset: error.valid_up_to() }.into());
                 }
                 bytes.append_to(&mut text);
-                Tokens::Text(text)
+                TokenStorage::Text(text)
             }
         };
         Ok(Self { tokens, name, files: 1, skipped_files: 0 })
@@ -80,7 +80,7 @@ impl TokenData {
 
     /// The corpus inside this library: 2 MB of Rust and Markdown, the same in every version.
     pub fn embedded() -> Self {
-        let tokens = Tokens::Text(Text::of_static(CORPUS));
+        let tokens = TokenStorage::Text(ConcatenatedText::of_static(CORPUS));
         Self { tokens, name: "the embedded corpus".into(), files: 1, skipped_files: 0 }
     }
 
@@ -88,7 +88,7 @@ impl TokenData {
         let mut files = vec![];
         list_files(path, &mut files)?;
         files.sort();
-        let (mut text, mut skipped_files) = (Text::default(), 0);
+        let (mut text, mut skipped_files) = (ConcatenatedText::default(), 0);
         for file in &files {
             let bytes = open(file)?;
             if std::str::from_utf8(bytes.as_ref()).is_err() {
@@ -105,14 +105,14 @@ impl TokenData {
             return Err(DataError::NoText { path: path.into(), skipped: skipped_files }.into());
         }
         let files = files.len() - skipped_files;
-        Ok(Self { tokens: Tokens::Text(text), name, files, skipped_files })
+        Ok(Self { tokens: TokenStorage::Text(text), name, files, skipped_files })
     }
 
     /// Number of tokens.
     pub fn len(&self) -> usize {
         match &self.tokens {
-            Tokens::Text(text) => text.len(),
-            Tokens::U16(map) => map.len() / 2,
+            TokenStorage::Text(text) => text.len(),
+            TokenStorage::U16(map) => map.len() / 2,
         }
     }
 
@@ -123,7 +123,7 @@ impl TokenData {
 
     /// Whether each token is a byte of text.
     pub fn is_byte_level(&self) -> bool {
-        matches!(self.tokens, Tokens::Text(_))
+        matches!(self.tokens, TokenStorage::Text(_))
     }
 
     /// The name of this data in messages: its path, or that it is embedded.
@@ -165,10 +165,10 @@ impl TokenData {
     /// If the range ends after the last token.
     pub fn extend(&self, start: usize, count: usize, to: &mut Vec<u32>) {
         match &self.tokens {
-            Tokens::Text(text) => {
+            TokenStorage::Text(text) => {
                 text.parts(start, count).for_each(|part| to.extend(part.iter().map(|b| u32::from(*b))));
             }
-            Tokens::U16(map) => to.extend(map[2 * start..2 * (start + count)].chunks_exact(2).map(token)),
+            TokenStorage::U16(map) => to.extend(map[2 * start..2 * (start + count)].chunks_exact(2).map(token)),
         }
     }
 
@@ -182,8 +182,8 @@ impl TokenData {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
         match &self.tokens {
             // A hint: without it the tokens are read when they are touched.
-            Tokens::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
-            Tokens::Text(text) => text.will_need(start, count),
+            TokenStorage::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
+            TokenStorage::Text(text) => text.will_need(start, count),
         }
     }
 
@@ -191,8 +191,10 @@ impl TokenData {
     /// once from end to end.
     pub fn vocab_needed(&self) -> usize {
         match &self.tokens {
-            Tokens::Text(_) => BYTES,
-            Tokens::U16(map) => map.par_chunks_exact(2).map(token).max().map_or(0, |largest| largest as usize + 1),
+            TokenStorage::Text(_) => BYTES,
+            TokenStorage::U16(map) => {
+                map.par_chunks_exact(2).map(token).max().map_or(0, |largest| largest as usize + 1)
+            }
         }
     }
 
@@ -242,13 +244,13 @@ fn token(bytes: &[u8]) -> u32 {
 }
 
 /// The bytes of a file of text.
-enum Bytes {
+enum FileBytes {
     Read(Vec<u8>),
     Mapped(Mmap),
 }
 
-impl Bytes {
-    fn append_to(self, text: &mut Text) {
+impl FileBytes {
+    fn append_to(self, text: &mut ConcatenatedText) {
         match self {
             Self::Read(bytes) => text.append(&bytes),
             Self::Mapped(map) => text.append_map(map),
@@ -256,7 +258,7 @@ impl Bytes {
     }
 }
 
-impl AsRef<[u8]> for Bytes {
+impl AsRef<[u8]> for FileBytes {
     fn as_ref(&self) -> &[u8] {
         match self {
             Self::Read(bytes) => bytes,
@@ -266,7 +268,7 @@ impl AsRef<[u8]> for Bytes {
 }
 
 /// Reads a file of text, or maps it where it is large.
-fn open(path: &Path) -> Result<Bytes> {
+fn open(path: &Path) -> Result<FileBytes> {
     let wrong = |source| io("read", path, source);
     let mut file = files::open(path).map_err(wrong)?;
     if file.metadata().map_err(wrong)?.len() >= MAP_FROM {
@@ -274,12 +276,12 @@ fn open(path: &Path) -> Result<Bytes> {
         // bytes that we see, each of which is a token; shortening it while it is mapped is excluded by the contract of
         // `TokenData::open`.
         if let Ok(map) = unsafe { Mmap::map(&file) } {
-            return Ok(Bytes::Mapped(map));
+            return Ok(FileBytes::Mapped(map));
         }
     }
     let mut bytes = vec![];
     file.read_to_end(&mut bytes).map_err(wrong)?;
-    Ok(Bytes::Read(bytes))
+    Ok(FileBytes::Read(bytes))
 }
 
 fn map_tokens(path: &Path) -> Result<Mmap> {

@@ -16,7 +16,7 @@ impl DecoderConfig {
     /// # Errors
     /// Sizes that make no model.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = Asked::default();
+        let asked = ShapeRecorder::default();
         self.validate()?;
         // With tables of one position only.
         DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, asked.builder())?;
@@ -40,31 +40,31 @@ impl BertConfig {
     /// # Errors
     /// Sizes that make no model.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = Asked::default();
+        let asked = ShapeRecorder::default();
         Bert::new(self, asked.builder())?;
         Ok(asked.names())
     }
 }
 
-/// What a model asks for, without memory for it.
+/// Records the names and shapes that a model asks for, without memory for them.
 #[derive(Debug, Clone, Default)]
-struct Asked(Arc<Mutex<Named>>);
+struct ShapeRecorder(Arc<Mutex<NamedShapes>>);
 
 /// Names and shapes.
-type Named = Vec<(String, Vec<usize>)>;
+type NamedShapes = Vec<(String, Vec<usize>)>;
 
-impl Asked {
+impl ShapeRecorder {
     fn builder(&self) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), DType::F32, Device::Cpu)
     }
 
     /// All that was asked for.
-    fn names(&self) -> Named {
+    fn names(&self) -> NamedShapes {
         std::mem::take(&mut *lock(&self.0))
     }
 }
 
-impl SimpleBackend for Asked {
+impl SimpleBackend for ShapeRecorder {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         lock(&self.0).push((name.to_owned(), shape.dims().to_vec()));
         // One element, seen as often as the shape says.

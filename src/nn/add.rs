@@ -20,7 +20,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         bail!("add: the operands have different shapes, {:?} and {:?}", a.dims(), b.dims())
     }
     #[cfg(feature = "cuda")]
-    if let Some(sum) = on_gpu::sum::add(a, b)? {
+    if let Some(sum) = on_gpu::add::add(a, b)? {
         return Ok(sum);
     }
     if !a.device().is_cpu() {

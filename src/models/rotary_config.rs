@@ -1,11 +1,11 @@
 //! The rotary positions of a block.
 
-use crate::nn::frequencies::{self, Llama3};
+use crate::nn::frequencies::{self, Llama3RopeScaling};
 use candle_core::Result;
 
 /// How positions turn queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RotaryRule {
+pub struct RotaryConfig {
     /// Base of the wavelengths.
     pub theta: f64,
     /// How the frequencies that follow from it are slowed.
@@ -23,17 +23,17 @@ pub enum RotaryScaling {
         factor: f64,
     },
     /// Slow ones more than fast ones.
-    Llama3(Llama3),
+    Llama3(Llama3RopeScaling),
 }
 
-impl Default for RotaryRule {
+impl Default for RotaryConfig {
     /// theta 10000, not slowed.
     fn default() -> Self {
         Self { theta: 1e4, scaling: RotaryScaling::None }
     }
 }
 
-impl RotaryRule {
+impl RotaryConfig {
     /// The frequencies of the pairs of a head of `head` elements, in radians a position.
     ///
     /// # Errors

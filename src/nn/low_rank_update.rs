@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// s B A for a weight of `inputs` and `outputs`.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LowRank<'a> {
+pub(crate) struct LowRankUpdate<'a> {
     pub layout: WeightLayout,
     pub inputs: usize,
     pub outputs: usize,
@@ -24,7 +24,7 @@ const CHUNK: usize = 1 << 18;
 /// Columns whose squares one task sums.
 const COLUMNS: usize = 256;
 
-impl LowRank<'_> {
+impl LowRankUpdate<'_> {
     /// Lines of the weight as it lies in memory, and the elements of each.
     pub fn lines(&self) -> (usize, usize) {
         match self.layout {
@@ -119,7 +119,7 @@ mod tests {
             value(out * inputs + inp, 0) + scale * product
         };
         for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
-            let low = LowRank { layout, inputs, outputs, a: &a, b: &b, scale };
+            let low = LowRankUpdate { layout, inputs, outputs, a: &a, b: &b, scale };
             let (lines, width) = low.lines();
             let at = |line, col| if layout == WeightLayout::OutIn { (line, col) } else { (col, line) };
             let places: Vec<_> = (0..lines).flat_map(|line| (0..width).map(move |col| at(line, col))).collect();

@@ -7,14 +7,14 @@ use candle_core::{Result, Shape, bail};
 
 /// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct LinearSizes {
     pub rows: usize,
     pub inputs: usize,
     pub outputs: usize,
     pub layout: WeightLayout,
 }
 
-impl Sizes {
+impl LinearSizes {
     pub fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
         let (inputs, outputs) = match (weight.dims(), layout) {
             (&[outputs, inputs], WeightLayout::OutIn) | (&[inputs, outputs], WeightLayout::InOut) => (inputs, outputs),

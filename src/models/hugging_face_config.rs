@@ -4,12 +4,12 @@
 //! What a file leaves out has the value that transformers' class of the model gives it.
 
 use super::decoder_config::MOST_BLOCKS;
-use super::json_keys::{Keys, shortened};
-use super::{BERT, BlockRule, DecoderConfig, Naming, NormKind, RotaryRule, RotaryScaling};
+use super::json_keys::{JsonKeys, shortened};
+use super::{BERT, BlockConfig, DecoderConfig, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
 use crate::files;
 use crate::nn::Activation;
-use crate::nn::frequencies::Llama3;
+use crate::nn::frequencies::Llama3RopeScaling;
 use serde_json::Value;
 use std::path::Path;
 
@@ -64,11 +64,11 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     let Value::Object(map) = config else {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is no object".into() }.into());
     };
-    let keys = Keys::new(file, "", map);
+    let keys = JsonKeys::new(file, "", map);
     if keys.get("model_type").is_some_and(|found| *found == BERT) {
         return Err(keys.refuse("model_type", "that of a language model; a BERT is fine-tuned with --task classify"));
     }
-    let Some(family) = Family::of(&keys)? else {
+    let Some(family) = ModelFamily::of(&keys)? else {
         let (file, found) = (file.to_owned(), map.get("model_type").map_or("absent".to_owned(), shortened));
         let known = FAMILIES.map(|family| family.model_type).join(", ");
         return Err(ModelError::UnknownModelType { file, found, known }.into());
@@ -100,7 +100,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
 
 /// Models of one class of transformers, and the values of what their files leave out.
 #[derive(Debug, Clone, Copy)]
-struct Family {
+struct ModelFamily {
     model_type: &'static str,
     vocab: usize,
     hidden: usize,
@@ -119,7 +119,7 @@ struct Family {
     padding: Option<u32>,
 }
 
-const LLAMA: Family = Family {
+const LLAMA: ModelFamily = ModelFamily {
     model_type: "llama",
     vocab: 32_000,
     hidden: 4096,
@@ -136,10 +136,10 @@ const LLAMA: Family = Family {
     padding: None,
 };
 
-const QWEN2: Family =
-    Family { model_type: "qwen2", vocab: 151_936, inner: 22_016, ctx: 32_768, window: Some(4096), ..LLAMA };
+const QWEN2: ModelFamily =
+    ModelFamily { model_type: "qwen2", vocab: 151_936, inner: 22_016, ctx: 32_768, window: Some(4096), ..LLAMA };
 
-const GEMMA2: Family = Family {
+const GEMMA2: ModelFamily = ModelFamily {
     model_type: "gemma2",
     vocab: 256_000,
     hidden: 2304,
@@ -155,13 +155,14 @@ const GEMMA2: Family = Family {
     ..LLAMA
 };
 
-const GEMMA3: Family = Family { model_type: "gemma3_text", vocab: 262_208, ctx: 131_072, theta: 1e6, ..GEMMA2 };
+const GEMMA3: ModelFamily =
+    ModelFamily { model_type: "gemma3_text", vocab: 262_208, ctx: 131_072, theta: 1e6, ..GEMMA2 };
 
-const FAMILIES: [Family; 9] = [
+const FAMILIES: [ModelFamily; 9] = [
     GEMMA2,
-    Family { model_type: "gemma3", ..GEMMA3 },
+    ModelFamily { model_type: "gemma3", ..GEMMA3 },
     GEMMA3,
-    Family {
+    ModelFamily {
         model_type: "gpt2",
         vocab: 50_257,
         hidden: 768,
@@ -173,8 +174,8 @@ const FAMILIES: [Family; 9] = [
         ..LLAMA
     },
     LLAMA,
-    Family { model_type: "mistral", inner: 14_336, kv_heads: Some(8), ctx: 131_072, window: Some(4096), ..LLAMA },
-    Family {
+    ModelFamily { model_type: "mistral", inner: 14_336, kv_heads: Some(8), ctx: 131_072, window: Some(4096), ..LLAMA },
+    ModelFamily {
         model_type: "phi3",
         vocab: 32_064,
         hidden: 3072,
@@ -185,12 +186,12 @@ const FAMILIES: [Family; 9] = [
         ..LLAMA
     },
     QWEN2,
-    Family { model_type: "qwen3", head: Some(128), ..QWEN2 },
+    ModelFamily { model_type: "qwen3", head: Some(128), ..QWEN2 },
 ];
 
-impl Family {
-    fn of(keys: &Keys<'_>) -> Result<Option<&'static Self>> {
-        const ALL: &[Family] = &FAMILIES;
+impl ModelFamily {
+    fn of(keys: &JsonKeys<'_>) -> Result<Option<&'static Self>> {
+        const ALL: &[ModelFamily] = &FAMILIES;
         let model_type = keys.text("model_type")?;
         Ok(ALL.iter().find(|family| Some(family.model_type) == model_type))
     }
@@ -209,7 +210,7 @@ impl Family {
 }
 
 /// All models but GPT-2.
-fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
+fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     let size = |key: &str, default: usize| Ok::<usize, Error>(keys.size(key)?.unwrap_or(default));
     let hidden_size = size("hidden_size", family.hidden)?;
     let vocab = size("vocab_size", family.vocab)?;
@@ -254,7 +255,7 @@ fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
         false => None,
     };
     Ok(DecoderConfig {
-        naming: if family.model_type == "phi3" { Naming::Phi3 } else { Naming::Llama },
+        naming: if family.model_type == "phi3" { ParameterNaming::Phi3 } else { ParameterNaming::Llama },
         prefix: "model.",
         vocab,
         ctx: size("max_position_embeddings", family.ctx)?,
@@ -286,7 +287,7 @@ fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
     })
 }
 
-fn gpt2(keys: &Keys<'_>) -> Result<DecoderConfig> {
+fn gpt2(keys: &JsonKeys<'_>) -> Result<DecoderConfig> {
     let size = |key: &str, default: usize| Ok::<usize, Error>(keys.size(key)?.unwrap_or(default));
     let hidden_size = size("n_embd", 768)?;
     let heads = size("n_head", 12)?;
@@ -309,7 +310,7 @@ fn gpt2(keys: &Keys<'_>) -> Result<DecoderConfig> {
 }
 
 /// The number of blocks, before there is memory for each of them.
-fn blocks(keys: &Keys<'_>, key: &str, default: usize) -> Result<usize> {
+fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     match keys.size(key)?.unwrap_or(default) {
         blocks if blocks <= MOST_BLOCKS => Ok(blocks),
         _ => Err(keys.refuse(key, format!("at most {MOST_BLOCKS}"))),
@@ -317,7 +318,7 @@ fn blocks(keys: &Keys<'_>, key: &str, default: usize) -> Result<usize> {
 }
 
 /// The padding token. A number below 0 counts from the end.
-fn padding(keys: &Keys<'_>, family: &Family, vocab: usize) -> Result<Option<u32>> {
+fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Option<u32>> {
     const KEY: &str = "pad_token_id";
     let Some(value) = keys.get(KEY) else { return Ok(family.padding.filter(|_| !keys.is_null(KEY))) };
     let id = value.as_i64().map(|id| if id < 0 { id.saturating_add(vocab as i64) } else { id });
@@ -328,7 +329,7 @@ fn padding(keys: &Keys<'_>, family: &Family, vocab: usize) -> Result<Option<u32>
 }
 
 /// The activation that `key` names; without it the tanh approximation of GELU, or SiLU.
-fn activation(keys: &Keys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
+fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {
         None if is_gelu => Ok(Activation::GeluTanh),
         None => Ok(Activation::Silu),
@@ -344,7 +345,7 @@ const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
 /// Windows and rotary positions of the blocks.
-fn block_rules(keys: &Keys<'_>, family: &Family, blocks: usize) -> Result<Vec<BlockRule>> {
+fn block_rules(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Result<Vec<BlockConfig>> {
     let window = match keys.is_null("sliding_window") {
         true => None,
         false => keys.size("sliding_window")?.or(family.window),
@@ -360,15 +361,15 @@ fn block_rules(keys: &Keys<'_>, family: &Family, blocks: usize) -> Result<Vec<Bl
     };
     let (full, sliding) = (rotary(FULL)?, rotary(SLIDING)?);
     let rule = |kind: &&str| match (*kind, window) {
-        (FULL, _) => Ok(BlockRule { window: None, rotary: full }),
-        (_, Some(window)) => Ok(BlockRule { window: Some(window), rotary: sliding }),
+        (FULL, _) => Ok(BlockConfig { window: None, rotary: full }),
+        (_, Some(window)) => Ok(BlockConfig { window: Some(window), rotary: sliding }),
         (_, None) => Err(keys.refuse("sliding_window", "a number where layer_types has sliding_attention")),
     };
     types.iter().map(rule).collect()
 }
 
 /// The kind of each block's attention.
-fn block_types<'a>(keys: &Keys<'a>, family: &Family, blocks: usize) -> Result<Vec<&'a str>> {
+fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> Result<Vec<&'a str>> {
     let slides = !family.is_qwen() || keys.flag("use_sliding_window", false)?;
     if let Some(given) = keys.get("layer_types") {
         let all = given.as_array().map(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
@@ -408,19 +409,19 @@ fn block_types<'a>(keys: &Keys<'a>, family: &Family, blocks: usize) -> Result<Ve
 }
 
 /// The rotary positions of blocks with a window in Gemma 3.
-fn local_rotary(keys: &Keys<'_>) -> Result<RotaryRule> {
+fn local_rotary(keys: &JsonKeys<'_>) -> Result<RotaryConfig> {
     if keys.get("rope_parameters").is_some() {
         return rotary(keys, SLIDING, 1e4);
     }
-    Ok(RotaryRule { theta: keys.positive("rope_local_base_freq")?.unwrap_or(1e4), scaling: RotaryScaling::None })
+    Ok(RotaryConfig { theta: keys.positive("rope_local_base_freq")?.unwrap_or(1e4), scaling: RotaryScaling::None })
 }
 
 /// The rotary positions of blocks of a `kind`.
-fn rotary(keys: &Keys<'_>, kind: &str, theta: f64) -> Result<RotaryRule> {
+fn rotary(keys: &JsonKeys<'_>, kind: &str, theta: f64) -> Result<RotaryConfig> {
     let plain = keys.positive("rope_theta")?;
     let old = keys.object("rope_scaling", "rope_scaling.")?.map(|given| scaling(&given)).transpose()?;
     let Some(given) = keys.object("rope_parameters", "rope_parameters.")? else {
-        return Ok(RotaryRule { theta: plain.unwrap_or(theta), scaling: old.unwrap_or(RotaryScaling::None) });
+        return Ok(RotaryConfig { theta: plain.unwrap_or(theta), scaling: old.unwrap_or(RotaryScaling::None) });
     };
     // One for each kind of attention, or one for all.
     let given = match given.keys().any(|key| [FULL, SLIDING].contains(&key)) {
@@ -442,11 +443,11 @@ fn rotary(keys: &Keys<'_>, kind: &str, theta: f64) -> Result<RotaryRule> {
     if kind == FULL && old.is_some_and(|old| old != scaling) {
         return Err(keys.refuse("rope_scaling", "absent or equal to rope_parameters beside it"));
     }
-    Ok(RotaryRule { theta: own.or(plain).unwrap_or(theta), scaling })
+    Ok(RotaryConfig { theta: own.or(plain).unwrap_or(theta), scaling })
 }
 
 /// How frequencies are slowed.
-fn scaling(given: &Keys<'_>) -> Result<RotaryScaling> {
+fn scaling(given: &JsonKeys<'_>) -> Result<RotaryScaling> {
     let (new, old) = (given.text("rope_type")?, given.text("type")?);
     if let (Some(new), Some(old)) = (new, old)
         && new != old
@@ -464,7 +465,7 @@ fn scaling(given: &Keys<'_>) -> Result<RotaryScaling> {
             if low >= high {
                 return Err(given.refuse("high_freq_factor", format!("above low_freq_factor ({low})")));
             }
-            Ok(RotaryScaling::Llama3(Llama3 {
+            Ok(RotaryScaling::Llama3(Llama3RopeScaling {
                 factor: need("factor")?,
                 low_freq_factor: low,
                 high_freq_factor: high,

@@ -3,13 +3,13 @@
 use crate::nn::Sequences;
 
 /// The positions of the rows of a tensor `[batch, time, width]`.
-pub(super) enum Positions {
+pub(super) enum RowPositions {
     /// Of the first of the batch's positions, which follow one another.
     From(usize),
     Of(Sequences),
 }
 
-impl Positions {
+impl RowPositions {
     /// Of row r.
     pub fn at(&self, row: usize, time: usize) -> usize {
         match self {

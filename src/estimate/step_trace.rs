@@ -1,17 +1,17 @@
 //! A step as a rehearsal has gone through it: what is computed, which collectives are launched, and which are waited for.
 //!
-//! [`Script::run`] plays it: the training thread computes, launches and waits, and the communication thread carries out
+//! [`StepTrace::simulate`] simulates it: the training thread computes, launches and waits; the communication thread carries out
 //! collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one begins when somebody
 //! waits for it, when a long one is launched behind it, or after a grace.
 
-use super::network::Travel;
+use super::network::TransferTime;
 use crate::comm::{GRACE, Kind, SHORT_BYTES, Wire};
 use candle_core::DType;
 use std::collections::VecDeque;
 
 /// A part of a step whose time is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum StepPhase {
     Forward,
     /// And what is recomputed in it.
     Backward,
@@ -21,33 +21,33 @@ pub(super) enum Phase {
 
 /// Work of each phase.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Work {
+pub(super) struct PhaseWork {
     pub forward: f64,
     pub backward: f64,
     pub update: f64,
 }
 
-impl Work {
-    pub fn of(&self, phase: Phase) -> f64 {
+impl PhaseWork {
+    pub fn of(&self, phase: StepPhase) -> f64 {
         match phase {
-            Phase::Forward => self.forward,
-            Phase::Backward => self.backward,
-            Phase::Update => self.update,
+            StepPhase::Forward => self.forward,
+            StepPhase::Backward => self.backward,
+            StepPhase::Update => self.update,
         }
     }
 
-    fn add(&mut self, phase: Phase, work: f64) {
+    fn add(&mut self, phase: StepPhase, work: f64) {
         *match phase {
-            Phase::Forward => &mut self.forward,
-            Phase::Backward => &mut self.backward,
-            Phase::Update => &mut self.update,
+            StepPhase::Forward => &mut self.forward,
+            StepPhase::Backward => &mut self.backward,
+            StepPhase::Update => &mut self.update,
         } += work;
     }
 }
 
 /// A collective: what [`EvenHosts::passages`](crate::comm::EvenHosts::passages) is asked for.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Collective {
+pub(super) struct CollectiveCall {
     pub kind: Kind,
     pub wire: Wire,
     pub dtype: DType,
@@ -55,51 +55,51 @@ pub(super) struct Collective {
     pub elements: usize,
 }
 
-impl Collective {
+impl CollectiveCall {
     fn is_short(&self) -> bool {
         self.elements.saturating_mul(self.dtype.size_in_bytes()) <= SHORT_BYTES
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Event {
-    Compute(Phase, f64),
-    Launch(Collective),
+enum TraceEvent {
+    Compute(StepPhase, f64),
+    Launch(CollectiveCall),
     /// For the collective that was launched as the n-th of its part.
     Wait(usize),
 }
 
 /// Events at whose end nothing is under way, and how often they happen.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Part {
-    events: Vec<Event>,
+struct TraceSegment {
+    events: Vec<TraceEvent>,
     launched: usize,
     times: u64,
 }
 
 /// The events of a step of one rank.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Script {
-    parts: Vec<Part>,
+pub(super) struct StepTrace {
+    parts: Vec<TraceSegment>,
 }
 
 /// The number of a collective that was launched.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Launched(usize);
+pub(super) struct CollectiveId(usize);
 
 /// Seconds of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Played {
+pub(super) struct SimulatedStep {
     /// Until both threads have ended.
     pub step: f64,
     /// In which the communication thread works.
     pub wire: f64,
 }
 
-impl Script {
+impl StepTrace {
     /// The last part is over, at whose end nothing is under way; the next one begins.
     pub fn begin_part(&mut self) {
-        self.parts.push(Part { times: 1, ..Part::default() });
+        self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
     }
 
     /// The present part happens so many times more.
@@ -108,38 +108,38 @@ impl Script {
         *times = times.saturating_add(more as u64);
     }
 
-    fn part(&mut self) -> &mut Part {
+    fn part(&mut self) -> &mut TraceSegment {
         if self.parts.is_empty() {
             self.begin_part();
         }
         self.parts.last_mut().expect("there is one")
     }
 
-    pub fn compute(&mut self, phase: Phase, work: f64) {
+    pub fn compute(&mut self, phase: StepPhase, work: f64) {
         let events = &mut self.part().events;
         match events.last_mut() {
-            Some(Event::Compute(last, sum)) if *last == phase => *sum += work,
-            _ => events.push(Event::Compute(phase, work)),
+            Some(TraceEvent::Compute(last, sum)) if *last == phase => *sum += work,
+            _ => events.push(TraceEvent::Compute(phase, work)),
         }
     }
 
-    pub fn launch(&mut self, collective: Collective) -> Launched {
+    pub fn launch(&mut self, collective: CollectiveCall) -> CollectiveId {
         let part = self.part();
-        part.events.push(Event::Launch(collective));
+        part.events.push(TraceEvent::Launch(collective));
         part.launched += 1;
-        Launched(part.launched - 1)
+        CollectiveId(part.launched - 1)
     }
 
-    pub fn wait(&mut self, Launched(number): Launched) {
-        self.part().events.push(Event::Wait(number));
+    pub fn wait(&mut self, CollectiveId(number): CollectiveId) {
+        self.part().events.push(TraceEvent::Wait(number));
     }
 
     /// All that is computed in a step.
-    pub fn work(&self) -> Work {
-        let mut all = Work::default();
-        for Part { events, times, .. } in &self.parts {
+    pub fn work(&self) -> PhaseWork {
+        let mut all = PhaseWork::default();
+        for TraceSegment { events, times, .. } in &self.parts {
             for event in events {
-                if let Event::Compute(phase, work) = event {
+                if let TraceEvent::Compute(phase, work) = event {
                     all.add(*phase, work * *times as f64);
                 }
             }
@@ -148,22 +148,26 @@ impl Script {
     }
 
     /// The collectives of a step, each with how often it takes place.
-    pub fn collectives(&self) -> impl Iterator<Item = (Collective, u64)> {
+    pub fn collectives(&self) -> impl Iterator<Item = (CollectiveCall, u64)> {
         self.parts.iter().flat_map(|part| {
             part.events.iter().filter_map(|event| match event {
-                Event::Launch(collective) => Some((*collective, part.times)),
+                TraceEvent::Launch(collective) => Some((*collective, part.times)),
                 _ => None,
             })
         })
     }
 
-    /// Plays the step: `computing` gives the seconds of an amount of work, `travelling` the way of a collective.
-    pub fn run(&self, computing: impl Fn(Phase, f64) -> f64, travelling: impl Fn(&Collective) -> Travel) -> Played {
-        let mut all = Played::default();
+    /// Simulates the step: `computing` gives the seconds of an amount of work, `travelling` the way of a collective.
+    pub fn simulate(
+        &self,
+        computing: impl Fn(StepPhase, f64) -> f64,
+        travelling: impl Fn(&CollectiveCall) -> TransferTime,
+    ) -> SimulatedStep {
+        let mut all = SimulatedStep::default();
         for part in &self.parts {
-            let played = part.run(&computing, &travelling);
-            all.step += played.step * part.times as f64;
-            all.wire += played.wire * part.times as f64;
+            let simulated = part.simulate(&computing, &travelling);
+            all.step += simulated.step * part.times as f64;
+            all.wire += simulated.wire * part.times as f64;
         }
         all
     }
@@ -171,23 +175,23 @@ impl Script {
 
 /// The communication thread.
 #[derive(Default)]
-struct CommThread {
+struct SimulatedCommThread {
     /// Seconds when it has done what was taken from the queue.
     free: f64,
     /// In which it has worked.
     busy: f64,
     /// When each collective was launched that has not begun, and its way.
-    queue: VecDeque<(f64, Travel)>,
+    queue: VecDeque<(f64, TransferTime)>,
     /// The ends of those that have, in the order of launch.
     done: Vec<f64>,
     /// From when to when those take a share of the processors beside which something may still be computed, and the share.
     beside: VecDeque<(f64, f64, f64)>,
 }
 
-impl CommThread {
+impl SimulatedCommThread {
     /// At second `now`, the first in the queue is to begin if it has not.
     fn begin(&mut self, now: f64) {
-        if let Some((launched, Travel { seconds, processors })) = self.queue.pop_front() {
+        if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
             let start = self.free.max(now.min(launched + GRACE.as_secs_f64()));
             self.free = start + seconds;
             self.busy += seconds;
@@ -217,13 +221,17 @@ impl CommThread {
     }
 }
 
-impl Part {
-    fn run(&self, computing: &impl Fn(Phase, f64) -> f64, travelling: &impl Fn(&Collective) -> Travel) -> Played {
-        let (mut now, mut wire) = (0f64, CommThread::default());
+impl TraceSegment {
+    fn simulate(
+        &self,
+        computing: &impl Fn(StepPhase, f64) -> f64,
+        travelling: &impl Fn(&CollectiveCall) -> TransferTime,
+    ) -> SimulatedStep {
+        let (mut now, mut wire) = (0f64, SimulatedCommThread::default());
         for event in &self.events {
             match event {
-                Event::Compute(phase, work) => now = wire.compute_beside(now, computing(*phase, *work)),
-                Event::Launch(collective) => {
+                TraceEvent::Compute(phase, work) => now = wire.compute_beside(now, computing(*phase, *work)),
+                TraceEvent::Launch(collective) => {
                     wire.queue.push_back((now, travelling(collective)));
                     if !collective.is_short() {
                         while !wire.queue.is_empty() {
@@ -231,7 +239,7 @@ impl Part {
                         }
                     }
                 }
-                Event::Wait(number) => {
+                TraceEvent::Wait(number) => {
                     while wire.done.len() <= *number && !wire.queue.is_empty() {
                         wire.begin(now);
                     }
@@ -242,7 +250,7 @@ impl Part {
         while !wire.queue.is_empty() {
             wire.begin(now);
         }
-        Played { step: now.max(wire.free), wire: wire.busy }
+        SimulatedStep { step: now.max(wire.free), wire: wire.busy }
     }
 }
 
@@ -250,33 +258,34 @@ impl Part {
 mod tests {
     use super::*;
 
-    fn sum_of(elements: usize) -> Collective {
-        Collective { kind: Kind::ReduceScatter, wire: Wire::Exact, dtype: DType::F32, elements }
+    fn sum_of(elements: usize) -> CollectiveCall {
+        CollectiveCall { kind: Kind::ReduceScatter, wire: Wire::Exact, dtype: DType::F32, elements }
     }
 
     /// Each unit of work takes a second; a long collective takes `long` seconds, a short one `short`.
-    fn seconds(script: &Script, long: f64, short: f64) -> (f64, f64) {
-        let travelling = |c: &Collective| Travel { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
-        let Played { step, wire } = script.run(|_, work| work, travelling);
+    fn seconds(step_trace: &StepTrace, long: f64, short: f64) -> (f64, f64) {
+        let travelling =
+            |c: &CollectiveCall| TransferTime { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
+        let SimulatedStep { step, wire } = step_trace.simulate(|_, work| work, travelling);
         (step, wire)
     }
 
     /// Two buckets in a backward of four seconds, each launched after two; waited for when the next is, or at the end.
-    fn backward(overlaps: bool) -> Script {
-        let mut script = Script::default();
-        script.compute(Phase::Backward, 1.0);
-        script.compute(Phase::Backward, 1.0);
-        let first = script.launch(sum_of(1 << 20));
+    fn backward(overlaps: bool) -> StepTrace {
+        let mut step_trace = StepTrace::default();
+        step_trace.compute(StepPhase::Backward, 1.0);
+        step_trace.compute(StepPhase::Backward, 1.0);
+        let first = step_trace.launch(sum_of(1 << 20));
         if !overlaps {
-            script.wait(first);
+            step_trace.wait(first);
         }
-        script.compute(Phase::Backward, 2.0);
-        let second = script.launch(sum_of(1 << 20));
+        step_trace.compute(StepPhase::Backward, 2.0);
+        let second = step_trace.launch(sum_of(1 << 20));
         if overlaps {
-            script.wait(first);
+            step_trace.wait(first);
         }
-        script.wait(second);
-        script
+        step_trace.wait(second);
+        step_trace
     }
 
     #[test]
@@ -286,13 +295,13 @@ mod tests {
         assert_eq!(seconds(&backward(true), 3.0, 0.0), (8.0, 6.0), "one after the other");
         assert_eq!(seconds(&backward(false), 1.0, 0.0), (6.0, 2.0), "the sum");
         assert_eq!(seconds(&backward(false), 3.0, 0.0), (10.0, 6.0));
-        assert_eq!(backward(true).work(), Work { backward: 4.0, ..Work::default() });
+        assert_eq!(backward(true).work(), PhaseWork { backward: 4.0, ..PhaseWork::default() });
     }
 
     #[test]
     fn computing_beside_a_collective_waits_for_processors() {
         let step = |overlaps: bool, seconds: f64, processors: f64| {
-            backward(overlaps).run(|_, work| work, |_| Travel { seconds, processors }).step
+            backward(overlaps).simulate(|_, work| work, |_| TransferTime { seconds, processors }).step
         };
         // The first collective passes beside two seconds of computing, the second one beside nothing.
         assert_eq!(step(true, 1.0, 0.25), 5.25);
@@ -304,32 +313,32 @@ mod tests {
 
     #[test]
     fn short_collectives_begin_when_they_are_waited_for_or_after_a_grace() {
-        let script = |work: f64, then_long: bool| {
-            let mut script = Script::default();
-            let short = script.launch(sum_of(8));
-            script.compute(Phase::Forward, work);
-            let long = then_long.then(|| script.launch(sum_of(1 << 20)));
-            script.wait(short);
-            long.into_iter().for_each(|long| script.wait(long));
-            script
+        let step_trace = |work: f64, then_long: bool| {
+            let mut step_trace = StepTrace::default();
+            let short = step_trace.launch(sum_of(8));
+            step_trace.compute(StepPhase::Forward, work);
+            let long = then_long.then(|| step_trace.launch(sum_of(1 << 20)));
+            step_trace.wait(short);
+            long.into_iter().for_each(|long| step_trace.wait(long));
+            step_trace
         };
         let grace = GRACE.as_secs_f64();
-        assert_eq!(seconds(&script(grace / 2.0, false), 0.0, 1.0).0, 1.0 + grace / 2.0);
-        assert_eq!(seconds(&script(3.0, false), 0.0, 1.0).0, 3.0);
-        assert_eq!(seconds(&script(0.5, false), 0.0, 1.0).0, 1.0 + grace);
-        assert_eq!(seconds(&script(0.001, true), 2.0, 1.0).0, 3.001);
+        assert_eq!(seconds(&step_trace(grace / 2.0, false), 0.0, 1.0).0, 1.0 + grace / 2.0);
+        assert_eq!(seconds(&step_trace(3.0, false), 0.0, 1.0).0, 3.0);
+        assert_eq!(seconds(&step_trace(0.5, false), 0.0, 1.0).0, 1.0 + grace);
+        assert_eq!(seconds(&step_trace(0.001, true), 2.0, 1.0).0, 3.001);
     }
 
     #[test]
     fn parts_happen_as_often_as_they_are_repeated() {
-        let mut script = backward(true);
-        script.repeat(9);
-        script.begin_part();
-        let vote = script.launch(sum_of(3));
-        script.wait(vote);
-        assert_eq!(seconds(&script, 1.0, 0.5), (50.5, 20.5));
-        assert_eq!(script.work().backward, 40.0);
-        let all: Vec<_> = script.collectives().map(|(collective, times)| (collective.elements, times)).collect();
+        let mut step_trace = backward(true);
+        step_trace.repeat(9);
+        step_trace.begin_part();
+        let vote = step_trace.launch(sum_of(3));
+        step_trace.wait(vote);
+        assert_eq!(seconds(&step_trace, 1.0, 0.5), (50.5, 20.5));
+        assert_eq!(step_trace.work().backward, 40.0);
+        let all: Vec<_> = step_trace.collectives().map(|(collective, times)| (collective.elements, times)).collect();
         assert_eq!(all, [(1 << 20, 10), (1 << 20, 10), (3, 1)]);
     }
 }

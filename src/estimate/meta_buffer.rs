@@ -7,21 +7,21 @@ use candle_core::DType;
 
 /// A number of elements of a dtype, and room for a number of them, without memory for any.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Blank {
+pub(super) struct MetaBuffer {
     place: Tier,
     dtype: DType,
     len: usize,
     capacity: usize,
 }
 
-impl Blank {
+impl MetaBuffer {
     /// `len` elements.
     pub fn whole(place: Tier, dtype: DType, len: usize) -> Self {
         Self { place, dtype, len, capacity: len }
     }
 }
 
-impl Elements for Blank {
+impl Elements for MetaBuffer {
     type Place = Tier;
 
     fn host() -> Tier {

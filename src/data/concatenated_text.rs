@@ -8,20 +8,20 @@ pub(super) const MAP_FROM: u64 = 1 << 20;
 
 /// A sequence of bytes.
 #[derive(Debug, Default)]
-pub(super) struct Text {
+pub(super) struct ConcatenatedText {
     /// Each with the place of its first byte.
-    parts: Vec<(usize, Part)>,
+    parts: Vec<(usize, TextSegment)>,
     len: usize,
 }
 
 #[derive(Debug)]
-enum Part {
+enum TextSegment {
     Static(&'static [u8]),
     Read(Vec<u8>),
     Mapped(Mmap),
 }
 
-impl Part {
+impl TextSegment {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::Static(bytes) => bytes,
@@ -31,9 +31,9 @@ impl Part {
     }
 }
 
-impl Text {
+impl ConcatenatedText {
     pub fn of_static(text: &'static str) -> Self {
-        Self { parts: vec![(0, Part::Static(text.as_bytes()))], len: text.len() }
+        Self { parts: vec![(0, TextSegment::Static(text.as_bytes()))], len: text.len() }
     }
 
     pub fn len(&self) -> usize {
@@ -43,8 +43,8 @@ impl Text {
     /// Appends a copy of `bytes`.
     pub fn append(&mut self, bytes: &[u8]) {
         match self.parts.last_mut() {
-            Some((_, Part::Read(before))) => before.extend_from_slice(bytes),
-            _ => self.parts.push((self.len, Part::Read(bytes.to_vec()))),
+            Some((_, TextSegment::Read(before))) => before.extend_from_slice(bytes),
+            _ => self.parts.push((self.len, TextSegment::Read(bytes.to_vec()))),
         }
         self.len += bytes.len();
     }
@@ -53,11 +53,11 @@ impl Text {
     pub fn append_map(&mut self, map: Mmap) {
         let start = self.len;
         self.len += map.len();
-        self.parts.push((start, Part::Mapped(map)));
+        self.parts.push((start, TextSegment::Mapped(map)));
     }
 
     /// The parts that bytes `start .. start + count` lie in, and where there.
-    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&Part, usize, usize)> {
+    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextSegment, usize, usize)> {
         let end = start + count;
         assert!(end <= self.len, "bytes {start} .. {end} of {}", self.len);
         let first = self.parts.partition_point(|(begin, _)| *begin <= start).saturating_sub(1);
@@ -73,7 +73,7 @@ impl Text {
     /// Tells the system that bytes `start .. start + count` will be wanted.
     pub fn will_need(&self, start: usize, count: usize) {
         for (part, from, to) in self.places(start, count) {
-            if let Part::Mapped(map) = part {
+            if let TextSegment::Mapped(map) = part {
                 // A hint.
                 _ = map.advise_range(Advice::WillNeed, from, to - from);
             }
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn any_range_of_files_that_are_mapped_and_read_is_that_of_their_bytes() {
-        let mut text = Text::default();
+        let mut text = ConcatenatedText::default();
         let mut all: Vec<u8> = vec![];
         for (number, len) in [3, 5, 0, 7, 4, 1].into_iter().enumerate() {
             let bytes: Vec<u8> = (0..len).map(|i| (number * 10 + i) as u8).collect();

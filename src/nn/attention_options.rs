@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 
 /// How scores become probabilities, and which keys a query sees. Default: causal attention of the usual scale.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Attend {
+pub struct AttentionOptions {
     /// Factor of the products of queries and keys; 1 / sqrt(width of a head) otherwise.
     pub scale: Option<f64>,
     /// Scores are bound to c tanh(score / c) for this c (Gemma 2).
@@ -18,7 +18,7 @@ pub struct Attend {
     pub bidirectional: bool,
 }
 
-impl Attend {
+impl AttentionOptions {
     /// For heads of `head` elements.
     pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<Rule<'a>> {
         let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());

@@ -1,6 +1,6 @@
-//! Files of a rehearsal: space is entered in the ledger, and requests are counted.
+//! Files of a rehearsal: extents are entered in the ledger, and requests are counted.
 
-use super::blank::Blank;
+use super::meta_buffer::MetaBuffer;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
@@ -13,30 +13,30 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Space of a file, which is entered in the ledger.
+/// An extent of a file, which is entered in the ledger.
 #[derive(Clone)]
-pub(super) struct Space {
+pub(super) struct RehearsedExtent {
     pub dtype: DType,
     pub held: Rc<RefCell<Held>>,
 }
 
 /// Files while sub-groups are laid out.
-pub(super) struct Spaces(pub Ledger);
+pub(super) struct RehearsedArena(pub Ledger);
 
-/// Requests to files.
-pub(super) struct Requests {
+/// Files whose requests are counted.
+pub(super) struct RehearsedFiles {
     pub access: DiskAccess,
     ledger: Ledger,
     traffic: Rc<RefCell<Traffic>>,
     /// Bytes of the copies that direct access may need: each thread keeps a block that does not lie as it has to.
     copies: usize,
     /// Gradients on their way, by number, as if no disk were fast enough to write one before it has to be waited for.
-    unwritten: RefCell<VecDeque<(u64, Tracked<Blank>)>>,
+    unwritten: RefCell<VecDeque<(u64, Tracked<MetaBuffer>)>>,
     /// Gradients so far.
     stored: Cell<u64>,
 }
 
-impl Requests {
+impl RehearsedFiles {
     /// `largest`: elements of the largest parameter.
     pub fn new(aio: &Aio, largest: usize, access: DiskAccess, ledger: Ledger, traffic: Rc<RefCell<Traffic>>) -> Self {
         let block = block_size(aio).min(largest * DType::F32.size_in_bytes()).next_multiple_of(ALIGN) + ALIGN - 1;
@@ -51,26 +51,26 @@ impl Requests {
         }
     }
 
-    fn count_read(&self, space: &Space, elements: usize) {
-        self.traffic.borrow_mut().bytes_read += (elements * space.dtype.size_in_bytes()) as u64;
+    fn count_read(&self, extent: &RehearsedExtent, elements: usize) {
+        self.traffic.borrow_mut().bytes_read += (elements * extent.dtype.size_in_bytes()) as u64;
     }
 
-    fn count_write(&self, space: &Space, elements: usize) {
-        self.traffic.borrow_mut().bytes_written += (elements * space.dtype.size_in_bytes()) as u64;
+    fn count_write(&self, extent: &RehearsedExtent, elements: usize) {
+        self.traffic.borrow_mut().bytes_written += (elements * extent.dtype.size_in_bytes()) as u64;
     }
 }
 
-impl Files for Requests {
-    type Extent = Space;
+impl Files for RehearsedFiles {
+    type Extent = RehearsedExtent;
     /// Its bytes.
     type Staging = usize;
     type Transfer = usize;
-    type Buffer = Blank;
-    type Reading = Blank;
+    type Buffer = MetaBuffer;
+    type Reading = MetaBuffer;
     type Writing = u64;
 
-    fn dtype(space: &Space) -> DType {
-        space.dtype
+    fn dtype(extent: &RehearsedExtent) -> DType {
+        extent.dtype
     }
 
     fn staging(bytes: usize) -> usize {
@@ -81,16 +81,16 @@ impl Files for Requests {
         *staging
     }
 
-    fn read(&self, staging: usize, from: Option<(&Space, Range<usize>)>) -> usize {
-        if let Some((space, range)) = from {
-            self.count_read(space, range.len());
+    fn read(&self, staging: usize, from: Option<(&RehearsedExtent, Range<usize>)>) -> usize {
+        if let Some((extent, range)) = from {
+            self.count_read(extent, range.len());
         }
         self.hold_copies();
         staging
     }
 
-    fn write(&self, staging: usize, space: &Space, range: Range<usize>) -> usize {
-        self.count_write(space, range.len());
+    fn write(&self, staging: usize, extent: &RehearsedExtent, range: Range<usize>) -> usize {
+        self.count_write(extent, range.len());
         self.hold_copies();
         staging
     }
@@ -99,19 +99,19 @@ impl Files for Requests {
         Ok(transfer)
     }
 
-    fn fill(&self, buffer: Blank, pieces: Vec<(Space, Range<usize>, usize)>) -> Blank {
-        pieces.iter().for_each(|(space, range, _)| self.count_read(space, range.len()));
+    fn fill(&self, buffer: MetaBuffer, pieces: Vec<(RehearsedExtent, Range<usize>, usize)>) -> MetaBuffer {
+        pieces.iter().for_each(|(extent, range, _)| self.count_read(extent, range.len()));
         buffer
     }
 
-    fn filled(&self, reading: Blank) -> Result<Blank> {
+    fn filled(&self, reading: MetaBuffer) -> Result<MetaBuffer> {
         Ok(reading)
     }
 
-    fn store(&self, memory: Tracked<Blank>, space: &Space, range: Range<usize>) -> u64 {
-        self.count_write(space, range.len());
+    fn store(&self, memory: Tracked<MetaBuffer>, extent: &RehearsedExtent, range: Range<usize>) -> u64 {
+        self.count_write(extent, range.len());
         let mut unwritten = self.unwritten.borrow_mut();
-        let bytes = |memory: &Tracked<Blank>| memory.buffer().capacity_in_bytes();
+        let bytes = |memory: &Tracked<MetaBuffer>| memory.buffer().capacity_in_bytes();
         while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
         {
             unwritten.pop_front();

@@ -1,6 +1,6 @@
 //! How long a step of one host takes: as it is given, or by the metrics of a run.
 
-use super::script::{Phase, Work};
+use super::step_trace::{PhaseWork, StepPhase};
 use crate::error::{Error, EstimateError, Result};
 use serde_json::Value;
 use std::path::Path;
@@ -12,7 +12,7 @@ const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
 
 /// How long a step takes on one host: computing, memory and disk, and collectives inside of the host.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measured {
+pub struct MeasuredStep {
     step_s: f64,
     /// Forward, backward, and the optimizer's step.
     phases: Option<[f64; 3]>,
@@ -20,7 +20,7 @@ pub struct Measured {
     ranks: Option<usize>,
 }
 
-impl Measured {
+impl MeasuredStep {
     /// A step of so many seconds.
     ///
     /// # Errors
@@ -85,18 +85,19 @@ impl Measured {
     }
 
     /// Seconds of an amount of work in a phase where a step does `all`, and seconds that belong to no work.
-    pub(super) fn spread(&self, all: Work) -> (impl Fn(Phase, f64) -> f64 + use<>, f64) {
-        let by_phase = self.phases.map(|[forward, backward, update]| Work { forward, backward, update });
+    pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
+        let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
         let both = all.forward + all.backward;
         let of = move |whole: f64, part: f64, seconds: f64| if whole > 0.0 { seconds * part / whole } else { 0.0 };
         let step_s = self.step_s;
-        let seconds = move |phase: Phase, work: f64| match (by_phase, phase) {
+        let seconds = move |phase: StepPhase, work: f64| match (by_phase, phase) {
             (Some(seconds), _) => of(all.of(phase), work, seconds.of(phase)),
             // The optimizer's time is in the others' where nothing is known of it.
-            (None, Phase::Update) => 0.0,
+            (None, StepPhase::Update) => 0.0,
             (None, _) => of(both, work, step_s),
         };
-        let spent: f64 = [Phase::Forward, Phase::Backward, Phase::Update].map(|p| seconds(p, all.of(p))).iter().sum();
+        let spent: f64 =
+            [StepPhase::Forward, StepPhase::Backward, StepPhase::Update].map(|p| seconds(p, all.of(p))).iter().sum();
         (seconds, (step_s - spent).max(0.0))
     }
 }
@@ -138,13 +139,13 @@ mod tests {
             .map(|(forward, number)| step(number, *forward))
             .chain([json!({"summary": true, "world_size": 2}).to_string()])
             .collect();
-        let measured = Measured::of_lines(&lines.join("\n")).unwrap();
+        let measured = MeasuredStep::of_lines(&lines.join("\n")).unwrap();
         assert!((measured.step_s() - 0.1).abs() < 1e-12);
         assert_eq!((measured.steps(), measured.ranks()), (5, Some(2)));
         let cut = format!("{}\n{{\"step\": 8, \"forw", lines.join("\n"));
-        assert_eq!(Measured::of_lines(&cut).unwrap(), measured);
+        assert_eq!(MeasuredStep::of_lines(&cut).unwrap(), measured);
         // Of few steps the later half.
-        assert!((Measured::of_lines(&lines[..2].join("\n")).unwrap().step_s() - 1.51).abs() < 1e-12);
+        assert!((MeasuredStep::of_lines(&lines[..2].join("\n")).unwrap().step_s() - 1.51).abs() < 1e-12);
     }
 
     #[test]
@@ -157,29 +158,34 @@ mod tests {
             ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "not negative"),
             ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes time"),
         ] {
-            let problem = Measured::of_lines(text).unwrap_err();
+            let problem = MeasuredStep::of_lines(text).unwrap_err();
             assert!(problem.contains(words), "{text}: {problem}");
         }
-        assert!(matches!(Measured::metrics("/no/such.jsonl").unwrap_err(), Error::Io { .. }));
+        assert!(matches!(MeasuredStep::metrics("/no/such.jsonl").unwrap_err(), Error::Io { .. }));
         for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            assert!(Measured::seconds(wrong).is_err(), "{wrong}");
+            assert!(MeasuredStep::seconds(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn time_is_spread_over_work_and_none_is_lost() {
-        let all = Work { forward: 10.0, backward: 30.0, update: 5.0 };
-        let (seconds, rest) = Measured::seconds(4.0).unwrap().spread(all);
-        assert_eq!([seconds(Phase::Forward, 10.0), seconds(Phase::Backward, 15.0), rest], [1.0, 1.5, 0.0]);
-        assert_eq!(seconds(Phase::Update, 5.0), 0.0);
-        let measured = Measured::of_lines(&step(0, 30.0)).unwrap();
+        let all = PhaseWork { forward: 10.0, backward: 30.0, update: 5.0 };
+        let (seconds, rest) = MeasuredStep::seconds(4.0).unwrap().spread(all);
+        assert_eq!([seconds(StepPhase::Forward, 10.0), seconds(StepPhase::Backward, 15.0), rest], [1.0, 1.5, 0.0]);
+        assert_eq!(seconds(StepPhase::Update, 5.0), 0.0);
+        let measured = MeasuredStep::of_lines(&step(0, 30.0)).unwrap();
         let (seconds, rest) = measured.spread(all);
-        let times = [seconds(Phase::Forward, 5.0), seconds(Phase::Backward, 30.0), seconds(Phase::Update, 5.0), rest];
+        let times = [
+            seconds(StepPhase::Forward, 5.0),
+            seconds(StepPhase::Backward, 30.0),
+            seconds(StepPhase::Update, 5.0),
+            rest,
+        ];
         let expected = [0.015, 0.06, 0.01, 0.0];
         assert!(times.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{times:?}");
         // Work that no step does: its time is somewhere in the step.
-        let (_, rest) = measured.spread(Work { update: 0.0, ..all });
+        let (_, rest) = measured.spread(PhaseWork { update: 0.0, ..all });
         assert!((rest - 0.01).abs() < 1e-12);
-        assert_eq!(Measured::seconds(4.0).unwrap().spread(Work::default()).1, 4.0);
+        assert_eq!(MeasuredStep::seconds(4.0).unwrap().spread(PhaseWork::default()).1, 4.0);
     }
 }

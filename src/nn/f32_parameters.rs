@@ -10,8 +10,8 @@
 //! that operand's format.
 
 use super::activation::activated;
-use super::product::Sizes;
-use super::{Then, WeightLayout, add, composed};
+use super::linear_product::LinearSizes;
+use super::{LinearEpilogue, WeightLayout, add, composed};
 use crate::graph::{Inputs, Kept};
 use crate::kernels::buffer;
 use crate::kernels::element::Element as _;
@@ -31,7 +31,7 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: Then<'_>,
+    then: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let y = if x.device().is_cpu() {
         with_element!(x.dtype(), NAME, E => linear::<E>(x, weight, bias, layout))?
@@ -44,7 +44,7 @@ pub(super) fn linear_then(
 }
 
 /// What follows a product that is there, in passes of their own.
-pub(super) fn follow(y: Tensor, then: Then<'_>) -> Result<Tensor> {
+pub(super) fn follow(y: Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
     let y = match then.activation {
         Some(function) => activated(function, &y)?,
         None => y,
@@ -55,7 +55,7 @@ pub(super) fn follow(y: Tensor, then: Then<'_>) -> Result<Tensor> {
 const NAME: &str = "linear (f32 weight)";
 
 fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
-    let s = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let s = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;

@@ -4,7 +4,7 @@ use crate::offload::DiskAccess;
 
 /// The circumstances that an estimate depends on besides model and configuration.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Setting {
+pub struct EstimateOptions {
     /// The model computes on a GPU.
     pub gpu: bool,
     /// The model's units recompute their forward, also where the configuration does not ask for it.
