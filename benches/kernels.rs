@@ -13,8 +13,8 @@ mod peak_memory;
 
 use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_zero::nn::{
-    Activation, Attend, Sequences, Then, WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh,
-    layer_norm, linear, linear_cross_entropy, linear_then, rms_norm,
+    Activation, AttentionOptions, LinearEpilogue, Sequences, WeightLayout, causal_attention, embedding,
+    fused_attention, gelu_tanh, layer_norm, linear, linear_cross_entropy, linear_then, rms_norm,
 };
 use candle_zero::precision::{Flat, IntFormat, Nf4Scales, WeightPacking};
 use divan::Bencher;
@@ -160,7 +160,7 @@ fn run_up<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: b
     let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d, 4 * d]), numbers::<T>(&[4 * d])];
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), 4 * d, d]));
     measure(bencher, with_backward, inputs, |[x, w, b]| {
-        let then = Then { activation: Some(Activation::GeluTanh), ..Then::default() };
+        let then = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
         linear_then(x, w, Some(b), WeightLayout::InOut, then)
     });
 }
@@ -172,7 +172,7 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     let inputs = [x, numbers::<T>(&[4 * d, d]), numbers::<T>(&[d]), onto];
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), d, 4 * d]));
     measure(bencher, with_backward, inputs, |[x, w, b, onto]| {
-        let then = Then { residual: Some(onto), ..Then::default() };
+        let then = LinearEpilogue { residual: Some(onto), ..LinearEpilogue::default() };
         linear_then(x, w, Some(b), WeightLayout::InOut, then)
     });
 }
@@ -237,9 +237,9 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
 #[divan::bench(types = [f32, bf16], args = ["all", "bound", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
 fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
     let attend = match what {
-        "bound" => Attend { soft_cap: Some(50.0), ..Attend::default() },
-        "window of 256" => Attend { window: Some(256), ..Attend::default() },
-        _ => Attend::default(),
+        "bound" => AttentionOptions { soft_cap: Some(50.0), ..AttentionOptions::default() },
+        "window of 256" => AttentionOptions { window: Some(256), ..AttentionOptions::default() },
+        _ => AttentionOptions::default(),
     };
     let packed = Sequences::from_lengths(&[vec![256; 8]], 2048).unwrap();
     let packed = (what == "eight sequences").then_some(packed);

@@ -3,7 +3,7 @@
 //!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
 
 use candle_zero::comm::{self, RankEnv};
-use candle_zero::finetune::{FineTune, Length, Method, Options, Prepared, Source};
+use candle_zero::finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod};
 use clap::Parser;
 use std::path::PathBuf;
 
@@ -30,13 +30,13 @@ fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let options = Options {
         data: vec![Source::parse(&args.data)?],
-        method: Method::Lora(args.lora.parse()?),
-        length: Length::Steps(args.steps),
+        method: TuningMethod::Lora(args.lora.parse()?),
+        length: TrainingLength::Steps(args.steps),
         ds_config: args.ds_config,
         ..Options::new(args.model, args.out)
     };
     // Tokenizes the data, once for all ranks, and looks at everything that can be wrong.
-    let prepared = Prepared::new(options, &mut |_| ())?;
+    let prepared = PreparedRun::new(options, &mut |_| ())?;
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let mut run = FineTune::start(prepared, comm)?;
     while let Some(step) = run.step()? {

@@ -13,7 +13,7 @@ use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::cli::DsArgs;
 use candle_zero::comm::RankEnv;
 use candle_zero::config::{Config, RunValues};
-use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::error::FinetuneError;
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::MemoryKind;
@@ -77,7 +77,7 @@ struct Args {
     data: Option<PathBuf>,
     /// Order of the samples
     #[arg(long, value_enum, default_value = "shuffled")]
-    order: SampleOrder,
+    order: OrderFlag,
     /// Optimizer steps
     #[arg(long, default_value_t = 100)]
     steps: u64,
@@ -127,7 +127,7 @@ enum Arch {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum SampleOrder {
+enum OrderFlag {
     Shuffled,
     Sequential,
 }
@@ -254,8 +254,8 @@ fn run<A: Architecture>(
     let mut prompt = vec![];
     data.extend(0, data.len().min(16).min(ctx), &mut prompt);
     let order = match args.order {
-        SampleOrder::Shuffled => Order::Shuffled { seed },
-        SampleOrder::Sequential => Order::Sequential,
+        OrderFlag::Shuffled => SampleOrder::Shuffled { seed },
+        OrderFlag::Sequential => SampleOrder::Sequential,
     };
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;

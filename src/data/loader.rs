@@ -6,7 +6,7 @@
 //! system which tokens the next batch will want, and they are read while the step runs: at worst 0.2 milliseconds, for
 //! half a microsecond per sample. (Figures of a virtual machine with two AMD Zen 5 cores.)
 
-use super::{Order, Sampler, TokenData};
+use super::{SampleOrder, Sampler, TokenData};
 use crate::Result;
 use crate::config::BatchConfig;
 use crate::error::DataError;
@@ -18,7 +18,7 @@ const MOST_TOKENS: usize = 1 << 31;
 
 /// One micro batch of one rank.
 #[derive(Debug, Clone)]
-pub struct Batch {
+pub struct TokenBatch {
     /// Tokens, u32 `[micro, ctx]`.
     pub inputs: Tensor,
     /// The token after each of them, u32 `[micro, ctx]`.
@@ -58,10 +58,10 @@ impl BatchShape {
 ///
 /// ```
 /// use candle_core::Device;
-/// use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+/// use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 ///
 /// let shape = BatchShape { micro: 2, accumulation: 1, world: 1, rank: 0 };
-/// let mut loader = Loader::new(TokenData::embedded(), Order::Sequential, shape, 16, 256, &Device::Cpu)?;
+/// let mut loader = Loader::new(TokenData::embedded(), SampleOrder::Sequential, shape, 16, 256, &Device::Cpu)?;
 /// let batch = loader.next().expect("the sequence is endless")?;
 /// assert_eq!(batch.inputs.dims(), [2, 16]);
 /// # Ok::<(), candle_zero::Error>(())
@@ -92,7 +92,7 @@ impl Loader {
     /// If `ctx` or an entry of `shape` that counts is 0, or if the rank is not below the number of ranks.
     pub fn new(
         data: impl Into<Arc<TokenData>>,
-        order: Order,
+        order: SampleOrder,
         shape: BatchShape,
         ctx: usize,
         vocab: usize,
@@ -152,7 +152,7 @@ impl Loader {
     /// # Errors
     /// [`DataError::TokenOutOfVocabulary`]; Candle's error when the
     /// device is out of memory.
-    pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {
+    pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<TokenBatch> {
         let (micro, ctx) = (self.shape.micro, self.ctx);
         let mut inputs = Vec::with_capacity(micro * ctx);
         let mut targets = Vec::with_capacity(micro * ctx);
@@ -163,12 +163,12 @@ impl Loader {
             self.data.check_vocab(start + ctx, &targets[(j + 1) * ctx - 1..], self.vocab)?;
         }
         let tensor = |tokens: Vec<u32>| Tensor::from_vec(tokens, (micro, ctx), &self.device);
-        Ok(Batch { inputs: tensor(inputs)?, targets: tensor(targets)? })
+        Ok(TokenBatch { inputs: tensor(inputs)?, targets: tensor(targets)? })
     }
 }
 
 impl Iterator for Loader {
-    type Item = Result<Batch>;
+    type Item = Result<TokenBatch>;
 
     /// The next micro batch; there is always one. An error does not move the position.
     fn next(&mut self) -> Option<Self::Item> {

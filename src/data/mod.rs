@@ -5,12 +5,12 @@
 //! Everything is index arithmetic: which tokens a step sees follows from its number alone, so a resumed run needs
 //! nothing but that number, and the global order of samples does not depend on the number of ranks.
 
+mod concatenated_text;
 pub(crate) mod error;
 mod loader;
 mod sampler;
-mod text;
-mod tokens;
+mod token_data;
 
-pub use loader::{Batch, BatchShape, Loader};
-pub use sampler::{Order, Sampler, batches_per_rank, samples_per_rank};
-pub use tokens::TokenData;
+pub use loader::{BatchShape, Loader, TokenBatch};
+pub use sampler::{SampleOrder, Sampler, batches_per_rank, samples_per_rank};
+pub use token_data::TokenData;

@@ -6,7 +6,7 @@ use crate::util::{mix, permute};
 
 /// Order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
+pub enum SampleOrder {
     /// Global sample i starts at token (i x context) mod (tokens - context - 1).
     Sequential,
     /// The data is cut into samples of one context each; every epoch visits each of them once, in an order that the
@@ -20,7 +20,7 @@ pub enum Order {
 /// Where the samples of a token sequence start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
-    order: Order,
+    order: SampleOrder,
     ctx: u64,
     /// Sequential: the modulus. Shuffled: samples per epoch.
     period: u64,
@@ -35,20 +35,20 @@ impl Sampler {
     /// # Panics
     ///
     /// If `ctx` is 0.
-    pub fn new(order: Order, data: &TokenData, ctx: usize) -> Result<Self> {
+    pub fn new(order: SampleOrder, data: &TokenData, ctx: usize) -> Result<Self> {
         assert!(ctx > 0, "a sample has at least one token");
         // A sample is ctx inputs and one target more. The sequential rule's modulus must not be 0 either.
-        let needed = ctx + 1 + usize::from(order == Order::Sequential);
+        let needed = ctx + 1 + usize::from(order == SampleOrder::Sequential);
         if data.len() < needed {
             return Err(DataError::TooShort { data: data.name().into(), tokens: data.len(), ctx, needed }.into());
         }
         Ok(Self::of_len(order, data.len() as u64, ctx as u64))
     }
 
-    fn of_len(order: Order, tokens: u64, ctx: u64) -> Self {
+    fn of_len(order: SampleOrder, tokens: u64, ctx: u64) -> Self {
         let period = match order {
-            Order::Sequential => tokens - ctx - 1,
-            Order::Shuffled { .. } => (tokens - 1) / ctx,
+            SampleOrder::Sequential => tokens - ctx - 1,
+            SampleOrder::Shuffled { .. } => (tokens - 1) / ctx,
         };
         Self { order, ctx, period }
     }
@@ -57,8 +57,8 @@ impl Sampler {
     /// next one.
     pub fn start(&self, i: u64) -> u64 {
         match self.order {
-            Order::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,
-            Order::Shuffled { seed } => {
+            SampleOrder::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,
+            SampleOrder::Shuffled { seed } => {
                 let (epoch, position) = (i / self.period, i % self.period);
                 self.ctx * permute(position, self.period, mix(seed ^ mix(epoch)))
             }
@@ -95,7 +95,7 @@ mod tests {
     proptest! {
         #[test]
         fn an_epoch_visits_every_sample_once(len in 1u64..3000, ctx in 1u64..40, seed: u64, epoch in 0u64..1000) {
-            let sampler = Sampler::of_len(Order::Shuffled { seed }, len * ctx + 1, ctx);
+            let sampler = Sampler::of_len(SampleOrder::Shuffled { seed }, len * ctx + 1, ctx);
             prop_assert_eq!(sampler.epoch_len(), len);
             let mut starts: Vec<u64> = (epoch * len..(epoch + 1) * len).map(|i| sampler.start(i)).collect();
             starts.sort_unstable();
@@ -110,7 +110,7 @@ mod tests {
         #[test]
         fn a_sequential_sample_never_ends_after_the_data(tokens in 3u64..1 << 40, ctx in 1u64..5000, i: u64) {
             prop_assume!(tokens >= ctx + 2);
-            let sampler = Sampler::of_len(Order::Sequential, tokens, ctx);
+            let sampler = Sampler::of_len(SampleOrder::Sequential, tokens, ctx);
             prop_assert!(sampler.start(i) + ctx < tokens);
         }
     }
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn seeds_and_epochs_give_different_orders_and_the_same_one_is_the_same() {
         let order = |seed: u64, epoch: u64| {
-            let sampler = Sampler::of_len(Order::Shuffled { seed }, 1001, 10);
+            let sampler = Sampler::of_len(SampleOrder::Shuffled { seed }, 1001, 10);
             (epoch * 100..epoch * 100 + 100).map(|i| sampler.start(i)).collect::<Vec<_>>()
         };
         assert_eq!(order(7, 3), order(7, 3));
@@ -133,7 +133,7 @@ mod tests {
         // 2000 seeds, 10 places: 200 each; five standard deviations are 67.
         let mut counts = [0i32; 10];
         for seed in 0..2000 {
-            counts[Sampler::of_len(Order::Shuffled { seed }, 11, 1).start(0) as usize] += 1;
+            counts[Sampler::of_len(SampleOrder::Shuffled { seed }, 11, 1).start(0) as usize] += 1;
         }
         assert!(counts.iter().all(|c| (c - 200).abs() < 67), "{counts:?}");
     }

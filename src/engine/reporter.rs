@@ -3,7 +3,7 @@
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
 use crate::files::{folder_of, only_earlier};
-use crate::monitor::{MonitorOpener, Monitors, Throughput};
+use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Instant;
 #[derive(Default)]
 pub(super) struct EngineReporter {
     pub monitors: Monitors,
-    pub throughput: Throughput,
+    pub throughput: ThroughputTimer,
     /// When this micro step's forward began.
     pub micro_step: Option<Instant>,
     /// Mean loss of the last optimizer step, over ranks and micro steps.

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
 use crate::files::{AtomicFile, only_earlier};
-use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
+use crate::monitor::{MonitorEvent, rss_bytes, rss_peak_bytes};
 use crate::notice::{say, warn};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
@@ -19,7 +19,7 @@ impl<M> Engine<M> {
     ///
     /// ```
     /// # use candle_zero::Engine;
-    /// # use candle_zero::monitor::{Event, JsonLines};
+    /// # use candle_zero::monitor::{MonitorEvent, JsonLines};
     /// # let folder = tempfile::tempdir()?;
     /// # let path = folder.path().join("values.jsonl");
     /// # let config = r#"{"train_batch_size": 1}"#;
@@ -29,11 +29,11 @@ impl<M> Engine<M> {
     /// });
     /// let mut engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
     /// let samples = engine.global_samples();
-    /// engine.write_events(&[Event::new("Validation/loss", 0.25, samples)]);
+    /// engine.write_events(&[MonitorEvent::new("Validation/loss", 0.25, samples)]);
     /// assert_eq!(std::fs::read_to_string(path)?, "{\"step\":0,\"tag\":\"Validation/loss\",\"value\":0.25}\n");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn write_events(&mut self, events: &[Event]) {
+    pub fn write_events(&mut self, events: &[MonitorEvent]) {
         self.reporter.monitors.write(events);
     }
 
@@ -158,7 +158,7 @@ impl<M> Engine<M> {
     }
 
     /// The optimizer step's events under DeepSpeed's tags.
-    fn events(&self) -> Vec<Event> {
+    fn events(&self) -> Vec<MonitorEvent> {
         let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.get_lr()[0])];
         if let Precision::Fp16(_) = self.config.precision {
             values.push(("loss_scale", self.loss_scale()));
@@ -175,7 +175,7 @@ impl<M> Engine<M> {
                 ("elapsed_time_ms_step", t.step_ms),
             ]);
         }
-        let event = |(name, value)| Event::new(format!("Train/Samples/{name}"), value, self.global_samples);
+        let event = |(name, value)| MonitorEvent::new(format!("Train/Samples/{name}"), value, self.global_samples);
         values.into_iter().map(event).collect()
     }
 

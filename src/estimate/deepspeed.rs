@@ -42,7 +42,7 @@ pub enum Offloaded {
 
 /// The figures of an estimator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Needs {
+pub struct MemoryNeeds {
     /// Bytes of the host's memory, for each machine.
     pub cpu_bytes: u64,
     /// Bytes of each GPU's memory.
@@ -50,19 +50,25 @@ pub struct Needs {
 }
 
 /// `estimate_zero2_model_states_mem_needs` of a model with `parameters` parameters.
-pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> Needs {
+pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> MemoryNeeds {
     let (p, all) = (parameters as f64, machines.gpus());
     let (cpu, gpu) = if cpu_offload {
         (p * f64::max(4.0 * all, 16.0), 2.0 * p)
     } else {
         (p * 4.0 * machines.gpus_per_node as f64, 2.0 * p + (18.0 * p / all).floor())
     };
-    Needs { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: gpu as u64 }
+    MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: gpu as u64 }
 }
 
 /// `estimate_zero3_model_states_mem_needs` of a model with `parameters` parameters, `largest_layer` of them in its
 /// largest layer. `zero_init`: parameters are partitioned as they are made, and no machine ever holds all of them.
-pub fn zero3(parameters: u64, largest_layer: u64, machines: Machines, offloaded: Offloaded, zero_init: bool) -> Needs {
+pub fn zero3(
+    parameters: u64,
+    largest_layer: u64,
+    machines: Machines,
+    offloaded: Offloaded,
+    zero_init: bool,
+) -> MemoryNeeds {
     let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
     let here = 1.0 / machines.nodes as f64;
     // Every process of a machine makes a whole model first.
@@ -73,5 +79,5 @@ pub fn zero3(parameters: u64, largest_layer: u64, machines: Machines, offloaded:
         Offloaded::Optimizer => (p * held(16.0), (2.0 * p / all).floor()),
         Offloaded::Nothing => (if zero_init { layer } else { p } * copies, (18.0 * p / all).floor()),
     };
-    Needs { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: (4.0 * layer + gpu) as u64 }
+    MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: (4.0 * layer + gpu) as u64 }
 }

@@ -1,11 +1,11 @@
 //! How long a step takes on several hosts: that of one host, and what the cables between them add.
 //!
-//! The script of a step is played: see `script.rs`. Computing takes the measured time, collectives take what their messages
+//! The trace of a step is simulated: see `step_trace.rs`. Computing takes the measured time, collectives take what their messages
 //! between hosts take on the network. What they take inside of a host is a part of the measured time.
 
-use super::network::{Network, Travel};
-use super::script::{Played, Script};
-use super::{Estimate, Measured, Setting, Shapes};
+use super::network::{Network, TransferTime};
+use super::step_trace::{SimulatedStep, StepTrace};
+use super::{Estimate, EstimateOptions, MeasuredStep, Shapes};
 use crate::comm::{CollectiveKind, UniformHosts};
 use crate::config::{BatchConfig, Config};
 use crate::error::{EstimateError, Result};
@@ -17,7 +17,7 @@ const MOST_RANKS: usize = 1024;
 
 /// Collectives of one kind in a step, and their bytes between hosts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Between {
+pub struct InterHostTraffic {
     /// Collectives.
     pub calls: u64,
     /// Bytes into the host that gets most.
@@ -34,7 +34,7 @@ pub struct Forecast {
     /// Ranks of all hosts.
     pub ranks: usize,
     /// By kind of collective; kinds that do not occur are missing.
-    pub between: BTreeMap<CollectiveKind, Between>,
+    pub between: BTreeMap<CollectiveKind, InterHostTraffic>,
     /// Seconds in which messages are on their way between hosts, where nothing is computed beside them.
     pub wire_s: f64,
     /// Seconds of a step, where that of one host is known.
@@ -43,19 +43,19 @@ pub struct Forecast {
 
 impl Forecast {
     /// Bytes between hosts, of all kinds.
-    pub fn bytes(&self) -> Between {
-        let add = |a: Between, b: &Between| Between {
+    pub fn bytes(&self) -> InterHostTraffic {
+        let add = |a: InterHostTraffic, b: &InterHostTraffic| InterHostTraffic {
             calls: a.calls.saturating_add(b.calls),
             bytes_in: a.bytes_in.saturating_add(b.bytes_in),
             bytes_out: a.bytes_out.saturating_add(b.bytes_out),
         };
-        self.between.values().fold(Between::default(), add)
+        self.between.values().fold(InterHostTraffic::default(), add)
     }
 }
 
 /// A row of a table of weak scaling.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Row {
+pub struct ScalingRow {
     /// The step.
     #[serde(flatten)]
     pub forecast: Forecast,
@@ -71,14 +71,14 @@ impl Estimate {
     ///
     /// # Errors
     /// [`EstimateError::Hosts`]: the ranks cannot be divided so.
-    pub fn forecast(&self, hosts: usize, network: &Network, measured: Option<&Measured>) -> Result<Forecast> {
+    pub fn forecast(&self, hosts: usize, network: &Network, measured: Option<&MeasuredStep>) -> Result<Forecast> {
         let ranks = self.memory.world_size;
         if hosts == 0 || !ranks.is_multiple_of(hosts) {
             return Err(EstimateError::Hosts { ranks, hosts }.into());
         }
         let all = UniformHosts::new(hosts, ranks / hosts);
-        let mut between = BTreeMap::<CollectiveKind, Between>::new();
-        for (c, times) in self.script.collectives() {
+        let mut between = BTreeMap::<CollectiveKind, InterHostTraffic>::new();
+        for (c, times) in self.step_trace.collectives() {
             let entry = between.entry(c.kind).or_default();
             // The number of micro steps may be anything.
             let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
@@ -88,7 +88,7 @@ impl Estimate {
                 add(&mut entry.bytes_out, transfer.out);
             }
         }
-        let Played { step, wire } = play(&self.script, &all, network, measured);
+        let SimulatedStep { step, wire } = simulate(&self.step_trace, &all, network, measured);
         Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
     }
 
@@ -100,11 +100,11 @@ impl Estimate {
     pub fn weak_scaling(
         shapes: &Shapes,
         config: &Config,
-        setting: Setting,
+        options: EstimateOptions,
         (hosts, each): (usize, usize),
         network: &Network,
-        measured: Option<&Measured>,
-    ) -> Result<Vec<Row>> {
+        measured: Option<&MeasuredStep>,
+    ) -> Result<Vec<ScalingRow>> {
         let doubled = std::iter::successors(Some(1usize), |hosts| hosts.checked_mul(2));
         let mut counts: Vec<usize> =
             doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(each) <= MOST_RANKS).collect();
@@ -112,12 +112,12 @@ impl Estimate {
         counts.sort_unstable();
         counts.dedup();
         let row = |hosts: usize| {
-            let setting = Setting { hosts, ..setting };
-            let estimate = Self::with(shapes, &with_ranks(config, hosts.saturating_mul(each)), setting)?;
+            let options = EstimateOptions { hosts, ..options };
+            let estimate = Self::with(shapes, &with_ranks(config, hosts.saturating_mul(each)), options)?;
             let forecast = estimate.forecast(hosts, network, measured)?;
             let efficiency = measured.zip(forecast.step_s).map(|(alone, step_s)| (alone.step_s() / step_s).min(1.0));
             let rank_bytes = estimate.host_bytes().saturating_add(estimate.device_bytes());
-            Ok(Row { forecast, efficiency, rank_bytes })
+            Ok(ScalingRow { forecast, efficiency, rank_bytes })
         };
         counts.into_iter().map(row).collect()
     }
@@ -130,20 +130,25 @@ fn with_ranks(config: &Config, ranks: usize) -> Config {
     Config { world_size: ranks, batch, ..config.clone() }
 }
 
-/// Plays a step. Where nothing is known of computing, it takes no time.
-fn play(script: &Script, hosts: &UniformHosts, network: &Network, measured: Option<&Measured>) -> Played {
-    let travelling = |c: &super::script::Collective| {
+/// Simulates a step. Where nothing is known of computing, it takes no time.
+fn simulate(
+    step_trace: &StepTrace,
+    hosts: &UniformHosts,
+    network: &Network,
+    measured: Option<&MeasuredStep>,
+) -> SimulatedStep {
+    let travelling = |c: &super::step_trace::CollectiveCall| {
         let ways =
             hosts.transfers(c.kind, c.wire, c.dtype, c.elements).into_iter().map(|transfer| network.travel(&transfer));
-        ways.reduce(|a, b| Travel { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
+        ways.reduce(|a, b| TransferTime { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
             .unwrap_or_default()
     };
     match measured {
-        None => script.run(|_, _| 0.0, travelling),
+        None => step_trace.simulate(|_, _| 0.0, travelling),
         Some(measured) => {
-            let (seconds, rest) = measured.spread(script.work());
-            let Played { step, wire } = script.run(seconds, travelling);
-            Played { step: step + rest, wire }
+            let (seconds, rest) = measured.spread(step_trace.work());
+            let SimulatedStep { step, wire } = step_trace.simulate(seconds, travelling);
+            SimulatedStep { step: step + rest, wire }
         }
     }
 }
@@ -167,7 +172,7 @@ mod tests {
     }
 
     fn step(estimate: &Estimate, hosts: usize, network: &str, seconds: f64) -> f64 {
-        let measured = Measured::seconds(seconds).unwrap();
+        let measured = MeasuredStep::seconds(seconds).unwrap();
         estimate.forecast(hosts, &network.parse().unwrap(), Some(&measured)).unwrap().step_s.unwrap()
     }
 
@@ -241,12 +246,12 @@ mod tests {
     #[test]
     fn more_hosts_share_the_state_and_their_ranks_have_the_same_batch() {
         let (shapes, config) = (Shapes::preset("nano").unwrap(), config(6, json!({"stage": 3}), 1));
-        let measured = Measured::seconds(1.0).unwrap();
+        let measured = MeasuredStep::seconds(1.0).unwrap();
         let table = |hosts, each| {
             let scaled = Estimate::weak_scaling(
                 &shapes,
                 &config,
-                Setting::default(),
+                EstimateOptions::default(),
                 (hosts, each),
                 &Network::ASSUMED,
                 Some(&measured),

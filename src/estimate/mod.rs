@@ -22,42 +22,43 @@
 //! | --- | --- |
 //! | `shapes.rs` | the parameters of a model, of a preset or of safetensors files |
 //! | `rehearsal.rs` | a training step that only counts |
-//! | `blank.rs`, `files.rs` | its buffers and its files |
+//! | `meta_buffer.rs`, `rehearsed_files.rs` | its buffers and its files |
 //! | `traffic.rs` | what is moved |
-//! | `script.rs` | how a step goes: computing, collectives, waits |
+//! | `step_trace.rs` | what happens in a step: computing, collectives, waits |
 //! | `network.rs` | a cable, and how long messages take on it |
-//! | `measured.rs` | how long a step of one host takes |
+//! | `measured_step.rs` | how long a step of one host takes |
 //! | `forecast.rs` | how long a step of several hosts takes |
+//! | `options.rs` | what an estimate depends on besides model and configuration |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
 
-mod blank;
 pub mod deepspeed;
 pub(crate) mod error;
-mod files;
 mod forecast;
-mod measured;
+mod measured_step;
+mod meta_buffer;
 mod network;
+mod options;
 pub mod paper;
 mod rehearsal;
-mod script;
-mod setting;
+mod rehearsed_files;
 mod shapes;
+mod step_trace;
 mod traffic;
 
-pub use forecast::{Between, Forecast, Row};
-pub use measured::Measured;
+pub use forecast::{Forecast, InterHostTraffic, ScalingRow};
+pub use measured_step::MeasuredStep;
 pub use network::Network;
-pub use setting::Setting;
+pub use options::EstimateOptions;
 pub use shapes::{Shapes, UnitRule};
-pub use traffic::{Collectives, Traffic};
+pub use traffic::{CollectiveCounts, Traffic};
 
 use crate::config::Config;
 use crate::error::{ModelError, Result};
 use crate::memory::MemoryReport;
 use rehearsal::Rehearsal;
-use script::Script;
 use serde::Serialize;
+use step_trace::StepTrace;
 
 /// Parameters at most: their state is counted in bytes.
 const MOST_PARAMETERS: usize = 1 << 57;
@@ -74,7 +75,7 @@ pub struct Estimate {
     pub step: Traffic,
     /// How such a step goes.
     #[serde(skip)]
-    script: Script,
+    step_trace: StepTrace,
 }
 
 impl Estimate {
@@ -83,14 +84,14 @@ impl Estimate {
     /// # Errors
     /// As [`Estimate::with`].
     pub fn new(shapes: &Shapes, config: &Config) -> Result<Self> {
-        Self::with(shapes, config, Setting::default())
+        Self::with(shapes, config, EstimateOptions::default())
     }
 
-    /// The estimate in a given [`Setting`].
+    /// The estimate with [`EstimateOptions`].
     ///
     /// # Errors
     /// More parameters than bytes of them can be counted; a module of `data_types.keep_in_fp32_modules` that is not there.
-    pub fn with(shapes: &Shapes, config: &Config, setting: Setting) -> Result<Self> {
+    pub fn with(shapes: &Shapes, config: &Config, options: EstimateOptions) -> Result<Self> {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
             let allowed = format!("at most {MOST_PARAMETERS}");
@@ -98,9 +99,9 @@ impl Estimate {
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }
         let (params, leaves) = shapes.registered(config)?;
-        let rehearsal = Rehearsal::new(&params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
-        let (step, script) = rehearsal.train()?;
-        Ok(Self { memory: rehearsal.report(), step, script })
+        let rehearsal = Rehearsal::new(&params, leaves, config, options)?.with_buffers(shapes.buffer_bytes());
+        let (step, step_trace) = rehearsal.train()?;
+        Ok(Self { memory: rehearsal.report(), step, step_trace })
     }
 
     /// Bytes of a rank in the host's memory, page-locked or not, at most: peaks of different kinds need not be at the same time.

@@ -60,7 +60,7 @@ const LATENCIES: [LatencyUnit; 3] = [
 
 /// How long something is on its way between hosts.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Travel {
+pub(super) struct TransferTime {
     /// From its beginning to its end.
     pub seconds: f64,
     /// Seconds of these that it takes from the host's processors, all of them together.
@@ -100,7 +100,7 @@ impl Network {
     ///
     /// A message waits for the one that is `window` messages before it. So either the cable is always busy, or each window
     /// waits for the ways of its messages.
-    pub(super) fn travel(&self, transfer: &InterHostTransfer) -> Travel {
+    pub(super) fn travel(&self, transfer: &InterHostTransfer) -> TransferTime {
         let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
         let cable = into.max(out) as f64 / rate;
@@ -108,7 +108,7 @@ impl Network {
         let windows = (messages - 1) / window;
         let ways = (1 + hops) as f64 * latency;
         let seconds = ways + cable.max(each + windows as f64 * (latency + each)) + behind as f64 / rate;
-        Travel { seconds, processors: self.busy() * cable }
+        TransferTime { seconds, processors: self.busy() * cable }
     }
 }
 

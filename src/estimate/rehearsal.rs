@@ -1,14 +1,14 @@
 //! A training step that only counts: the engine's own decisions, carried out without memory, files and ranks.
 //!
 //! Layout, gathers, reductions, passes and publications are decided by [`crate::zero`], for the engine and here; every
-//! buffer is [`Blank`] and entered in a [`Ledger`], and what would travel is counted. What depends on the model's
+//! buffer is [`MetaBuffer`] and entered in a [`Ledger`], and what would travel is counted. What depends on the model's
 //! operations is taken as models usually are: units run in the order of registration, and gradients arrive in the
 //! reverse order.
 
-use super::Setting;
-use super::blank::Blank;
-use super::files::{Requests, Space, Spaces};
-use super::script::{self, Launched, Phase, Script};
+use super::EstimateOptions;
+use super::meta_buffer::MetaBuffer;
+use super::rehearsed_files::{RehearsedArena, RehearsedExtent, RehearsedFiles};
+use super::step_trace::{self, CollectiveId, StepPhase, StepTrace};
 use super::traffic::Traffic;
 use crate::comm::{CollectiveKind as CommKind, WireFormat};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
@@ -46,9 +46,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A collective under way, with its result.
-pub(super) struct OnItsWay {
-    result: Blank,
-    launched: Option<Launched>,
+pub(super) struct InFlightCollective {
+    result: MetaBuffer,
+    launched: Option<CollectiveId>,
     _copy: Option<LedgerEntry>,
 }
 
@@ -72,12 +72,12 @@ pub(super) struct Rehearsal<'a> {
     groups: Mutex<Vec<SubGroup<Self>>>,
     /// Sub-group and slot of each parameter.
     places: Vec<(usize, usize)>,
-    requests: Requests,
+    files: RehearsedFiles,
     /// The windows between the host and the GPU, by kind.
     windows: RefCell<[Option<LedgerEntry>; 3]>,
     traffic: Rc<RefCell<Traffic>>,
     /// The step under way.
-    script: RefCell<Script>,
+    step_trace: RefCell<StepTrace>,
     leaves: LeafUnits,
     /// Bytes of the model's buffers, which every training forward brings from rank 0.
     buffers: usize,
@@ -98,7 +98,7 @@ fn second_group(config: &Config, hosts: usize) -> usize {
 
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
-    pub fn new(params: &'a [Param], leaves: LeafUnits, config: &'a Config, setting: Setting) -> Result<Self> {
+    pub fn new(params: &'a [Param], leaves: LeafUnits, config: &'a Config, options: EstimateOptions) -> Result<Self> {
         let (zero, world_size, dtype) = (&config.zero, config.world_size, config.precision.dtype());
         let placement = zero.stage.placement();
         let plan = ReducePlan::new(config, placement, world_size, dtype);
@@ -106,18 +106,19 @@ impl<'a> Rehearsal<'a> {
         let grouping = Arc::new(ParameterGrouping::new(Some(Arc::from(optimizer)), Vec::new())?);
         let (ledger, traffic) = (Ledger::default(), Rc::<RefCell<Traffic>>::default());
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
-        let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
-        let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
+        let access = options.disk_access.unwrap_or(DiskAccess::Direct);
+        let mut files = RehearsedFiles::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
         let packs = params.iter().any(|param| param.packing().is_some());
         let share_plan = SharePlan { packs, ..SharePlan::new(config, plan.accumulate, 0, grouping.clone()) };
         if share_plan.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
-            requests.hold_copies();
+            files.hold_copies();
         }
-        let tier = if setting.gpu { MemoryTier::Device } else { MemoryTier::Host };
+        let tier = if options.gpu { MemoryTier::Device } else { MemoryTier::Host };
         let devices = share_plan.devices_of(tier, MemoryTier::Host);
         let share_place = devices.states;
-        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), devices);
+        let mut builder =
+            SubGroupBuilder::with(share_plan.clone(), RehearsedArena(ledger.clone()), ledger.clone(), devices);
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
@@ -132,7 +133,7 @@ impl<'a> Rehearsal<'a> {
             }
         }
         let groups = builder.finish()?;
-        if let (true, Some(offload)) = (setting.gpu, &zero.offload_optimizer)
+        if let (true, Some(offload)) = (options.gpu, &zero.offload_optimizer)
             && offload.delayed_update_after.is_some()
             && !share_plan.has_files()
             && grouping.updates_by_elements()
@@ -144,28 +145,28 @@ impl<'a> Rehearsal<'a> {
                 whole.push(ledger.hold(MemoryKind::Gradients, group.len * plan.accumulate.size_in_bytes()));
             }
         }
-        if setting.disk_access.is_none() {
+        if options.disk_access.is_none() {
             let kinds = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::MasterWeights, MemoryKind::Moments];
             let bytes = kinds.map(|kind| ledger.bytes_in(MemoryTier::File, kind).held as u64).iter().sum::<u64>();
-            requests.access = DiskAccess::fastest(bytes.saturating_mul(world_size as u64), true);
+            files.access = DiskAccess::fastest(bytes.saturating_mul(world_size as u64), true);
         }
         Ok(Self {
             params,
             config,
             plan,
             share_plan,
-            second_group: second_group(config, setting.hosts),
+            second_group: second_group(config, options.hosts),
             tier,
             share_place,
-            recompute: setting.recompute || config.activation_checkpointing,
+            recompute: options.recompute || config.activation_checkpointing,
             grouping,
             ledger,
             places: places(&groups, params.len()),
             groups: Mutex::new(groups),
-            requests,
+            files,
             windows: RefCell::default(),
             traffic,
-            script: RefCell::default(),
+            step_trace: RefCell::default(),
             leaves,
             buffers: 0,
             _whole: whole,
@@ -180,7 +181,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Trains for some steps and gives what one of them moves, and how it goes.
-    pub fn train(&self) -> Result<(Traffic, Script)> {
+    pub fn train(&self) -> Result<(Traffic, StepTrace)> {
         let zero = &self.config.zero;
         let mut gather = ParamGatherer::new(self.params, &self.leaves, zero, &self.share_plan);
         let optional = self.leaves.optional(self.params, zero);
@@ -194,15 +195,15 @@ impl<'a> Rehearsal<'a> {
         for _ in 0..3 {
             let before = self.traffic.borrow().clone();
             let mut last = Traffic::default();
-            self.script.take();
+            self.step_trace.take();
             for _ in 0..micro_steps {
                 let before = self.traffic.borrow().clone();
-                self.script.borrow_mut().begin_part();
+                self.step_trace.borrow_mut().begin_part();
                 self.micro_step(&mut gather, &mut gradients)?;
                 last = self.traffic.borrow().since(&before);
             }
-            self.script.borrow_mut().repeat(accumulation - micro_steps);
-            self.script.borrow_mut().begin_part();
+            self.step_trace.borrow_mut().repeat(accumulation - micro_steps);
+            self.step_trace.borrow_mut().begin_part();
             vote(self, 0.0, true, self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
@@ -216,25 +217,25 @@ impl<'a> Rehearsal<'a> {
             moved = self.traffic.borrow().since(&before);
             moved.add(&last, (accumulation - micro_steps) as u64);
         }
-        Ok((moved, self.script.take()))
+        Ok((moved, self.step_trace.take()))
     }
 
     /// Work on parameters: one for each element of a forward.
-    fn compute(&self, phase: Phase, work: usize) {
-        self.script.borrow_mut().compute(phase, work as f64);
+    fn compute(&self, phase: StepPhase, work: usize) {
+        self.step_trace.borrow_mut().compute(phase, work as f64);
     }
 
     /// Counts a collective, and enters it.
-    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> Launched {
+    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> CollectiveId {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
-        self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements })
+        self.step_trace.borrow_mut().launch(step_trace::CollectiveCall { kind, wire, dtype, elements })
     }
 
     /// Forward and backward.
     fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
             let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
-            self.script.borrow_mut().wait(launched);
+            self.step_trace.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
         let outermost = self.leaves.outermost();
@@ -248,13 +249,13 @@ impl<'a> Rehearsal<'a> {
                 }
                 gather.enter(self, UnitEvent::Forward(unit))?;
             }
-            self.compute(Phase::Forward, elements[unit]);
+            self.compute(StepPhase::Forward, elements[unit]);
             if sharded {
                 gather.leave_forward(self, unit)?;
             }
         }
         // What is outside of units is mostly a head, behind them.
-        self.compute(Phase::Forward, elements[ROOT]);
+        self.compute(StepPhase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, UnitEvent::Backward(ROOT))?;
         let mut end = self.params.len();
@@ -274,11 +275,11 @@ impl<'a> Rehearsal<'a> {
                 gather.enter(self, UnitEvent::Backward(unit))?;
             }
             if unit != ROOT && self.recompute {
-                self.compute(Phase::Backward, elements[unit]);
+                self.compute(StepPhase::Backward, elements[unit]);
             }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
                 // A gradient for what goes in, and one for the parameter.
-                self.compute(Phase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
+                self.compute(StepPhase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
                 if !param.is_trained() {
                     continue;
                 }
@@ -302,12 +303,12 @@ impl<'a> Rehearsal<'a> {
     }
 }
 
-impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: SubGroupStateKind, _: ParamClass, dtype: DType) -> Result<Space> {
-        Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
+impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedArena {
+    fn begin(&self, state: SubGroupStateKind, _: ParamClass, dtype: DType) -> Result<RehearsedExtent> {
+        Ok(RehearsedExtent { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
     }
 
-    fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
+    fn grow(&mut self, space: &RehearsedExtent, count: usize) -> Result<()> {
         let mut held = space.held.borrow_mut();
         let bytes = held.bytes() + count * space.dtype.size_in_bytes();
         held.resize(bytes);
@@ -316,10 +317,10 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
 
     fn take_back(
         &mut self,
-        space: &Space,
+        space: &RehearsedExtent,
         _: usize,
-        room: impl FnOnce() -> Result<TrackedBuffer<Blank>>,
-    ) -> Result<Option<TrackedBuffer<Blank>>> {
+        room: impl FnOnce() -> Result<TrackedBuffer<MetaBuffer>>,
+    ) -> Result<Option<TrackedBuffer<MetaBuffer>>> {
         let memory = room()?;
         space.held.borrow_mut().resize(0);
         Ok(Some(memory))
@@ -327,8 +328,8 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for Spaces {
 }
 
 impl ShareMemory for Rehearsal<'_> {
-    type Buffer = Blank;
-    type Files = Requests;
+    type Buffer = MetaBuffer;
+    type Files = RehearsedFiles;
 
     fn share_place(&self) -> &MemoryTier {
         &self.share_place
@@ -338,8 +339,8 @@ impl ShareMemory for Rehearsal<'_> {
         &self.tier
     }
 
-    fn files(&self) -> Option<&Requests> {
-        Some(&self.requests)
+    fn files(&self) -> Option<&RehearsedFiles> {
+        Some(&self.files)
     }
 
     fn ledger(&self) -> &Ledger {
@@ -348,8 +349,8 @@ impl ShareMemory for Rehearsal<'_> {
 }
 
 impl RankBackend for Rehearsal<'_> {
-    type Pending = OnItsWay;
-    type PendingCopy = (Blank, [LedgerEntry; 2]);
+    type Pending = InFlightCollective;
+    type PendingCopy = (MetaBuffer, [LedgerEntry; 2]);
 
     fn info(&self) -> RankInfo<'_> {
         let Self { params, config: Config { world_size, zero, precision, .. }, tier, .. } = self;
@@ -377,13 +378,19 @@ impl RankBackend for Rehearsal<'_> {
     }
 
     fn windows(&self) -> WindowSettings {
-        WindowSettings::new(self.config.zero.optimizer_files(), self.requests.access)
+        WindowSettings::new(self.config.zero.optimizer_files(), self.files.access)
     }
 
-    fn launch(&self, collective: CollectiveOp, wire: WireFormat, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
+    fn launch(
+        &self,
+        collective: CollectiveOp,
+        wire: WireFormat,
+        mut buffer: MetaBuffer,
+        _: &[ParamId],
+    ) -> Result<InFlightCollective> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // What leaves a GPU travels as a copy on the host.
-        let copied = Blank::is_device(&buffer.place()) && world > 1;
+        let copied = MetaBuffer::is_device(&buffer.place()) && world > 1;
         let result = collective.result_len(len, world);
         buffer.truncate(result);
         buffer.extend_zeros(result - buffer.len())?;
@@ -401,17 +408,22 @@ impl RankBackend for Rehearsal<'_> {
                 traffic.sums_across(len / world, dtype, world / ranks);
                 // Between hosts go the bytes of an all-reduce.
                 let kind = CommKind::AllReduce;
-                Some(self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements: len }))
+                Some(self.step_trace.borrow_mut().launch(step_trace::CollectiveCall {
+                    kind,
+                    wire,
+                    dtype,
+                    elements: len,
+                }))
             }
         };
         let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
         let copy = copied.then(|| self.ledger.hold(MemoryKind::Buckets, bytes));
-        Ok(OnItsWay { result: buffer, launched, _copy: copy })
+        Ok(InFlightCollective { result: buffer, launched, _copy: copy })
     }
 
-    fn wait(&self, OnItsWay { result, launched, .. }: OnItsWay) -> Result<Blank> {
+    fn wait(&self, InFlightCollective { result, launched, .. }: InFlightCollective) -> Result<MetaBuffer> {
         if let Some(launched) = launched {
-            self.script.borrow_mut().wait(launched);
+            self.step_trace.borrow_mut().wait(launched);
         }
         Ok(result)
     }
@@ -419,62 +431,67 @@ impl RankBackend for Rehearsal<'_> {
     fn send(
         &self,
         kind: CopyKind,
-        buffer: Blank,
+        buffer: MetaBuffer,
         to: &MemoryTier,
         capacity: usize,
-    ) -> Result<(Blank, [LedgerEntry; 2])> {
+    ) -> Result<(MetaBuffer, [LedgerEntry; 2])> {
         let size = buffer.dtype().size_in_bytes();
-        let room = if Blank::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
+        let room = if MetaBuffer::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
         self.windows.borrow_mut()[kind as usize].get_or_insert_with(|| {
             self.ledger.hold_in(windows_tier(self.zero(), kind), MemoryKind::Staging, WINDOWS_BYTES)
         });
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let held = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, room * size)];
-        let mut there = Blank::with_capacity(to, buffer.dtype(), room)?;
+        let mut there = MetaBuffer::with_capacity(to, buffer.dtype(), room)?;
         there.extend_zeros(buffer.len())?;
         Ok((there, held))
     }
 
-    fn arrived(&self, (buffer, _held): (Blank, [LedgerEntry; 2])) -> Result<Blank> {
+    fn arrived(&self, (buffer, _held): (MetaBuffer, [LedgerEntry; 2])) -> Result<MetaBuffer> {
         Ok(buffer)
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         let launched = self.count(CommKind::Control, values.len(), DType::F64, WireFormat::Exact);
-        self.script.borrow_mut().wait(launched);
+        self.step_trace.borrow_mut().wait(launched);
         Ok(vec![values])
     }
 
-    fn copy(&self, _: &Param, range: Range<usize>, to: &mut Blank) -> Result<()> {
+    fn copy(&self, _: &Param, range: Range<usize>, to: &mut MetaBuffer) -> Result<()> {
         to.extend_zeros(range.len())
     }
 
-    fn put(&self, _: &Param, _: Blank) -> Result<()> {
+    fn put(&self, _: &Param, _: MetaBuffer) -> Result<()> {
         Ok(())
     }
 }
 
 impl gradient_reducer::GradientBackend for Rehearsal<'_> {
-    type Grad = Blank;
+    type Grad = MetaBuffer;
 
-    fn bytes(grad: &Blank) -> usize {
+    fn bytes(grad: &MetaBuffer) -> usize {
         grad.capacity_in_bytes()
     }
 
-    fn tier_of(grad: &Blank) -> MemoryTier {
+    fn tier_of(grad: &MetaBuffer) -> MemoryTier {
         grad.place()
     }
 
-    fn zeros(&self, param: &Param) -> Blank {
-        Blank::whole(self.tier, param.weights.dtype(self.dtype()), param.numel)
+    fn zeros(&self, param: &Param) -> MetaBuffer {
+        MetaBuffer::whole(self.tier, param.weights.dtype(self.dtype()), param.numel)
     }
 
-    fn sum(a: Blank, _: Blank) -> Result<Blank> {
+    fn sum(a: MetaBuffer, _: MetaBuffer) -> Result<MetaBuffer> {
         Ok(a)
     }
 
-    fn pack(&self, plan: &ReducePlan, layout: &CoalescedLayout, _: Vec<ArrivedGradient<Blank>>) -> Result<Blank> {
-        Ok(Blank::whole(self.tier, plan.dtype, layout.chunk * self.world_size()))
+    fn pack(
+        &self,
+        plan: &ReducePlan,
+        layout: &CoalescedLayout,
+        _: Vec<ArrivedGradient<MetaBuffer>>,
+    ) -> Result<MetaBuffer> {
+        Ok(MetaBuffer::whole(self.tier, plan.dtype, layout.chunk * self.world_size()))
     }
 }
 
@@ -487,12 +504,12 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         _: Option<&mut StateWindow<usize>>,
         _: &mut impl FnMut(&SubGroupSlot, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
-        self.compute(Phase::Update, range.len());
-        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !Blank::is_device(&self.share_place);
+        self.compute(StepPhase::Update, range.len());
+        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
             // The largest piece and the one before it, which is on its way.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
-            let piece = || Blank::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
+            let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());
             self.arrived(under_way)?;

@@ -22,14 +22,14 @@ pub struct Shapes {
     name: String,
     registered: RegisteredModel,
     /// How frozen parameters are held, and which of them; without a rule, matrices.
-    packing: Option<(WeightPacking, Option<Rule>)>,
+    packing: Option<(WeightPacking, Option<ParameterFilter>)>,
     /// Those that are in f32 in a model of 16 bits too.
-    kept_f32: Option<Rule>,
+    kept_f32: Option<ParameterFilter>,
     assumed: Vec<String>,
 }
 
 /// Chooses parameters by name and shape.
-type Rule = Box<dyn Fn(&str, &[usize]) -> bool>;
+type ParameterFilter = Box<dyn Fn(&str, &[usize]) -> bool>;
 
 /// Which tensors of a file make a unit together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -229,7 +229,7 @@ impl Shapes {
         kept.check(self.registered.names())?;
         let of_config = config.zero.quantized_nontrainable_weights.then_some((WeightPacking::Int8, None));
         let packing = self.packing.as_ref().or(of_config.as_ref());
-        let chosen = |rule: &Rule, param: &Param| rule(&param.name, param.shape.dims());
+        let chosen = |rule: &ParameterFilter, param: &Param| rule(&param.name, param.shape.dims());
         let packing = |param: &Param| {
             let (packing, rule) = packing.filter(|_| !param.is_trained())?;
             let is_packed = rule.as_ref().map_or(param.shape.rank() >= 2, |rule| chosen(rule, param));

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 /// Collectives of one kind that a rank takes part in during one optimizer step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Collectives {
+pub struct CollectiveCounts {
     /// Collectives.
     pub calls: u64,
     /// Elements of this rank's arguments, summed.
@@ -20,7 +20,7 @@ pub struct Collectives {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
     /// By kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are missing.
-    pub collectives: BTreeMap<CollectiveKind, Collectives>,
+    pub collectives: BTreeMap<CollectiveKind, CollectiveCounts>,
     /// Bytes read from files.
     pub bytes_read: u64,
     /// Bytes written to files.
@@ -29,7 +29,7 @@ pub struct Traffic {
 
 impl Traffic {
     /// The traffic of `kind`; zeros if it does not occur.
-    pub fn kind(&self, kind: CollectiveKind) -> Collectives {
+    pub fn kind(&self, kind: CollectiveKind) -> CollectiveCounts {
         self.collectives.get(&kind).copied().unwrap_or_default()
     }
 
@@ -60,7 +60,7 @@ impl Traffic {
         let collectives = self.collectives.iter().map(|(kind, c)| {
             let b = before.kind(*kind);
             let [calls, elements] = [c.calls - b.calls, c.elements - b.elements];
-            (*kind, Collectives { calls, elements, wire_bytes: c.wire_bytes - b.wire_bytes })
+            (*kind, CollectiveCounts { calls, elements, wire_bytes: c.wire_bytes - b.wire_bytes })
         });
         Self {
             collectives: collectives.filter(|(_, c)| c.calls > 0).collect(),

@@ -2,7 +2,7 @@
 
 use super::error::HubError;
 use super::repository::{Repository, is_part};
-use super::settings::Settings;
+use super::settings::HubSettings;
 use crate::error::{Error, Result};
 use crate::files;
 use hf_hub::api::RepoInfo;
@@ -18,9 +18,9 @@ use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body, http};
 
 /// Asks for the files of a repository.
-pub(super) struct Client<'a> {
+pub(super) struct HubClient<'a> {
     repository: &'a Repository,
-    settings: &'a Settings,
+    settings: &'a HubSettings,
     api: Api,
     /// Of files' bytes: it goes where it is sent to, and with the token no further than to the same host.
     agent: Agent,
@@ -31,7 +31,7 @@ pub(super) struct Client<'a> {
 
 /// What a file is, by what the Hub says of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Remote {
+pub(super) struct RemoteFile {
     /// The name of its content in the cache.
     pub etag: String,
     pub size: u64,
@@ -39,22 +39,22 @@ pub(super) struct Remote {
     pub is_digest: bool,
 }
 
-/// Bytes of a file.
-pub(super) struct Bytes {
+/// The bytes of a file as they arrive.
+pub(super) struct FileStream {
     /// The number of the first.
     pub from: u64,
     pub reader: Box<dyn Read>,
 }
 
-/// Why something did not succeed.
-pub(super) enum Failure {
+/// Why a request failed.
+pub(super) enum RequestFailure {
     /// It may at another time. The status of the answer, where there was one.
     Passing(String, Option<u16>),
     /// It will not.
     Final(Error),
 }
 
-impl<E: Into<Error>> From<E> for Failure {
+impl<E: Into<Error>> From<E> for RequestFailure {
     fn from(error: E) -> Self {
         Self::Final(error.into())
     }
@@ -77,8 +77,8 @@ const SHOWN: usize = 200;
 /// What the listing is called in messages.
 const LISTING: &str = "the list of files";
 
-impl<'a> Client<'a> {
-    pub fn new(repository: &'a Repository, settings: &'a Settings) -> Result<Self> {
+impl<'a> HubClient<'a> {
+    pub fn new(repository: &'a Repository, settings: &'a HubSettings) -> Result<Self> {
         let api = ApiBuilder::from_cache(Cache::new(settings.cache.clone()))
             .with_endpoint(settings.endpoint.clone())
             .with_token(settings.token.clone())
@@ -105,30 +105,30 @@ impl<'a> Client<'a> {
     }
 
     /// What a file is.
-    pub fn remote(&self, commit: &str, file: &str) -> Result<Remote> {
+    pub fn remote(&self, commit: &str, file: &str) -> Result<RemoteFile> {
         self.patiently(file, || self.look_up(commit, file))
     }
 
     /// Tries several times.
-    fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, Failure>) -> Result<T> {
+    fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
         let mut tries = 0;
         loop {
             match run() {
                 Ok(found) => return Ok(found),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(..)) if tries + 1 < TRIES => {
+                Err(RequestFailure::Final(error)) => return Err(error),
+                Err(RequestFailure::Passing(..)) if tries + 1 < TRIES => {
                     tries += 1;
                     pause(tries);
                 }
-                Err(Failure::Passing(_, Some(status))) => {
+                Err(RequestFailure::Passing(_, Some(status))) => {
                     return Err(self.no_answer(file, status, String::new()).into());
                 }
-                Err(Failure::Passing(reason, None)) => return Err(self.unreachable(file, reason).into()),
+                Err(RequestFailure::Passing(reason, None)) => return Err(self.unreachable(file, reason).into()),
             }
         }
     }
 
-    fn list(&self) -> Result<RepoInfo, Failure> {
+    fn list(&self) -> Result<RepoInfo, RequestFailure> {
         let request = self.api.repo(self.repo(self.repository.revision())).info_request();
         let request = request
             .config()
@@ -148,7 +148,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    fn look_up(&self, commit: &str, file: &str) -> Result<Remote, Failure> {
+    fn look_up(&self, commit: &str, file: &str) -> Result<RemoteFile, RequestFailure> {
         let mut address = self.address(commit, file);
         for _ in 0..MOST_STEPS {
             let request = self.staying.head(&address).header(ACCEPT_ENCODING, "identity");
@@ -156,7 +156,7 @@ impl<'a> Client<'a> {
                 Some(token) => request.header(AUTHORIZATION, token),
                 None => request,
             };
-            let answer = answer.call().map_err(|e| Failure::Passing(e.to_string(), None))?;
+            let answer = answer.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
             let (status, headers) = (answer.status(), answer.headers());
             if !status.is_redirection() {
                 self.check_status(file, status.as_u16(), headers)?;
@@ -171,7 +171,7 @@ impl<'a> Client<'a> {
         Err(self.odd(file, format!("{MOST_STEPS} redirections lead nowhere")).into())
     }
 
-    fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<Remote, Failure> {
+    fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
         let linked = text_of(headers, "x-linked-etag");
         let etag = linked.or_else(|| text_of(headers, ETAG.as_str())).unwrap_or_default();
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
@@ -182,11 +182,11 @@ impl<'a> Client<'a> {
         let size = ["x-linked-size", size].into_iter().find_map(|name| text_of(headers, name)?.parse().ok());
         let size = size.ok_or_else(|| self.odd(file, "it says no size".into()))?;
         let is_digest = linked.is_some() && etag.len() == 64 && etag.bytes().all(|byte| byte.is_ascii_hexdigit());
-        Ok(Remote { etag: etag.to_ascii_lowercase(), size, is_digest })
+        Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
 
     /// The bytes of a file from number `from` on, or all of them where the server knows no parts.
-    pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<Bytes, Failure> {
+    pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<FileStream, RequestFailure> {
         let mut request = self.agent.get(self.address(commit, file)).header(ACCEPT_ENCODING, "identity");
         if let Some(token) = self.authorization() {
             request = request.header(AUTHORIZATION, token);
@@ -194,7 +194,7 @@ impl<'a> Client<'a> {
         if from > 0 {
             request = request.header(RANGE, format!("bytes={from}-"));
         }
-        let answer: http::Response<Body> = request.call().map_err(|e| Failure::Passing(e.to_string(), None))?;
+        let answer: http::Response<Body> = request.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
         let status = answer.status().as_u16();
         self.check_status(file, status, answer.headers())?;
         let begun = match status {
@@ -210,7 +210,7 @@ impl<'a> Client<'a> {
             }
             _ => 0,
         };
-        Ok(Bytes { from: begun, reader: Box::new(answer.into_body().into_reader()) })
+        Ok(FileStream { from: begun, reader: Box::new(answer.into_body().into_reader()) })
     }
 
     fn repo(&self, revision: &str) -> Repo {
@@ -233,7 +233,7 @@ impl<'a> Client<'a> {
     }
 
     /// An error unless the status is that of an answer.
-    fn check_status(&self, file: &str, status: u16, headers: &HeaderMap) -> Result<(), Failure> {
+    fn check_status(&self, file: &str, status: u16, headers: &HeaderMap) -> Result<(), RequestFailure> {
         let repository = self.repository.to_string();
         let (name, revision) = (self.repository.name().to_owned(), self.repository.revision().to_owned());
         let (endpoint, file) = (self.settings.endpoint.clone(), file.to_owned());
@@ -247,7 +247,9 @@ impl<'a> Client<'a> {
             (_, "GatedRepo") => HubError::Gated { repository, name, file, endpoint }.into(),
             (401 | 403, _) => HubError::Refused { repository, file, endpoint, status, said, has_token }.into(),
             (404, _) if file == LISTING => HubError::NoRepository { repository, endpoint, has_token }.into(),
-            (408 | 416 | 500..=504, _) => Failure::Passing(format!("{endpoint} answered HTTP {status}"), Some(status)),
+            (408 | 416 | 500..=504, _) => {
+                RequestFailure::Passing(format!("{endpoint} answered HTTP {status}"), Some(status))
+            }
             _ => self.no_answer(&file, status, said).into(),
         })
     }
@@ -262,7 +264,7 @@ impl<'a> Client<'a> {
         Self::unreachable_at(self.repository, self.settings, file, reason)
     }
 
-    fn unreachable_at(repository: &Repository, settings: &Settings, file: &str, reason: String) -> HubError {
+    fn unreachable_at(repository: &Repository, settings: &HubSettings, file: &str, reason: String) -> HubError {
         let (repository, file, endpoint) = (repository.to_string(), file.to_owned(), settings.endpoint.clone());
         HubError::Unreachable { repository, file, endpoint, reason }
     }
@@ -274,7 +276,7 @@ impl<'a> Client<'a> {
 }
 
 /// Whom to trust.
-fn tls(settings: &Settings) -> Result<TlsConfig> {
+fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     let Some(path) = &settings.certificates else { return Ok(TlsConfig::default()) };
     let bytes = files::read(path, MOST_OF_CERTIFICATES);
     let bytes = bytes.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;

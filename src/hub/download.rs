@@ -1,6 +1,6 @@
 //! One file: its bytes go into a file beside the one that it becomes, and where they end, they go on there.
 
-use super::client::{Bytes, Client, Failure, Remote, TRIES, pause};
+use super::client::{FileStream, HubClient, RemoteFile, RequestFailure, TRIES, pause};
 use super::error::HubError;
 use super::repository::Repository;
 use crate::error::{Error, Result};
@@ -17,17 +17,17 @@ use std::path::{Path, PathBuf};
 const AT_ONCE: usize = 1 << 16;
 
 /// A file of a commit, and what is told how many of its bytes are there.
-pub(super) struct Download<'a> {
-    pub client: &'a Client<'a>,
+pub(super) struct FileDownload<'a> {
+    pub client: &'a HubClient<'a>,
     pub repository: &'a Repository,
     pub commit: &'a str,
     pub file: &'a str,
     pub tell: &'a mut dyn FnMut(u64),
 }
 
-impl Download<'_> {
+impl FileDownload<'_> {
     /// Brings the file to `path`, where it is not yet.
-    pub fn bring(&mut self, remote: &Remote, path: &Path) -> Result<()> {
+    pub fn download_to(&mut self, remote: &RemoteFile, path: &Path) -> Result<()> {
         // Twice: bytes that came before may not belong to it.
         for _ in 0..2 {
             let part = part_of(path);
@@ -44,7 +44,7 @@ impl Download<'_> {
     }
 
     /// Fills the file at `part` up to its size.
-    fn fill(&mut self, remote: &Remote, part: &Path) -> Result<()> {
+    fn fill(&mut self, remote: &RemoteFile, part: &Path) -> Result<()> {
         let wrong = |source| self.not_written(part, remote, source);
         fs::create_dir_all(folder_of(part)).map_err(wrong)?;
         let mut into = OpenOptions::new().write(true).create(true).truncate(false).open(part).map_err(wrong)?;
@@ -56,8 +56,8 @@ impl Download<'_> {
             }
             let reason = match self.add(&mut into, part, before, remote) {
                 Ok(()) => continue,
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(reason, _)) => reason,
+                Err(RequestFailure::Final(error)) => return Err(error),
+                Err(RequestFailure::Passing(reason, _)) => reason,
             };
             let done = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
             tries = if done > before { 1 } else { tries + 1 };
@@ -72,22 +72,22 @@ impl Download<'_> {
     }
 
     /// Adds what comes, behind the `there` bytes that are there.
-    fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &Remote) -> Result<(), Failure> {
+    fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
         let (repository, file) = (self.repository, self.file);
         let wrong = |source| not_written(repository, file, part, remote, source);
         // More than all is nothing of it.
         let there = if there > remote.size { 0 } else { there };
-        let Bytes { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
+        let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
         into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;
         let (mut done, mut buffer) = (from, vec![0; AT_ONCE]);
         (self.tell)(done);
         loop {
             let read = match reader.read(&mut buffer) {
                 Ok(0) if done == remote.size => return Ok(()),
-                Ok(0) => return Err(Failure::Passing("the connection ended".into(), None)),
+                Ok(0) => return Err(RequestFailure::Passing("the connection ended".into(), None)),
                 Ok(read) => read,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) => return Err(Failure::Passing(e.to_string(), None)),
+                Err(e) => return Err(RequestFailure::Passing(e.to_string(), None)),
             };
             done += read as u64;
             if done > remote.size {
@@ -103,7 +103,7 @@ impl Download<'_> {
         notice::say(&format!("{} of {}: {what}", self.file, self.repository));
     }
 
-    fn not_written(&self, path: &Path, remote: &Remote, source: std::io::Error) -> Error {
+    fn not_written(&self, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
         not_written(self.repository, self.file, path, remote, source)
     }
 }
@@ -116,7 +116,7 @@ pub(super) fn part_of(path: &Path) -> PathBuf {
 }
 
 /// The error about a file that cannot be written to.
-fn not_written(repository: &Repository, file: &str, path: &Path, remote: &Remote, source: std::io::Error) -> Error {
+fn not_written(repository: &Repository, file: &str, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
     match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             let folder = folder_of(path).to_owned();

@@ -1,14 +1,14 @@
 //! A model of a repository, fetched into the cache as far as it is not there.
 
-use super::client::Client;
-use super::download::{Download, part_of};
+use super::client::HubClient;
+use super::download::{FileDownload, part_of};
 use super::error::HubError;
-use super::repository::{Parts, Repository, is_part};
-use super::settings::Settings;
+use super::repository::{FileSelection, Repository, is_part};
+use super::settings::HubSettings;
 use super::snapshot::{CONFIG, Snapshot, beside};
 use crate::error::{Error, Result};
 use crate::files::{FolderLock, FolderLockOutcome};
-use crate::finetune::ADDITIONAL;
+use crate::finetune::ADDITIONAL_TEMPLATES;
 use crate::notice;
 use crate::offload::free_space;
 use crate::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER};
@@ -21,7 +21,7 @@ use std::time::Duration;
 /// How far a file is.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Fetching<'a> {
+pub struct FetchProgress<'a> {
     /// Its name.
     pub file: &'a str,
     /// Bytes that are there.
@@ -39,8 +39,8 @@ impl Repository {
     /// # Errors
     /// No such repository or revision; no right to read it; a repository without a model in safetensors; a Hub that cannot be
     /// reached; bytes that do not come; a full disk. What has come of a file stays, and the next time goes on from there.
-    pub fn fetch(&self, parts: Parts, tell: &mut dyn FnMut(Fetching<'_>)) -> Result<PathBuf> {
-        let settings = Settings::from_env()?;
+    pub fn fetch(&self, parts: FileSelection, tell: &mut dyn FnMut(FetchProgress<'_>)) -> Result<PathBuf> {
+        let settings = HubSettings::from_env()?;
         if settings.is_offline {
             let snapshot = Snapshot::newest(self, &settings)?;
             return match snapshot.missing(parts)? {
@@ -50,16 +50,17 @@ impl Repository {
                 }
             };
         }
-        let client = Client::new(self, &settings)?;
+        let client = HubClient::new(self, &settings)?;
         let listing = client.listing()?;
         let names: BTreeSet<&str> = listing.siblings.iter().map(|file| file.rfilename.as_str()).collect();
         let snapshot = Snapshot::of_commit(self, &settings, &listing.sha);
-        let mut fetch = Fetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
+        let mut fetch =
+            SnapshotFetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
         fetch.check(&names, parts)?;
         let mut files: Vec<&str> = beside().filter(|name| names.contains(name)).collect();
         files.extend(named_templates(&names));
         fetch.complete(files)?;
-        if parts == Parts::All {
+        if parts == FileSelection::All {
             if names.contains(FILE_OF_FOLDER) {
                 fetch.complete(vec![FILE_OF_FOLDER])?;
             } else {
@@ -82,30 +83,30 @@ impl Repository {
 /// The chat templates beside the model's own: they are found by their names.
 fn named_templates<'a>(names: &BTreeSet<&'a str>) -> impl Iterator<Item = &'a str> {
     let is_template = |name: &&str| {
-        let file = name.strip_prefix(ADDITIONAL).and_then(|rest| rest.strip_prefix('/'));
+        let file = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
         file.is_some_and(|file| file.ends_with(".jinja") && is_part(file))
     };
     names.iter().copied().filter(is_template)
 }
 
-/// A commit that is fetched.
-struct Fetch<'a, 't> {
+/// Fetches one commit.
+struct SnapshotFetch<'a, 't> {
     repository: &'a Repository,
-    client: &'a Client<'a>,
+    client: &'a HubClient<'a>,
     commit: &'a str,
     snapshot: &'a Snapshot,
-    tell: &'t mut dyn FnMut(Fetching<'_>),
+    tell: &'t mut dyn FnMut(FetchProgress<'_>),
 }
 
-impl Fetch<'_, '_> {
+impl SnapshotFetch<'_, '_> {
     /// Looks whether there is a model among the files.
-    fn check(&self, names: &BTreeSet<&str>, parts: Parts) -> Result<()> {
+    fn check(&self, names: &BTreeSet<&str>, parts: FileSelection) -> Result<()> {
         if !names.contains(CONFIG) {
             let has: Vec<&str> = names.iter().copied().collect();
             let has = if has.is_empty() { "no file".into() } else { list(&has) };
             return Err(self.lacks(CONFIG, format!("it has {has}; take the repository of a model for transformers")));
         }
-        if parts == Parts::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
+        if parts == FileSelection::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
             let is_weights = |name: &&&str| {
                 [".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"].iter().any(|end| name.ends_with(end))
             };
@@ -170,9 +171,9 @@ impl Fetch<'_, '_> {
             if !has_content {
                 let tell = &mut *self.tell;
                 let of = remote.size;
-                let mut tell = |bytes| tell(Fetching { file, bytes, of });
+                let mut tell = |bytes| tell(FetchProgress { file, bytes, of });
                 let (repository, client, commit) = (self.repository, self.client, self.commit);
-                Download { client, repository, commit, file, tell: &mut tell }.bring(&remote, &content)?;
+                FileDownload { client, repository, commit, file, tell: &mut tell }.download_to(&remote, &content)?;
             }
             self.snapshot.link(file, &content)?;
         }

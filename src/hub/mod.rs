@@ -26,5 +26,5 @@ mod settings;
 mod snapshot;
 
 #[cfg(feature = "hub")]
-pub use fetch::Fetching;
-pub use repository::{Parts, Repository};
+pub use fetch::FetchProgress;
+pub use repository::{FileSelection, Repository};

@@ -9,9 +9,9 @@ pub struct Repository {
     revision: String,
 }
 
-/// What is wanted of a repository.
+/// Which files of a repository are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Parts {
+pub enum FileSelection {
     /// The description, the tokenizer's files and the weights.
     All,
     /// All but the weights.

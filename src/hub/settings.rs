@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// What the environment says, as huggingface_hub reads it.
 #[derive(Debug)]
-pub(super) struct Settings {
+pub(super) struct HubSettings {
     /// Without a stroke at its end.
     pub endpoint: String,
     /// The folder of repositories.
@@ -22,7 +22,7 @@ pub(super) struct Settings {
 /// The most bytes of a file with a token.
 const MOST_OF_TOKEN: u64 = 1 << 16;
 
-impl Settings {
+impl HubSettings {
     pub fn from_env() -> Result<Self> {
         let home = std::env::home_dir().filter(|home| home.is_absolute());
         Self::of(|name| std::env::var_os(name).filter(|value| !value.is_empty()), home)
@@ -65,9 +65,9 @@ impl Settings {
 mod tests {
     use super::*;
 
-    fn of(variables: &[(&str, &str)], home: Option<&str>) -> Result<Settings> {
+    fn of(variables: &[(&str, &str)], home: Option<&str>) -> Result<HubSettings> {
         let get = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
-        Settings::of(get, home.map(PathBuf::from))
+        HubSettings::of(get, home.map(PathBuf::from))
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! A commit of a repository in the cache: contents by their ETags, and links to them by the names of files.
 
 use super::error::HubError;
-use super::repository::{Parts, Repository};
-use super::settings::Settings;
+use super::repository::{FileSelection, Repository};
+use super::settings::HubSettings;
 use crate::error::{Error, Result};
 use crate::files::folder_of;
-use crate::finetune::BESIDE;
+use crate::finetune::COMPANION_FILES;
 use crate::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use std::collections::BTreeSet;
@@ -26,13 +26,13 @@ pub(super) const CONFIG: &str = "config.json";
 
 impl Snapshot {
     /// That of a commit.
-    pub fn of_commit(repository: &Repository, settings: &Settings, commit: &str) -> Self {
+    pub fn of_commit(repository: &Repository, settings: &HubSettings, commit: &str) -> Self {
         let (cached, folder) = cached(repository, settings);
         Self { folder: cached.pointer_path(commit), repository: folder, cached }
     }
 
     /// That which the revision stood for when it was asked for last.
-    pub fn newest(repository: &Repository, settings: &Settings) -> Result<Self> {
+    pub fn newest(repository: &Repository, settings: &HubSettings) -> Result<Self> {
         let (cached, folder) = cached(repository, settings);
         let by_name = cached.get(CONFIG).map(|config| folder_of(&config).to_owned());
         let by_commit = || Some(cached.pointer_path(repository.revision())).filter(|folder| folder.is_dir());
@@ -80,11 +80,11 @@ impl Snapshot {
     }
 
     /// The first file that is missing, of what is needed in any case.
-    pub fn missing(&self, parts: Parts) -> Result<Option<String>> {
+    pub fn missing(&self, parts: FileSelection) -> Result<Option<String>> {
         let mut needed: Vec<String> = [CONFIG, "tokenizer.json"].map(String::from).into();
-        if parts == Parts::All && self.has(INDEX_OF_FOLDER) && !self.has(FILE_OF_FOLDER) {
+        if parts == FileSelection::All && self.has(INDEX_OF_FOLDER) && !self.has(FILE_OF_FOLDER) {
             needed.extend(self.shards()?);
-        } else if parts == Parts::All {
+        } else if parts == FileSelection::All {
             needed.push(FILE_OF_FOLDER.into());
         }
         Ok(needed.into_iter().find(|file| !self.has(file)))
@@ -98,10 +98,10 @@ impl Snapshot {
 
 /// The files beside the weights that are fetched, where a repository has them.
 pub(super) fn beside() -> impl Iterator<Item = &'static str> {
-    [CONFIG].into_iter().chain(BESIDE)
+    [CONFIG].into_iter().chain(COMPANION_FILES)
 }
 
-fn cached(repository: &Repository, settings: &Settings) -> (CacheRepo, PathBuf) {
+fn cached(repository: &Repository, settings: &HubSettings) -> (CacheRepo, PathBuf) {
     let name = repository.name().to_owned();
     let repo = Repo::with_revision(name, RepoType::Model, repository.revision().into());
     let folder = settings.cache.join(repo.folder_name());

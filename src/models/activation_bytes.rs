@@ -4,7 +4,7 @@ use super::DecoderConfig;
 
 /// A forward and backward of a decoder whose activations are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pass {
+pub struct ActivationPass {
     /// Tokens of the micro batch, padding included.
     pub tokens: usize,
     /// Bytes of an element of the model's precision.
@@ -21,12 +21,12 @@ const LOGITS: usize = 2 * (26 << 20);
 const ROWS: usize = 64;
 
 impl DecoderConfig {
-    /// Bytes of activations that a [`Pass`] holds, at most: what the blocks keep for backward, the gradients on their way
+    /// Bytes of activations that an [`ActivationPass`] holds, at most: what the blocks keep for backward, the gradients on their way
     /// through one of them, and the loss with its gradients. Parameters and their gradients are not in it.
     ///
     /// For layers of [`crate::nn`] on the CPU, where normalized values are computed again.
-    pub fn activation_bytes(&self, pass: Pass) -> usize {
-        let Pass { tokens, element, recompute, trains_base } = pass;
+    pub fn activation_bytes(&self, pass: ActivationPass) -> usize {
+        let ActivationPass { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
         let of_tokens = |bytes: usize| tokens.saturating_mul(bytes);
         let whole = of_tokens(self.kept_by_block(element));

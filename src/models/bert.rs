@@ -3,8 +3,8 @@
 use super::BertConfig;
 use crate::error::ModelError;
 use crate::nn::{
-    Attend, Dropout, Embedding, LayerNorm, Linear, LossOptions, Sequences, Then, add, attention, cross_entropy_with,
-    embedding, normal, refuse,
+    AttentionOptions, Dropout, Embedding, LayerNorm, Linear, LinearEpilogue, LossOptions, Sequences, add, attention,
+    cross_entropy_with, embedding, normal, refuse,
 };
 use crate::zero::Unit;
 use crate::zero::unit;
@@ -83,18 +83,20 @@ impl BertBlock {
 
     /// The block on `x` `[1, tokens, hidden_size]`.
     fn run(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
-        let attend = Attend { bidirectional: true, ..Attend::default() };
+        let options = AttentionOptions { bidirectional: true, ..AttentionOptions::default() };
         let (q, k, v) = (self.query.forward(x)?, self.key.forward(x)?, self.value.forward(x)?);
-        let attended = attention(&q, &k, &v, self.heads, self.heads, &attend, Some(sequences))?;
+        let attended = attention(&q, &k, &v, self.heads, self.heads, &options, Some(sequences))?;
         let x = &self.attention_norm.forward(&self.onto(x, &self.output, &attended)?)?;
-        let h = self.up.forward_then(x, Then { activation: Some(self.activation), ..Then::default() })?;
+        let h = self
+            .up
+            .forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })?;
         self.norm.forward(&self.onto(x, &self.down, &h)?)
     }
 
     /// x + dropout(projection(h)).
     fn onto(&self, x: &Tensor, projection: &Linear, h: &Tensor) -> Result<Tensor> {
         match &self.drop {
-            None => projection.forward_then(h, Then { residual: Some(x), ..Then::default() }),
+            None => projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() }),
             Some(drop) => add(x, &drop.forward(&projection.forward(h)?)?),
         }
     }

@@ -1,8 +1,8 @@
 //! The shape of an encoder that classifies sequences, from the `config.json` of a BERT.
 
 use super::DecoderConfig;
-use super::config::{refused, require_parameters, require_sizes};
-use super::json_keys::Keys;
+use super::config_checks::{refused, require_parameters, require_sizes};
+use super::json_keys::JsonKeys;
 use crate::error::{Error, ModelError, Result};
 use crate::nn::Activation;
 use serde_json::{Map, Value};
@@ -68,7 +68,7 @@ impl BertConfig {
     /// What the content of `file` describes.
     pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         let empty = Map::new();
-        let keys = Keys::new(file, "", content.as_object().unwrap_or(&empty));
+        let keys = JsonKeys::new(file, "", content.as_object().unwrap_or(&empty));
         match keys.get("model_type").and_then(Value::as_str) {
             Some(BERT) => (),
             _ => return Err(keys.refuse("model_type", "\"bert\", the encoder that is known")),
@@ -173,7 +173,7 @@ impl BertConfig {
 }
 
 /// Names of classes by their numbers, which go from 0 without a gap.
-fn labels(keys: &Keys<'_>) -> Result<Vec<String>> {
+fn labels(keys: &JsonKeys<'_>) -> Result<Vec<String>> {
     let Some(found) = keys.get("id2label") else {
         return Ok((0..keys.size("num_labels")?.unwrap_or(2)).map(|i| format!("LABEL_{i}")).collect());
     };

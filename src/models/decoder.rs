@@ -1,7 +1,7 @@
 //! Decoders by their description: from token ids to the states that the output projection takes.
 
-use super::decoder_block::{Around, DecoderBlock, Norm, STD};
-use super::{Architecture, BlockRule, DecoderConfig, LanguageModel, Naming};
+use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, STD};
+use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming};
 use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
 use crate::zero::Unit;
 use crate::zero::unit;
@@ -47,7 +47,7 @@ pub struct DecoderLayers<C = DecoderConfig> {
     positions: Option<Embedding>,
     drop: Option<Dropout>,
     blocks: Vec<Unit<DecoderBlock>>,
-    norm: Norm,
+    norm: BlockNorm,
     /// Nothing where the token embedding is the output projection.
     head: Option<Linear>,
     logit_soft_cap: Option<f64>,
@@ -59,8 +59,8 @@ impl<C> DecoderLayers<C> {
     pub(super) fn build(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (d, vocab) = (config.hidden_size, config.vocab);
         let [embedding, blocks, norm] = match config.naming {
-            Naming::Llama | Naming::Phi3 => ["embed_tokens", "layers", "norm"],
-            Naming::Gpt2 => ["wte", "h", "ln_f"],
+            ParameterNaming::Llama | ParameterNaming::Phi3 => ["embed_tokens", "layers", "norm"],
+            ParameterNaming::Gpt2 => ["wte", "h", "ln_f"],
         };
         let inner = match config.prefix.trim_end_matches('.') {
             "" => vb.clone(),
@@ -69,14 +69,14 @@ impl<C> DecoderLayers<C> {
         let embedding = Embedding::new(vocab, d, inner.pp(embedding))?.padding(config.padding);
         let learned = config.learned_positions.map(|rows| Embedding::new(rows, d, inner.pp("wpe")));
         let positions = learned.transpose()?;
-        let mut rotaries = Rotaries::default();
+        let mut rotaries = SharedRotaries::default();
         let mut units = Vec::with_capacity(config.blocks.len());
         for (i, rule) in config.blocks.iter().enumerate() {
             let rotary = rotaries.of(config, rule)?;
             let block = unit(inner.pp(format!("{blocks}.{i}")), |vb| DecoderBlock::new(config, rule, rotary, vb))?;
             units.push(block.checkpointed(config.checkpoint_activations));
         }
-        let norm = Norm::new(config, inner.pp(norm))?;
+        let norm = BlockNorm::new(config, inner.pp(norm))?;
         let untied = !config.tie_word_embeddings;
         let head = untied.then(|| Linear::with_init(d, vocab, false, normal(STD), vb.pp("lm_head"))).transpose()?;
         let (embedding_scale, logit_soft_cap) = (config.embedding_scale, config.logit_soft_cap);
@@ -119,10 +119,10 @@ fn rounded(factor: f64, dtype: DType) -> f64 {
 
 /// The tables of rotations, which blocks of the same rule share.
 #[derive(Default)]
-struct Rotaries(Vec<(BlockRule, Rotary)>);
+struct SharedRotaries(Vec<(BlockConfig, Rotary)>);
 
-impl Rotaries {
-    fn of(&mut self, config: &DecoderConfig, rule: &BlockRule) -> Result<Option<Rotary>> {
+impl SharedRotaries {
+    fn of(&mut self, config: &DecoderConfig, rule: &BlockConfig) -> Result<Option<Rotary>> {
         if config.learned_positions.is_some() {
             return Ok(None);
         }
@@ -151,8 +151,9 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
         let mut x = self.embedded(ids, 0, sequences)?;
         for block in &self.blocks {
             let sequences = sequences.cloned();
-            x = block
-                .forward_by(&x, move |block, x| block.run(x, Around { sequences: sequences.as_ref(), cache: None }))?;
+            x = block.forward_by(&x, move |block, x| {
+                block.run(x, BlockContext { sequences: sequences.as_ref(), cache: None })
+            })?;
         }
         self.norm.forward(&x)
     }
@@ -164,7 +165,7 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
     fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
         let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
         for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.evaluate(|block| block.run(&x, Around { sequences: None, cache: Some(cache) }))?;
+            x = block.evaluate(|block| block.run(&x, BlockContext { sequences: None, cache: Some(cache) }))?;
         }
         self.norm.forward(&x)
     }

@@ -1,9 +1,10 @@
 //! One block of a decoder: attention, then an MLP, each adding to the residual stream.
 
-use super::{BlockRule, DecoderConfig, Naming, NormKind};
+use super::{BlockConfig, DecoderConfig, NormKind, ParameterNaming};
 use crate::nn::{
-    Activation, Attend, Dropout, KeyValueCache, LayerNorm, Projection, ProjectionOptions, RmsNorm, RmsNormOptions,
-    Rotary, Sequences, Then, WeightLayout, add, attention, columns, fused_attention, gelu_gated, swiglu,
+    Activation, AttentionOptions, Dropout, KeyValueCache, LayerNorm, LinearEpilogue, Projection, ProjectionOptions,
+    RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, columns, fused_attention, gelu_gated,
+    swiglu,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -11,18 +12,18 @@ use candle_nn::{Module, VarBuilder};
 /// One transformer block: x + attention(norm(x)), then that + mlp(norm(that)), where what is added may be normed too.
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
-    before_attention: Norm,
-    attention: Attention,
-    after_attention: Option<Norm>,
-    before_mlp: Norm,
+    before_attention: BlockNorm,
+    attention: BlockAttention,
+    after_attention: Option<BlockNorm>,
+    before_mlp: BlockNorm,
     mlp: Mlp,
-    after_mlp: Option<Norm>,
+    after_mlp: Option<BlockNorm>,
     drop: Option<Dropout>,
 }
 
-/// The text that a block is a part of, besides its input.
+/// What a block needs besides its input.
 #[derive(Default)]
-pub(super) struct Around<'a> {
+pub(super) struct BlockContext<'a> {
     /// Where packed sequences begin.
     pub sequences: Option<&'a Sequences>,
     /// The keys and values of the positions before the input.
@@ -34,16 +35,16 @@ impl DecoderBlock {
     /// sqrt(2 num_hidden_layers).
     pub(super) fn new(
         config: &DecoderConfig,
-        rule: &BlockRule,
+        rule: &BlockConfig,
         rotary: Option<Rotary>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let names = Names::of(config);
-        let norm = |name: &str| Norm::new(config, vb.pp(name));
+        let names = BlockNames::of(config);
+        let norm = |name: &str| BlockNorm::new(config, vb.pp(name));
         let after = |name: &str| config.norms_after.then(|| norm(name)).transpose();
         Ok(Self {
             before_attention: norm(names.before_attention)?,
-            attention: Attention::new(config, rule, rotary, &vb.pp(names.attention))?,
+            attention: BlockAttention::new(config, rule, rotary, &vb.pp(names.attention))?,
             after_attention: after("post_attention_layernorm")?,
             before_mlp: norm(names.before_mlp)?,
             mlp: Mlp::new(config, &vb.pp("mlp"))?,
@@ -53,7 +54,7 @@ impl DecoderBlock {
     }
 
     /// The block on `x` `[batch, time, hidden_size]`.
-    pub(super) fn run(&self, x: &Tensor, around: Around<'_>) -> Result<Tensor> {
+    pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let attended = self.attention.forward(&self.before_attention.forward(x)?, around)?;
         let x = &self.onto(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
         let h = self.mlp.inside(&self.before_mlp.forward(x)?)?;
@@ -61,9 +62,9 @@ impl DecoderBlock {
     }
 
     /// x + dropout(norm(projection(h))).
-    fn onto(&self, x: &Tensor, projection: &Projection, h: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
+    fn onto(&self, x: &Tensor, projection: &Projection, h: &Tensor, norm: Option<&BlockNorm>) -> Result<Tensor> {
         if norm.is_none() && self.drop.is_none() {
-            return projection.forward_then(h, Then { residual: Some(x), ..Then::default() });
+            return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
         }
         let mut y = projection.forward(h)?;
         if let Some(norm) = norm {
@@ -78,7 +79,7 @@ impl DecoderBlock {
 
 impl Module for DecoderBlock {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.run(x, Around::default())
+        self.run(x, BlockContext::default())
     }
 }
 
@@ -97,7 +98,7 @@ impl DecoderConfig {
         is_residual: bool,
         vb: &VarBuilder<'_>,
     ) -> Result<Projection> {
-        let layout = if self.naming == Naming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
+        let layout = if self.naming == ParameterNaming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
         let std = if is_residual { STD / (2.0 * self.blocks.len() as f64).sqrt() } else { STD };
         let options = ProjectionOptions { layout, bias, std, lora: self.lora.as_ref() };
         Projection::new(inputs, outputs, options, vb.pp(name))
@@ -108,7 +109,7 @@ impl DecoderConfig {
 pub(super) const STD: f64 = 0.02;
 
 /// The names inside of a block that are not the same everywhere.
-struct Names {
+struct BlockNames {
     before_attention: &'static str,
     before_mlp: &'static str,
     attention: &'static str,
@@ -118,7 +119,7 @@ struct Names {
     down: &'static str,
 }
 
-const LLAMA: Names = Names {
+const LLAMA: BlockNames = BlockNames {
     before_attention: "input_layernorm",
     before_mlp: "pre_feedforward_layernorm",
     attention: "self_attn",
@@ -128,7 +129,7 @@ const LLAMA: Names = Names {
     down: "down_proj",
 };
 
-const GPT2: Names = Names {
+const GPT2: BlockNames = BlockNames {
     before_attention: "ln_1",
     before_mlp: "ln_2",
     attention: "attn",
@@ -138,10 +139,10 @@ const GPT2: Names = Names {
     down: "c_proj",
 };
 
-impl Names {
+impl BlockNames {
     fn of(config: &DecoderConfig) -> Self {
         match config.naming {
-            Naming::Gpt2 => GPT2,
+            ParameterNaming::Gpt2 => GPT2,
             // Of two norms the second one is called by its place behind attention.
             _ if !config.norms_after => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
             _ => LLAMA,
@@ -151,12 +152,12 @@ impl Names {
 
 /// A norm on the residual stream.
 #[derive(Debug, Clone)]
-pub(super) enum Norm {
+pub(super) enum BlockNorm {
     Rms(RmsNorm),
     Layer(LayerNorm),
 }
 
-impl Norm {
+impl BlockNorm {
     pub fn new(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (width, eps) = (config.hidden_size, config.norm_eps);
         match config.norm {
@@ -172,7 +173,7 @@ fn rms_norm(config: &DecoderConfig, width: usize, by_head: bool, vb: VarBuilder<
     RmsNorm::with(width, RmsNormOptions { eps: config.norm_eps, plus_one, by_head }, vb)
 }
 
-impl Module for Norm {
+impl Module for BlockNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Rms(norm) => norm.forward(x),
@@ -183,38 +184,36 @@ impl Module for Norm {
 
 /// Causal attention and its projections.
 #[derive(Debug, Clone)]
-struct Attention {
+struct BlockAttention {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    input: QueriesKeysValues,
+    input: QkvProjections,
     /// The norms of the heads of queries and keys.
     head_norms: Option<[RmsNorm; 2]>,
     rotary: Option<Rotary>,
-    attend: Attend,
+    options: AttentionOptions,
     output: Projection,
 }
 
 /// The projections to queries, keys and values.
 #[derive(Debug, Clone)]
-enum QueriesKeysValues {
+enum QkvProjections {
     Apart([Projection; 3]),
     /// Side by side.
     Fused(Projection),
 }
 
-impl Attention {
-    fn new(config: &DecoderConfig, rule: &BlockRule, rotary: Option<Rotary>, vb: &VarBuilder<'_>) -> Result<Self> {
+impl BlockAttention {
+    fn new(config: &DecoderConfig, rule: &BlockConfig, rotary: Option<Rotary>, vb: &VarBuilder<'_>) -> Result<Self> {
         let (d, q, kv) = (config.hidden_size, config.query_width(), config.kv_width());
-        let names = Names::of(config);
+        let names = BlockNames::of(config);
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.qkv_bias, false, vb);
         let input = match config.naming {
-            Naming::Llama => QueriesKeysValues::Apart([
-                projection("q_proj", q)?,
-                projection("k_proj", kv)?,
-                projection("v_proj", kv)?,
-            ]),
-            Naming::Phi3 | Naming::Gpt2 => QueriesKeysValues::Fused(projection(names.qkv, q + 2 * kv)?),
+            ParameterNaming::Llama => {
+                QkvProjections::Apart([projection("q_proj", q)?, projection("k_proj", kv)?, projection("v_proj", kv)?])
+            }
+            ParameterNaming::Phi3 | ParameterNaming::Gpt2 => QkvProjections::Fused(projection(names.qkv, q + 2 * kv)?),
         };
         let output = config.projection(names.attention_output, [q, d], config.output_bias, true, vb)?;
         let head_norm = |name: &str| rms_norm(config, config.head_dim, true, vb.pp(name));
@@ -229,28 +228,28 @@ impl Attention {
             input,
             head_norms,
             rotary,
-            attend: Attend {
+            options: AttentionOptions {
                 scale: config.query_scale,
                 soft_cap: config.attention_soft_cap,
                 window: rule.window,
-                ..Attend::default()
+                ..AttentionOptions::default()
             },
             output,
         })
     }
 
     /// What the output projection takes.
-    fn forward(&self, h: &Tensor, around: Around<'_>) -> Result<Tensor> {
-        let Around { sequences, cache } = around;
+    fn forward(&self, h: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
+        let BlockContext { sequences, cache } = around;
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let [q, k, v] = match &self.input {
-            QueriesKeysValues::Apart([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
-            QueriesKeysValues::Fused(qkv) => {
+            QkvProjections::Apart([q, k, v]) => [q.forward(h)?, k.forward(h)?, v.forward(h)?],
+            QkvProjections::Fused(qkv) => {
                 let qkv = qkv.forward(h)?;
                 if self.takes_fused() {
                     return match cache {
-                        Some(cache) => cache.fused_attention(&qkv, self.heads, &self.attend),
-                        None => fused_attention(&qkv, self.heads, &self.attend, sequences),
+                        Some(cache) => cache.fused_attention(&qkv, self.heads, &self.options),
+                        None => fused_attention(&qkv, self.heads, &self.options, sequences),
                     };
                 }
                 self.apart(&qkv)?
@@ -280,8 +279,8 @@ impl Attention {
         };
         let (q, k) = (turned(q, 0)?, turned(k, 1)?);
         match cache {
-            Some(cache) => cache.attention(&q, &k, &v, self.heads, self.kv_heads, &self.attend),
-            None => attention(&q, &k, &v, self.heads, self.kv_heads, &self.attend, sequences),
+            Some(cache) => cache.attention(&q, &k, &v, self.heads, self.kv_heads, &self.options),
+            None => attention(&q, &k, &v, self.heads, self.kv_heads, &self.options, sequences),
         }
     }
 
@@ -317,11 +316,11 @@ enum MlpInput {
 
 impl Mlp {
     fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (d, inner, names) = (config.hidden_size, config.intermediate_size, Names::of(config));
+        let (d, inner, names) = (config.hidden_size, config.intermediate_size, BlockNames::of(config));
         let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.mlp_bias, false, vb);
         let input = match (config.gated, config.naming) {
             (false, _) => MlpInput::Plain(projection(names.up, inner)?),
-            (true, Naming::Phi3) => MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner),
+            (true, ParameterNaming::Phi3) => MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner),
             (true, _) => MlpInput::Gated([projection("gate_proj", inner)?, projection(names.up, inner)?]),
         };
         let down = config.projection(names.down, [inner, d], config.mlp_bias, true, vb)?;
@@ -331,7 +330,9 @@ impl Mlp {
     /// What the last projection takes.
     fn inside(&self, x: &Tensor) -> Result<Tensor> {
         match &self.input {
-            MlpInput::Plain(up) => up.forward_then(x, Then { activation: Some(self.activation), ..Then::default() }),
+            MlpInput::Plain(up) => {
+                up.forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })
+            }
             MlpInput::Gated([gate, up]) => self.gated(&gate.forward(x)?, &up.forward(x)?),
             MlpInput::FusedGated(gate_up, inner) => {
                 let both = gate_up.forward(x)?;

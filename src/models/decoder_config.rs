@@ -1,7 +1,7 @@
 //! A decoder as one description: the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
 
-use super::config::{MOST_POSITIONS, refused, require_parameters, require_sizes};
-use super::rotary_rule::RotaryRule;
+use super::config_checks::{MOST_POSITIONS, refused, require_parameters, require_sizes};
+use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
 
@@ -12,7 +12,7 @@ use crate::nn::{Activation, LoraConfig};
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
     /// How parameters are called, and how they are stored.
-    pub naming: Naming,
+    pub naming: ParameterNaming,
     /// What stands before all names but that of an output projection of its own: `"model."`, `"transformer."` or nothing.
     pub prefix: &'static str,
     /// Token ids, 0 to `vocab - 1`.
@@ -30,7 +30,7 @@ pub struct DecoderConfig {
     /// Elements of a head.
     pub head_dim: usize,
     /// What differs between the blocks; one for each of them.
-    pub blocks: Vec<BlockRule>,
+    pub blocks: Vec<BlockConfig>,
     /// Rows of a table of learned positions; without one, positions are rotary.
     pub learned_positions: Option<usize>,
     /// The kind of all norms on the residual stream.
@@ -74,16 +74,16 @@ pub struct DecoderConfig {
 
 /// What differs between the blocks of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct BlockRule {
+pub struct BlockConfig {
     /// A position sees so many positions, itself included; without a number, all before it.
     pub window: Option<usize>,
     /// How positions turn queries and keys. Of no use beside learned positions.
-    pub rotary: RotaryRule,
+    pub rotary: RotaryConfig,
 }
 
 /// How the parameters of a decoder are called in Hugging Face's files, and how they are stored there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Naming {
+pub enum ParameterNaming {
     /// `layers.0.self_attn.q_proj.weight`, as in Llama's files and most others.
     Llama,
     /// As in Phi-3's files: the same with queries, keys and values in one `qkv_proj`, and an MLP's two first projections in one
@@ -111,7 +111,7 @@ impl DecoderConfig {
     /// GPT-2 as published, of other sizes: width, heads and blocks; without dropout, parameters named without a prefix.
     pub(super) fn gpt2(vocab: usize, ctx: usize, [hidden_size, heads, blocks]: [usize; 3]) -> Self {
         Self {
-            naming: Naming::Gpt2,
+            naming: ParameterNaming::Gpt2,
             prefix: "",
             vocab,
             ctx,
@@ -120,7 +120,7 @@ impl DecoderConfig {
             num_attention_heads: heads,
             num_key_value_heads: heads,
             head_dim: hidden_size / heads,
-            blocks: vec![BlockRule::default(); blocks],
+            blocks: vec![BlockConfig::default(); blocks],
             learned_positions: Some(ctx),
             norm: NormKind::Layer,
             norm_eps: 1e-5,
@@ -187,7 +187,7 @@ impl DecoderConfig {
             None => self.blocks.iter().try_for_each(|block| block.rotary.frequencies(2).map(drop))?,
         }
         let biases = self.qkv_bias && self.output_bias && self.mlp_bias;
-        if self.naming == Naming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
+        if self.naming == ParameterNaming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
             let allowed =
                 "another one with a gate, further norms or projections without bias: GPT-2 has no names for them";
             return Err(refused("naming", "that of GPT-2", allowed));

@@ -1,6 +1,6 @@
 //! Sizes of a GPT-2.
 
-use super::config::{find_preset, refused, require_parameters, require_sizes};
+use super::config_checks::{find_preset, refused, require_parameters, require_sizes};
 use super::{DecoderConfig, DecoderSizes};
 use crate::Result;
 use serde::{Deserialize, Serialize};

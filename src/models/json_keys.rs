@@ -7,14 +7,14 @@ use std::path::Path;
 
 /// An object of a file.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Keys<'a> {
+pub(super) struct JsonKeys<'a> {
     file: &'a Path,
     /// What stands before its keys in messages.
     prefix: &'a str,
     map: &'a Map<String, Value>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> JsonKeys<'a> {
     pub fn new(file: &'a Path, prefix: &'a str, map: &'a Map<String, Value>) -> Self {
         Self { file, prefix, map }
     }
@@ -46,10 +46,10 @@ impl<'a> Keys<'a> {
     }
 
     /// The object at `key`.
-    pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<Keys<'a>>> {
+    pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<JsonKeys<'a>>> {
         match self.get(key) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Keys { prefix, map, ..*self })),
+            Some(Value::Object(map)) => Ok(Some(JsonKeys { prefix, map, ..*self })),
             Some(_) => Err(self.refuse(key, "an object")),
         }
     }

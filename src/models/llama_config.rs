@@ -1,7 +1,7 @@
 //! Sizes of a Llama.
 
-use super::config::{MOST_POSITIONS, find_preset, refused, require_parameters, require_sizes};
-use super::{BlockRule, DecoderConfig, DecoderSizes, Naming, NormKind, RotaryRule, RotaryScaling};
+use super::config_checks::{MOST_POSITIONS, find_preset, refused, require_parameters, require_sizes};
+use super::{BlockConfig, DecoderConfig, DecoderSizes, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
 use crate::Result;
 use crate::nn::Activation;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,7 @@ pub struct LlamaConfig {
 }
 
 /// A name and its sizes.
-struct Preset {
+struct LlamaPreset {
     name: &'static str,
     hidden_size: usize,
     intermediate_size: usize,
@@ -51,13 +51,13 @@ struct Preset {
 }
 
 #[rustfmt::skip]
-const PRESETS: [Preset; 6] = [
-    Preset { name: "llama-nano", hidden_size: 128, intermediate_size: 344, layers: 4, heads: 4, kv_heads: 2, ctx: 128, vocab: 256, theta: 1e4, tied: true },
-    Preset { name: "llama-mini", hidden_size: 384, intermediate_size: 1024, layers: 6, heads: 6, kv_heads: 2, ctx: 256, vocab: 256, theta: 1e4, tied: true },
-    Preset { name: "tinyllama-1.1b", hidden_size: 2048, intermediate_size: 5632, layers: 22, heads: 32, kv_heads: 4, ctx: 2048, vocab: 32_000, theta: 1e4, tied: false },
-    Preset { name: "llama-3.2-1b", hidden_size: 2048, intermediate_size: 8192, layers: 16, heads: 32, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
-    Preset { name: "llama-3.2-3b", hidden_size: 3072, intermediate_size: 8192, layers: 28, heads: 24, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
-    Preset { name: "llama-2-7b", hidden_size: 4096, intermediate_size: 11_008, layers: 32, heads: 32, kv_heads: 32, ctx: 4096, vocab: 32_000, theta: 1e4, tied: false },
+const PRESETS: [LlamaPreset; 6] = [
+    LlamaPreset { name: "llama-nano", hidden_size: 128, intermediate_size: 344, layers: 4, heads: 4, kv_heads: 2, ctx: 128, vocab: 256, theta: 1e4, tied: true },
+    LlamaPreset { name: "llama-mini", hidden_size: 384, intermediate_size: 1024, layers: 6, heads: 6, kv_heads: 2, ctx: 256, vocab: 256, theta: 1e4, tied: true },
+    LlamaPreset { name: "tinyllama-1.1b", hidden_size: 2048, intermediate_size: 5632, layers: 22, heads: 32, kv_heads: 4, ctx: 2048, vocab: 32_000, theta: 1e4, tied: false },
+    LlamaPreset { name: "llama-3.2-1b", hidden_size: 2048, intermediate_size: 8192, layers: 16, heads: 32, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
+    LlamaPreset { name: "llama-3.2-3b", hidden_size: 3072, intermediate_size: 8192, layers: 28, heads: 24, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
+    LlamaPreset { name: "llama-2-7b", hidden_size: 4096, intermediate_size: 11_008, layers: 32, heads: 32, kv_heads: 32, ctx: 4096, vocab: 32_000, theta: 1e4, tied: false },
 ];
 
 impl LlamaConfig {
@@ -157,9 +157,9 @@ impl LlamaConfig {
 impl DecoderSizes for LlamaConfig {
     fn decoder(&self) -> Result<DecoderConfig> {
         self.validate()?;
-        let rotary = RotaryRule { theta: self.rope_theta, scaling: RotaryScaling::None };
+        let rotary = RotaryConfig { theta: self.rope_theta, scaling: RotaryScaling::None };
         Ok(DecoderConfig {
-            naming: Naming::Llama,
+            naming: ParameterNaming::Llama,
             prefix: "model.",
             vocab: self.vocab,
             ctx: self.ctx,
@@ -168,7 +168,7 @@ impl DecoderSizes for LlamaConfig {
             num_attention_heads: self.num_attention_heads,
             num_key_value_heads: self.num_key_value_heads,
             head_dim: self.hidden_size / self.num_attention_heads,
-            blocks: vec![BlockRule { window: None, rotary }; self.num_hidden_layers],
+            blocks: vec![BlockConfig { window: None, rotary }; self.num_hidden_layers],
             learned_positions: None,
             norm: NormKind::Rms,
             norm_eps: self.rms_norm_eps,

@@ -4,37 +4,37 @@
 mod activation_bytes;
 mod bert;
 mod bert_config;
-mod config;
+mod config_checks;
 mod decoder;
 mod decoder_block;
 mod decoder_config;
 pub(crate) mod error;
 mod gpt;
 mod gpt_config;
-mod hugging_face;
+mod hugging_face_config;
 mod json_keys;
 mod language_model;
 mod llama;
 mod llama_config;
-mod parameters;
-mod rotary_rule;
+mod parameter_shapes;
+mod rotary_config;
 mod sampling;
 mod session;
 
-pub use activation_bytes::Pass;
+pub use activation_bytes::ActivationPass;
 pub use bert::{Bert, BertBlock};
 pub(crate) use bert_config::BERT;
 pub use bert_config::BertConfig;
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;
-pub use decoder_config::{BlockRule, DecoderConfig, Naming, NormKind};
+pub use decoder_config::{BlockConfig, DecoderConfig, NormKind, ParameterNaming};
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 pub(crate) use json_keys::shortened;
 pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
-pub use rotary_rule::{RotaryRule, RotaryScaling};
+pub use rotary_config::{RotaryConfig, RotaryScaling};
 pub use sampling::{TokenRng, keep_likeliest, next_token};
 pub use session::Session;
 
@@ -44,5 +44,5 @@ pub use session::Session;
 /// An unknown name; the message lists the known ones.
 pub(crate) fn preset_named(name: &str) -> crate::Result<&'static str> {
     let names: Vec<&str> = GptConfig::preset_names().chain(LlamaConfig::preset_names()).collect();
-    config::find_preset(&names, |known| known, name).copied()
+    config_checks::find_preset(&names, |known| known, name).copied()
 }

@@ -1,7 +1,7 @@
 //! One CSV file per tag, as DeepSpeed's `csv_monitor`.
 
 use super::metrics::end_last_line;
-use super::{Event, Monitor};
+use super::{Monitor, MonitorEvent};
 use crate::files;
 use crate::{Error, Result};
 use std::collections::HashSet;
@@ -52,8 +52,8 @@ impl CsvMonitor {
 }
 
 impl Monitor for CsvMonitor {
-    fn write(&mut self, events: &[Event]) -> Result<()> {
-        events.iter().try_for_each(|Event { tag, value, step }| self.append(tag, &format!("{step},{value:?}\n")))
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
+        events.iter().try_for_each(|MonitorEvent { tag, value, step }| self.append(tag, &format!("{step},{value:?}\n")))
     }
 }
 
@@ -99,7 +99,10 @@ mod tests {
         for step in [8, 16] {
             let mut monitor = CsvMonitor::create(dir.path()).unwrap();
             monitor
-                .write(&[Event::new("Train/Samples/lr", 1e-3, step), Event::new("Own, \"odd\"", 1.0, step)])
+                .write(&[
+                    MonitorEvent::new("Train/Samples/lr", 1e-3, step),
+                    MonitorEvent::new("Own, \"odd\"", 1.0, step),
+                ])
                 .unwrap();
         }
         assert_eq!(text(&dir, "Train_Samples_lr.csv"), "step,lr\n8,0.001\n16,0.001\n");
@@ -114,7 +117,7 @@ mod tests {
         let long = "x".repeat(300);
         let mut monitor = CsvMonitor::create(dir.path()).unwrap();
         for tag in ["a", "b", &long] {
-            monitor.write(&[Event::new(tag, 0.25, 16)]).unwrap();
+            monitor.write(&[MonitorEvent::new(tag, 0.25, 16)]).unwrap();
         }
         assert_eq!(text(&dir, "a.csv"), "step,a\n8,0.5\n16,0.25\n");
         assert_eq!(text(&dir, "b.csv"), "step,b\n16,0.25\n");
@@ -125,7 +128,7 @@ mod tests {
     fn a_tag_leads_to_no_other_folder() {
         let dir = tempfile::tempdir().unwrap();
         let mut monitor = CsvMonitor::create(dir.path().join("in")).unwrap();
-        monitor.write(&[Event::new("../../x", f64::NAN, 1)]).unwrap();
+        monitor.write(&[MonitorEvent::new("../../x", f64::NAN, 1)]).unwrap();
         assert_eq!(text(&dir, "in/.._.._x.csv"), "step,x\n1,NaN\n");
     }
 }

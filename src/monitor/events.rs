@@ -4,7 +4,7 @@ use crate::Result;
 
 /// One value of a scalar that is followed over a run.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Event {
+pub struct MonitorEvent {
     /// Its name, such as `Train/Samples/lr`.
     pub tag: String,
     /// Its value.
@@ -13,7 +13,7 @@ pub struct Event {
     pub step: u64,
 }
 
-impl Event {
+impl MonitorEvent {
     /// A value of `tag` at `step`.
     pub fn new(tag: impl Into<String>, value: f64, step: u64) -> Self {
         Self { tag: tag.into(), value, step }
@@ -30,5 +30,5 @@ pub trait Monitor: Send {
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io), or another error that says what cannot be written.
-    fn write(&mut self, events: &[Event]) -> Result<()>;
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()>;
 }

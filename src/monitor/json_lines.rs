@@ -1,6 +1,6 @@
 //! Events as JSON lines.
 
-use super::{Event, MetricsWriter, Monitor};
+use super::{MetricsWriter, Monitor, MonitorEvent};
 use crate::Result;
 use serde_json::json;
 use std::path::Path;
@@ -20,9 +20,9 @@ impl JsonLines {
 }
 
 impl Monitor for JsonLines {
-    fn write(&mut self, events: &[Event]) -> Result<()> {
-        events
-            .iter()
-            .try_for_each(|Event { tag, value, step }| self.0.write(&json!({"step": step, "tag": tag, "value": value})))
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
+        events.iter().try_for_each(|MonitorEvent { tag, value, step }| {
+            self.0.write(&json!({"step": step, "tag": tag, "value": value}))
+        })
     }
 }

@@ -1,6 +1,6 @@
 //! The output of a run while it trains: metrics for programs, progress for people.
 //!
-//! The engine writes its [`Event`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`)
+//! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`)
 //! and to those that its builder is given.
 
 mod crc32c;
@@ -8,22 +8,22 @@ mod csv;
 pub(crate) mod error;
 mod events;
 mod json_lines;
-mod memory;
 mod metrics;
 mod monitors;
+mod process_memory;
 mod progress;
 mod prometheus;
 mod tensorboard;
 mod throughput;
 
 pub use csv::CsvMonitor;
-pub use events::{Event, Monitor};
+pub use events::{Monitor, MonitorEvent};
 pub use json_lines::JsonLines;
-pub use memory::{available_memory, process_limit, rss_bytes, rss_peak_bytes};
 pub use metrics::MetricsWriter;
 pub(crate) use monitors::{MonitorOpener, Monitors};
+pub use process_memory::{available_memory, process_limit, rss_bytes, rss_peak_bytes};
 pub use progress::Progress;
 pub(crate) use prometheus::PORT as PROMETHEUS_PORT;
 pub use prometheus::Prometheus;
 pub use tensorboard::TensorBoard;
-pub(crate) use throughput::Throughput;
+pub(crate) use throughput::ThroughputTimer;

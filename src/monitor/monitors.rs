@@ -1,6 +1,6 @@
 //! The monitors of a run, which all get the same events.
 
-use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard};
+use super::{CsvMonitor, Monitor, MonitorEvent, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
 use crate::notice::{say, warn};
@@ -42,7 +42,7 @@ impl Monitors {
     }
 
     /// Writes to all. A monitor that fails is dropped.
-    pub fn write(&mut self, events: &[Event]) {
+    pub fn write(&mut self, events: &[MonitorEvent]) {
         self.0.retain_mut(|monitor| match monitor.write(events) {
             Ok(()) => true,
             Err(error) => {
@@ -63,7 +63,7 @@ mod tests {
     struct Told(Sender<usize>);
 
     impl Monitor for Told {
-        fn write(&mut self, events: &[Event]) -> Result<()> {
+        fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
             self.0.send(events.len()).unwrap();
             Ok(())
         }
@@ -78,7 +78,7 @@ mod tests {
         let mut monitors = Monitors::open(&Monitoring::default(), vec![full, own]).unwrap();
         for left in [2, 1, 1] {
             assert_eq!(monitors.0.len(), left);
-            monitors.write(&[Event::new("x", 1.0, 1)]);
+            monitors.write(&[MonitorEvent::new("x", 1.0, 1)]);
         }
         assert_eq!(told.try_iter().sum::<usize>(), 3);
     }

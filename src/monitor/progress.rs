@@ -23,20 +23,20 @@ pub struct Progress {
     total: u64,
     /// What is counted, in lines; steps, where there is nothing.
     unit: Option<&'static str>,
-    display: Display,
+    display: ProgressDisplay,
 }
 
 #[derive(Debug)]
-enum Display {
+enum ProgressDisplay {
     Nothing,
     #[cfg(feature = "cli")]
     Bar(ProgressBar),
-    Lines(Rhythm),
+    Lines(PrintInterval),
 }
 
 /// When a line is due.
 #[derive(Debug)]
-struct Rhythm {
+struct PrintInterval {
     every: Option<u64>,
     start: Instant,
     /// Steps that were done before the first that is reported.
@@ -53,14 +53,14 @@ impl Progress {
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {
-            return Self { total, unit: None, display: Display::Bar(bar(total)) };
+            return Self { total, unit: None, display: ProgressDisplay::Bar(bar(total)) };
         }
-        Self { total, unit: None, display: Display::Lines(Rhythm::new(every, Instant::now())) }
+        Self { total, unit: None, display: ProgressDisplay::Lines(PrintInterval::new(every, Instant::now())) }
     }
 
     /// Shows nothing: for all ranks but one.
     pub fn silent() -> Self {
-        Self { total: 0, unit: None, display: Display::Nothing }
+        Self { total: 0, unit: None, display: ProgressDisplay::Nothing }
     }
 
     /// The same over something else than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
@@ -72,14 +72,14 @@ impl Progress {
     /// line.
     pub fn begin(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
-            Display::Nothing => {}
+            ProgressDisplay::Nothing => {}
             #[cfg(feature = "cli")]
-            Display::Bar(bar) => {
+            ProgressDisplay::Bar(bar) => {
                 bar.set_message(message());
                 bar.set_position(done);
                 bar.enable_steady_tick(TICK);
             }
-            Display::Lines(_) => _ = writeln!(std::io::stderr(), "step {done}/{}: {}", self.total, message()),
+            ProgressDisplay::Lines(_) => _ = writeln!(std::io::stderr(), "step {done}/{}: {}", self.total, message()),
         }
     }
 
@@ -87,12 +87,12 @@ impl Progress {
     /// nothing else is to be seen yet, and then as seldom as others.
     pub fn within(&mut self, done: u64, part: usize, of: usize) {
         match &mut self.display {
-            Display::Nothing => {}
+            ProgressDisplay::Nothing => {}
             #[cfg(feature = "cli")]
-            Display::Bar(bar) if part < of => bar.set_prefix(format!("{part}/{of} of step {} ", done + 1)),
+            ProgressDisplay::Bar(bar) if part < of => bar.set_prefix(format!("{part}/{of} of step {} ", done + 1)),
             #[cfg(feature = "cli")]
-            Display::Bar(bar) => bar.set_prefix(""),
-            Display::Lines(rhythm) => {
+            ProgressDisplay::Bar(bar) => bar.set_prefix(""),
+            ProgressDisplay::Lines(rhythm) => {
                 if part < of && rhythm.is_due_before_the_first(Instant::now()) {
                     let total = self.total;
                     _ = writeln!(
@@ -107,13 +107,13 @@ impl Progress {
     /// Reports that step `done` (from 1) is done. `message` is only made when it is shown.
     pub fn step(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
-            Display::Nothing => {}
+            ProgressDisplay::Nothing => {}
             #[cfg(feature = "cli")]
-            Display::Bar(bar) => {
+            ProgressDisplay::Bar(bar) => {
                 bar.set_message(in_unit(self.unit, message()));
                 bar.set_position(done);
             }
-            Display::Lines(rhythm) => {
+            ProgressDisplay::Lines(rhythm) => {
                 let now = Instant::now();
                 if rhythm.is_due(done, self.total, now) {
                     let left = rhythm.left(done, self.total, now).map(|left| format!(", {} left", in_words(left)));
@@ -133,7 +133,7 @@ impl Progress {
     /// Leaves the bar as it is and frees the line below it.
     pub fn finish(&self) {
         #[cfg(feature = "cli")]
-        if let Display::Bar(bar) = &self.display {
+        if let ProgressDisplay::Bar(bar) = &self.display {
             // What is over has no time left, also if it ended early.
             if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed}] {msg}") {
                 bar.set_style(style);
@@ -161,7 +161,7 @@ fn bar(total: u64) -> ProgressBar {
     bar
 }
 
-impl Rhythm {
+impl PrintInterval {
     fn new(every: Option<u64>, start: Instant) -> Self {
         Self { every, start, before: 0, last_line: None, last_within: None }
     }
@@ -220,7 +220,7 @@ mod tests {
 
     fn shown(every: Option<u64>, seconds_per_step: f64, steps: u64) -> Vec<u64> {
         let start = Instant::now();
-        let mut rhythm = Rhythm::new(every, start);
+        let mut rhythm = PrintInterval::new(every, start);
         let at = |step: u64| start + Duration::from_secs_f64(step as f64 * seconds_per_step);
         (1..=steps).filter(|step| rhythm.is_due(*step, steps, at(*step))).collect()
     }
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn the_time_left_goes_by_the_steps_of_this_run() {
         let start = Instant::now();
-        let mut rhythm = Rhythm::new(None, start);
+        let mut rhythm = PrintInterval::new(None, start);
         let at = |seconds| start + Duration::from_secs(seconds);
         // A run that was resumed after step 100.
         assert!(rhythm.is_due(101, 200, at(10)));

@@ -1,6 +1,6 @@
 //! The last value of every tag for Prometheus, on a port of this host.
 
-use super::{Event, Monitor};
+use super::{Monitor, MonitorEvent};
 use crate::error::{Error, MonitorError, Result};
 use crate::notice::say;
 use crate::util::lock;
@@ -24,13 +24,13 @@ const REQUEST_BYTES: usize = 8 << 10;
 #[derive(Debug)]
 pub struct Prometheus {
     address: SocketAddr,
-    last: Arc<Mutex<Last>>,
+    last: Arc<Mutex<LastValues>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Value and step by tag.
-type Last = BTreeMap<String, (f64, u64)>;
+type LastValues = BTreeMap<String, (f64, u64)>;
 
 /// How many of them this process has.
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
@@ -44,7 +44,7 @@ impl Prometheus {
         let failed = |source| Error::from(MonitorError::PrometheusPort { port, source });
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let (last, stop) = (Arc::<Mutex<Last>>::default(), Arc::<AtomicBool>::default());
+        let (last, stop) = (Arc::<Mutex<LastValues>>::default(), Arc::<AtomicBool>::default());
         let (values, stopped) = (last.clone(), stop.clone());
         let serve = move || {
             for client in listener.incoming() {
@@ -90,9 +90,9 @@ impl Prometheus {
 }
 
 impl Monitor for Prometheus {
-    fn write(&mut self, events: &[Event]) -> Result<()> {
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
         let mut last = lock(&self.last);
-        for Event { tag, value, step } in events {
+        for MonitorEvent { tag, value, step } in events {
             last.insert(tag.clone(), (*value, *step));
         }
         Ok(())
@@ -112,7 +112,7 @@ impl Drop for Prometheus {
     }
 }
 
-fn answer(mut client: TcpStream, last: &Mutex<Last>) -> std::io::Result<()> {
+fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()> {
     let until = Instant::now() + PATIENCE;
     client.set_write_timeout(Some(PATIENCE))?;
     let (mut request, mut part) = (Vec::new(), [0; 1024]);
@@ -141,7 +141,7 @@ fn answer(mut client: TcpStream, last: &Mutex<Last>) -> std::io::Result<()> {
 }
 
 /// Prometheus's text format. A tag is a label: any text can be one, and no two tags become the same name.
-fn text(last: &Last) -> String {
+fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
     let mut steps = "# HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.\n\
                      # TYPE candle_zero_step gauge\n"
@@ -178,8 +178,10 @@ mod tests {
         let mut prometheus = Prometheus::listen(0).unwrap();
         let address = prometheus.address();
         assert!(address.ip().is_loopback());
-        prometheus.write(&[Event::new("Train/Samples/lr", 0.5, 8), Event::new("a\"\\\n", f64::INFINITY, 1)]).unwrap();
-        prometheus.write(&[Event::new("Train/Samples/lr", 1e-7, 16)]).unwrap();
+        prometheus
+            .write(&[MonitorEvent::new("Train/Samples/lr", 0.5, 8), MonitorEvent::new("a\"\\\n", f64::INFINITY, 1)])
+            .unwrap();
+        prometheus.write(&[MonitorEvent::new("Train/Samples/lr", 1e-7, 16)]).unwrap();
         let answer = get(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.ends_with(&format!(": {}", body.len())), "{head}");
@@ -204,7 +206,7 @@ mod tests {
         let mut prometheus = Prometheus::listen(0).unwrap();
         let silent = TcpStream::connect(prometheus.address()).unwrap();
         let start = Instant::now();
-        prometheus.write(&[Event::new("x", 1.0, 1)]).unwrap();
+        prometheus.write(&[MonitorEvent::new("x", 1.0, 1)]).unwrap();
         assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
         let mut endless = TcpStream::connect(prometheus.address()).unwrap();
         _ = endless.write_all(&[b'x'; 4 * REQUEST_BYTES]);

@@ -1,6 +1,6 @@
 //! TensorBoard's event files.
 //!
-//! A file is a sequence of TFRecords, each a protobuf message `Event`:
+//! A file is a sequence of TFRecords, each a protobuf message `MonitorEvent`:
 //!
 //! ```text
 //! record   length (u64) | masked CRC-32C of the length | message | masked CRC-32C of the message
@@ -9,7 +9,7 @@
 //! ```
 
 use super::crc32c::masked;
-use super::{Event, Monitor};
+use super::{Monitor, MonitorEvent};
 use crate::util::host_name;
 use crate::{Error, Result};
 use std::fs::File;
@@ -40,7 +40,7 @@ impl TensorBoard {
         let path = folder.join(file_name());
         let file = File::create_new(&path).map_err(failed(&path))?;
         let mut board = Self { file, path };
-        board.append(&record(&Message::default().double(1, seconds()).bytes(3, b"brain.Event:2").0))?;
+        board.append(&record(&ProtobufMessage::default().double(1, seconds()).bytes(3, b"brain.Event:2").0))?;
         Ok(board)
     }
 
@@ -57,7 +57,7 @@ impl TensorBoard {
 
 impl Monitor for TensorBoard {
     /// Values are stored in f32, as TensorBoard's scalars are.
-    fn write(&mut self, events: &[Event]) -> Result<()> {
+    fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
         let now = seconds();
         let records: Vec<u8> = events.iter().flat_map(|event| record(&message(event, now))).collect();
         self.append(&records)
@@ -79,10 +79,10 @@ fn seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-fn message(event: &Event, now: f64) -> Vec<u8> {
-    let value = Message::default().bytes(1, event.tag.as_bytes()).float(2, event.value as f32);
-    let summary = Message::default().bytes(1, &value.0);
-    Message::default().double(1, now).varint(2, event.step).bytes(5, &summary.0).0
+fn message(event: &MonitorEvent, now: f64) -> Vec<u8> {
+    let value = ProtobufMessage::default().bytes(1, event.tag.as_bytes()).float(2, event.value as f32);
+    let summary = ProtobufMessage::default().bytes(1, &value.0);
+    ProtobufMessage::default().double(1, now).varint(2, event.step).bytes(5, &summary.0).0
 }
 
 /// A TFRecord around a message.
@@ -93,9 +93,9 @@ fn record(message: &[u8]) -> Vec<u8> {
 
 /// A protobuf message under construction, field by field.
 #[derive(Default)]
-struct Message(Vec<u8>);
+struct ProtobufMessage(Vec<u8>);
 
-impl Message {
+impl ProtobufMessage {
     /// A key: the field's number and how its value is laid out.
     fn key(&mut self, field: u8, wire_type: u8) {
         self.0.push(field << 3 | wire_type);
@@ -213,10 +213,10 @@ mod tests {
         let mut board = TensorBoard::create(dir.path().join("a/b")).unwrap();
         let long = "Train/".repeat(50);
         let written = [
-            Event::new("Train/Samples/lr", 1e-3, 0),
-            Event::new("Train/Samples/lr", -0.0, 127),
-            Event::new(&long, f64::INFINITY, 128),
-            Event::new("größe", 2.5, u64::from(u32::MAX) << 7),
+            MonitorEvent::new("Train/Samples/lr", 1e-3, 0),
+            MonitorEvent::new("Train/Samples/lr", -0.0, 127),
+            MonitorEvent::new(&long, f64::INFINITY, 128),
+            MonitorEvent::new("größe", 2.5, u64::from(u32::MAX) << 7),
         ];
         board.write(&written[..3]).unwrap();
         board.write(&written[3..]).unwrap();

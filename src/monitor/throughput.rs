@@ -5,9 +5,9 @@ use std::time::Duration;
 /// Optimizer steps that are not timed: the first ones allocate, and record what later ones follow.
 const WARM_UP: u64 = 2;
 
-/// Adds up the time of micro steps, from forward's begin to step's end.
+/// Times micro steps, from the beginning of forward to the end of the step.
 #[derive(Debug, Default)]
-pub(crate) struct Throughput {
+pub(crate) struct ThroughputTimer {
     /// Optimizer steps of this process.
     steps: u64,
     /// Total time of the timed steps.
@@ -17,27 +17,27 @@ pub(crate) struct Throughput {
 
 /// Samples of all ranks per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Speed {
+pub(crate) struct SamplesPerSecond {
     /// Samples per second in the last optimizer step.
     pub current: f64,
     /// Samples per second in all timed steps.
     pub average: f64,
 }
 
-impl Throughput {
+impl ThroughputTimer {
     /// A micro step took so long.
     pub fn add(&mut self, took: Duration) {
         self.step += took;
     }
 
     /// An optimizer step of `samples` is over. The first two are not reported.
-    pub fn boundary(&mut self, samples: usize) -> Option<Speed> {
+    pub fn boundary(&mut self, samples: usize) -> Option<SamplesPerSecond> {
         let took = std::mem::take(&mut self.step);
         self.steps += 1;
         let timed = self.steps.checked_sub(WARM_UP).filter(|timed| *timed > 0)?;
         self.total += took;
         let per_second = |steps: u64, took: Duration| steps as f64 * samples as f64 / took.as_secs_f64();
-        Some(Speed { current: per_second(1, took), average: per_second(timed, self.total) })
+        Some(SamplesPerSecond { current: per_second(1, took), average: per_second(timed, self.total) })
     }
 }
 
@@ -47,13 +47,13 @@ mod tests {
 
     #[test]
     fn the_average_begins_with_the_third_step_and_micro_steps_add_up() {
-        let mut throughput = Throughput::default();
+        let mut throughput = ThroughputTimer::default();
         let mut step = |micro: [u64; 2]| {
             micro.iter().for_each(|ms| throughput.add(Duration::from_millis(*ms)));
             throughput.boundary(8)
         };
         assert_eq!((step([9000, 9000]), step([500, 500])), (None, None));
-        assert_eq!(step([1500, 500]), Some(Speed { current: 4.0, average: 4.0 }));
-        assert_eq!(step([250, 750]), Some(Speed { current: 8.0, average: 16.0 / 3.0 }));
+        assert_eq!(step([1500, 500]), Some(SamplesPerSecond { current: 4.0, average: 4.0 }));
+        assert_eq!(step([250, 750]), Some(SamplesPerSecond { current: 8.0, average: 16.0 / 3.0 }));
     }
 }

@@ -5,7 +5,7 @@ use crate::kernels::attention::{self, AttentionShape, MultiHeadRows, MultiHeadRo
 use crate::kernels::buffer;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::{Attend, Sequences, composed};
+use crate::nn::{AttentionOptions, Sequences, composed};
 use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
@@ -18,24 +18,29 @@ use candle_core::{Result, Tensor, bail};
 /// # Errors
 /// Another rank, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-    fused_attention(qkv, n_head, &Attend::default(), None)
+    fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }
 
 /// [`causal_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone.
 ///
 /// # Errors
 /// As [`causal_attention`]; options that are not above 0, sequences of another batch.
-pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: Option<&Sequences>) -> Result<Tensor> {
+pub fn fused_attention(
+    qkv: &Tensor,
+    n_head: usize,
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let heads = fused_heads(qkv, n_head)?;
     let (batch, time, width) = (heads.batch, heads.time, n_head * heads.head);
-    let rule = attend.rule(heads.head, sequences)?;
+    let rule = options.rule(heads.head, sequences)?;
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, batch, time))?;
     #[cfg(feature = "cuda")]
-    if let Some(y) = on_gpu::attention::attention(NAME, heads, [qkv], attend, sequences)? {
+    if let Some(y) = on_gpu::attention::attention(NAME, heads, [qkv], options, sequences)? {
         return Ok(y);
     }
     if !qkv.device().is_cpu() {
-        return composed::fused_attention(qkv, n_head, attend, sequences);
+        return composed::fused_attention(qkv, n_head, options, sequences);
     }
     let fused = 3 * width;
     let qkv = qkv.contiguous()?;
@@ -49,9 +54,9 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
             Ok(())
         })?;
         let own = SavedResult::default();
-        let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
+        let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [sink]| {
-            let rule = attend.rule(heads.head, sequences.as_ref())?;
+            let rule = options.rule(heads.head, sequences.as_ref())?;
             sink.make::<E>(qkv.elem_count(), |dqkv| {
                 if dqkv.is_empty() {
                     return Ok(());
@@ -80,7 +85,7 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
 /// # Errors
 /// Shapes or numbers of heads that do not fit.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
-    attention(q, k, v, n_head, n_kv_head, &Attend::default(), None)
+    attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
 /// [`grouped_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone. Tiles in which
@@ -94,18 +99,18 @@ pub fn attention(
     v: &Tensor,
     n_head: usize,
     n_kv_head: usize,
-    attend: &Attend,
+    options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
     let heads = grouped_heads(q, k, v, n_head, n_kv_head)?;
-    let rule = attend.rule(heads.head, sequences)?;
+    let rule = options.rule(heads.head, sequences)?;
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, heads.batch, heads.time))?;
     #[cfg(feature = "cuda")]
-    if let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], attend, sequences)? {
+    if let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], options, sequences)? {
         return Ok(y);
     }
     if !q.device().is_cpu() {
-        return composed::attention(q, k, v, n_head, n_kv_head, attend, sequences);
+        return composed::attention(q, k, v, n_head, n_kv_head, options, sequences);
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let inputs = OpInputs::of([Some(&q), Some(&k), Some(&v)])?;
@@ -121,9 +126,9 @@ pub fn attention(
             Ok(())
         })?;
         let own = SavedResult::default();
-        let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
+        let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
-            let rule = attend.rule(heads.head, sequences.as_ref())?;
+            let rule = options.rule(heads.head, sequences.as_ref())?;
             let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
             with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
                 let gradient = |x| MultiHeadRowsMut::new(x, kv_width);

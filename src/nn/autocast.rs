@@ -3,8 +3,8 @@
 //! Parameters, activations and gradients are f32; a linear layer rounds its input and its weight to the lower format,
 //! multiplies them, and widens the result. Everything else computes in f32 as it would without.
 
-use super::product::Sizes;
-use super::{Then, WeightLayout, composed, wide};
+use super::linear_product::LinearSizes;
+use super::{LinearEpilogue, WeightLayout, composed, f32_parameters};
 use crate::graph::{OpInputs, autocast_format};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
@@ -23,7 +23,7 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: Then<'_>,
+    then: LinearEpilogue<'_>,
     dtype: DType,
 ) -> Result<Tensor> {
     let y = if x.device().is_cpu() {
@@ -32,7 +32,7 @@ pub(super) fn linear_then(
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
         composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
     };
-    wide::follow(y, then)
+    f32_parameters::follow(y, then)
 }
 
 const NAME: &str = "linear (autocast)";
@@ -44,7 +44,7 @@ fn linear<L: TensorElement>(
     bias: Option<&Tensor>,
     layout: WeightLayout,
 ) -> Result<Tensor> {
-    let s = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let s = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = s.result_shape(x.shape());
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;

@@ -8,7 +8,7 @@ mod grids;
 pub(super) use grids::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
 pub use grids::{conv_transpose1d, conv1d, matmul};
 
-use super::{Activation, Attend, RmsNormOptions, Sequences, Then, WeightLayout, frequencies};
+use super::{Activation, AttentionOptions, LinearEpilogue, RmsNormOptions, Sequences, WeightLayout, frequencies};
 use candle_core::{D, DType, Result, Tensor};
 
 /// f32 for 16-bit tensors, themselves for others.
@@ -41,7 +41,7 @@ pub fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: Then<'_>,
+    then: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     let y = linear(x, weight, bias, layout)?;
     let y = match then.activation {
@@ -154,19 +154,24 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::causal_attention()`].
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-    fused_attention(qkv, n_head, &Attend::default(), None)
+    fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }
 
 /// See [`crate::nn::fused_attention()`].
-pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: Option<&Sequences>) -> Result<Tensor> {
+pub fn fused_attention(
+    qkv: &Tensor,
+    n_head: usize,
+    options: &AttentionOptions,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let width = qkv.dim(D::Minus1)? / 3;
     let part = |i: usize| qkv.narrow(D::Minus1, i * width, width);
-    attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head, attend, sequences)
+    attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head, options, sequences)
 }
 
 /// See [`crate::nn::grouped_attention()`]. With more keys than queries, the queries are at the last of the keys' positions.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
-    attention(q, k, v, n_head, n_kv_head, &Attend::default(), None)
+    attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
 /// See [`crate::nn::attention()`]. Without sequences there may be more keys than queries, as in [`grouped_attention`].
@@ -176,7 +181,7 @@ pub fn attention(
     v: &Tensor,
     n_head: usize,
     n_kv_head: usize,
-    attend: &Attend,
+    options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
     let ((batch, time, width), dtype) = (q.dims3()?, q.dtype());
@@ -189,9 +194,9 @@ pub fn attention(
         Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, keys, head))
     };
     let (q, k, v) = (split(q, n_head)?, repeated(k)?, repeated(v)?);
-    let scores = (q.matmul(&k.t()?.contiguous()?)? * attend.scale.unwrap_or(1.0 / (head as f64).sqrt()))?;
-    let scores = attend.soft_cap.map_or(Ok(scores.clone()), |cap| soft_capped(&scores, cap))?;
-    let mask = hidden(attend, sequences, [time, keys]);
+    let scores = (q.matmul(&k.t()?.contiguous()?)? * options.scale.unwrap_or(1.0 / (head as f64).sqrt()))?;
+    let scores = options.soft_cap.map_or(Ok(scores.clone()), |cap| soft_capped(&scores, cap))?;
+    let mask = hidden(options, sequences, [time, keys]);
     let mask = Tensor::from_vec(mask, (sequences.map_or(1, Sequences::batch), 1, time, keys), q.device())?;
     let scores = scores.broadcast_add(&mask.to_dtype(q.dtype())?)?;
     let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
@@ -204,13 +209,13 @@ fn soft_capped(x: &Tensor, cap: f64) -> Result<Tensor> {
 }
 
 /// Minus infinity where a query does not see a key, else 0: for each row of the sequences, or one for all.
-fn hidden(attend: &Attend, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
+fn hidden(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
     let rows = sequences.map_or(1, Sequences::batch);
     let before = keys.saturating_sub(time);
     let sees = |row: usize, i: usize, j: usize| {
         let first = |at: usize| sequences.map(|of| at - of.positions()[row * time + at] as usize);
-        let causal = j <= i && attend.window.is_none_or(|window| i - j < window);
-        (attend.bidirectional || causal) && (sequences.is_none() || first(i) == first(j))
+        let causal = j <= i && options.window.is_none_or(|window| i - j < window);
+        (options.bidirectional || causal) && (sequences.is_none() || first(i) == first(j))
     };
     let all = (0..rows).flat_map(|row| (0..time).flat_map(move |i| (0..keys).map(move |j| (row, before + i, j))));
     all.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()

@@ -6,10 +6,10 @@ use crate::kernels::cross_entropy::IGNORED;
 use crate::kernels::gemm::{Epilogue, Matrix};
 use crate::kernels::{self, buffer};
 use crate::nn::embedding::host_ids;
+use crate::nn::linear_product::LinearSizes;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::product::Sizes;
-use crate::nn::{WeightLayout, composed, refuse, wide};
+use crate::nn::{WeightLayout, composed, f32_parameters, refuse};
 use crate::precision::{Flat, FlatMut, FlatRef};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use crate::util::lock;
@@ -123,11 +123,11 @@ pub fn linear_cross_entropy_with(
         cap(options.soft_cap)?,
         host.divisor(options.divisor, &|| format!("hidden states have shape {:?}", h.dims()))?,
     );
-    if wide::is_wider(h, weight, None) {
+    if f32_parameters::is_wider(h, weight, None) {
         return linear_cross_entropy_with(&h.to_dtype(weight.dtype())?, weight, layout, targets, options);
     }
     #[cfg(feature = "cuda")]
-    if let Some(head) = on_gpu::cross_entropy::Head::new(h, weight, host.counting().parts(), cap, layout)? {
+    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.counting().parts(), cap, layout)? {
         return head.loss(h, weight, divisor);
     }
     if !h.device().is_cpu() {
@@ -138,12 +138,12 @@ pub fn linear_cross_entropy_with(
     let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
         let wants = [inputs.wants(0), inputs.wants(1)];
-        let head = Head { counting: host.counting(), cap, classes, width, layout };
+        let head = LossHead { counting: host.counting(), cap, classes, width, layout };
         let (losses, grads) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
             let h = head.counting.take(h.unwrap_or_default(), width);
             Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |_| 1.0))
         })?;
-        let (grads, Head { counting, .. }) = (Mutex::new(Some(grads)), head);
+        let (grads, LossHead { counting, .. }) = (Mutex::new(Some(grads)), head);
         let loss = CpuStorage::F32(vec![mean(&losses, divisor)]);
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
             let scale = scalar(&grad)? / divisor as f32;
@@ -177,11 +177,11 @@ pub fn linear_log_probabilities(
     const NAME: &str = "linear_log_probabilities";
     let (classes, width) = sizes(NAME, h, weight, layout, targets)?;
     let (host, shape, cap) = (host_targets(targets, classes)?, targets.shape().clone(), cap(soft_cap)?);
-    if wide::is_wider(h, weight, None) {
+    if f32_parameters::is_wider(h, weight, None) {
         return linear_log_probabilities(&h.to_dtype(weight.dtype())?, weight, layout, targets, soft_cap);
     }
     #[cfg(feature = "cuda")]
-    if let Some(head) = on_gpu::cross_entropy::Head::new(h, weight, host.counting().parts(), cap, layout)? {
+    if let Some(head) = on_gpu::cross_entropy::GpuLossHead::new(h, weight, host.counting().parts(), cap, layout)? {
         return head.log_probabilities(h, weight, shape.dims());
     }
     if !h.device().is_cpu() {
@@ -194,7 +194,7 @@ pub fn linear_log_probabilities(
     let (h, weight) = (h.contiguous()?, weight.contiguous()?);
     let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
-        let head = Head { counting: host.counting(), cap, classes, width, layout };
+        let head = LossHead { counting: host.counting(), cap, classes, width, layout };
         let losses = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
             let h = head.counting.take(h.unwrap_or_default(), width);
             Ok(head.run::<E>(&h, weight.unwrap_or_default(), [false; 2], |_| 1.0).0)
@@ -249,15 +249,15 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
 }
 
 /// The output projection of one application.
-struct Head {
-    counting: Counting,
+struct LossHead {
+    counting: CountedRows,
     cap: Option<f32>,
     classes: usize,
     width: usize,
     layout: WeightLayout,
 }
 
-impl Head {
+impl LossHead {
     /// The losses of the rows that count, and the gradients of these rows of `h` and of `weight` of the sum of the losses,
     /// each times its scale; empty where not wanted.
     fn run<E: TensorElement>(
@@ -281,7 +281,7 @@ impl Head {
         for start in (0..targets.len()).step_by(step) {
             let rows = step.min(targets.len() - start);
             let (targets, losses) = (&targets[start..start + rows], &mut losses[start..start + rows]);
-            let sizes = Sizes { rows, inputs: width, outputs: classes, layout: self.layout };
+            let sizes = LinearSizes { rows, inputs: width, outputs: classes, layout: self.layout };
             let part = start * width..(start + rows) * width;
             let (h, logits) = (&h[part.clone()], &mut logits[..rows * classes]);
             sizes.product(h, weight, logits, Epilogue::default());
@@ -326,7 +326,7 @@ fn mean(losses: &[f32], divisor: f64) -> f32 {
 }
 
 /// The targets on the host.
-struct Targets {
+struct HostTargets {
     /// Of each row, a class or [`IGNORED`].
     of_rows: Vec<u32>,
     /// Rows that count.
@@ -334,7 +334,7 @@ struct Targets {
 }
 
 /// The rows that count.
-struct Counting {
+struct CountedRows {
     rows: Vec<usize>,
     /// Their targets.
     targets: Vec<u32>,
@@ -342,7 +342,7 @@ struct Counting {
     all: usize,
 }
 
-impl Counting {
+impl CountedRows {
     /// The rows that count, their targets, and the number of all rows.
     #[cfg(feature = "cuda")]
     fn parts(&self) -> (&[usize], &[u32], usize) {
@@ -374,11 +374,11 @@ impl Counting {
     }
 }
 
-impl Targets {
-    fn counting(&self) -> Counting {
+impl HostTargets {
+    fn counting(&self) -> CountedRows {
         let counts = |(row, target): (usize, &u32)| (*target != IGNORED).then_some((row, *target));
         let (rows, targets) = self.of_rows.iter().enumerate().filter_map(counts).unzip();
-        Counting { rows, targets, all: self.of_rows.len() }
+        CountedRows { rows, targets, all: self.of_rows.len() }
     }
 
     /// What the sum of the losses is divided by: the given number, or that of the rows that count.
@@ -396,7 +396,7 @@ impl Targets {
 
     /// The logarithms of the targets' probabilities of the rows that count, of Candle's operations.
     fn composed(&self, logits: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
-        let Counting { rows, targets, .. } = self.counting();
+        let CountedRows { rows, targets, .. } = self.counting();
         let rows = rows.into_iter().map(|row| row as u32).collect();
         let of_host = |values: Vec<u32>| Tensor::from_vec(values, self.count, logits.device());
         let logits = logits.reshape(((), logits.dim(D::Minus1)?))?.index_select(&of_host(rows)?, 0)?;
@@ -407,7 +407,7 @@ impl Targets {
 /// The target that does not count, in i64: PyTorch's `ignore_index`.
 const IGNORED_I64: i64 = -100;
 
-fn host_targets(targets: &Tensor, classes: usize) -> Result<Targets> {
+fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargets> {
     let given: Vec<i64> = match targets.dtype() {
         DType::I64 => targets.flatten_all()?.to_vec1()?,
         _ => host_ids(targets, NAME, "targets")?.into_iter().map(i64::from).collect(),
@@ -419,5 +419,5 @@ fn host_targets(targets: &Tensor, classes: usize) -> Result<Targets> {
     };
     let of_rows: Vec<u32> = given.into_iter().enumerate().map(of_row).collect::<Result<_>>()?;
     let count = of_rows.iter().filter(|target| **target != IGNORED).count();
-    Ok(Targets { of_rows, count })
+    Ok(HostTargets { of_rows, count })
 }

@@ -83,13 +83,13 @@ impl Dropout {
 
 /// Which elements one use of a [`Dropout`] drops.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Mask {
+pub(super) struct DropoutMask {
     pub p: f32,
     pub seed: u64,
     pub draw: u64,
 }
 
-impl Mask {
+impl DropoutMask {
     /// y = what [`dropout`] makes of the elements of x from number `first` on.
     pub fn apply<E: TensorElement>(&self, first: usize, x: &[E], y: &mut [E]) {
         kernel::dropout(x, self.p, self.seed, offset_of(self.draw).wrapping_add(first as u64), y);
@@ -98,7 +98,7 @@ impl Mask {
 
 impl Dropout {
     /// The mask of the next use; nothing where everything passes through.
-    pub(super) fn draw(&self) -> Result<Option<Mask>> {
+    pub(super) fn draw(&self) -> Result<Option<DropoutMask>> {
         let draws = rng_position();
         let core = self.link.core();
         if core.as_ref().is_some_and(|core| core.is_evaluating() && !core.is_checking())
@@ -114,14 +114,14 @@ impl Dropout {
         }
         advance_draws();
         let seed = self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Ok(Some(Mask { p: self.p, seed, draw: draws.next }))
+        Ok(Some(DropoutMask { p: self.p, seed, draw: draws.next }))
     }
 }
 
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self.draw()? {
-            Some(Mask { p, seed, draw }) => dropout(x, p, seed, draw),
+            Some(DropoutMask { p, seed, draw }) => dropout(x, p, seed, draw),
             None => Ok(x.clone()),
         }
     }

@@ -32,7 +32,7 @@ pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
 
 /// The numbers of rope type "llama3".
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Llama3 {
+pub struct Llama3RopeScaling {
     /// By which the slowest frequencies are divided.
     pub factor: f64,
     /// Frequencies of fewer turns than this in the original context are the slow ones.
@@ -47,8 +47,8 @@ pub struct Llama3 {
 ///
 /// # Errors
 /// Numbers that are not above 0, or a high factor that is not above the low one.
-pub fn llama3(frequencies: &[f64], scaling: &Llama3) -> Result<Vec<f64>> {
-    let Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = *scaling;
+pub fn llama3(frequencies: &[f64], scaling: &Llama3RopeScaling) -> Result<Vec<f64>> {
+    let Llama3RopeScaling { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = *scaling;
     let original = original_max_position_embeddings as f64;
     require("factor", factor)?;
     require("low_freq_factor", low_freq_factor)?;
@@ -84,8 +84,12 @@ mod tests {
         for (i, frequency) in plain.iter().enumerate() {
             assert!((frequency - 500_000f64.powf(-(i as f64) / 8.0)).abs() < 1e-15);
         }
-        let scaling =
-            Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 64 };
+        let scaling = Llama3RopeScaling {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 64,
+        };
         let scaled = llama3(&plain, &scaling).unwrap();
         for (scaled, plain) in scaled.iter().zip(&plain) {
             // Hugging Face's own arithmetic.
@@ -106,8 +110,12 @@ mod tests {
     #[test]
     fn numbers_that_make_no_frequencies_are_refused() {
         let text = |result: Result<Vec<f64>>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
-        let scaling =
-            Llama3 { factor: 8.0, low_freq_factor: 4.0, high_freq_factor: 4.0, original_max_position_embeddings: 32 };
+        let scaling = Llama3RopeScaling {
+            factor: 8.0,
+            low_freq_factor: 4.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 32,
+        };
         insta::assert_snapshot!(text(default(3, 1e4)), @"rotary: heads have 3 elements; an even number is needed, for they are rotated in pairs");
         insta::assert_snapshot!(text(default(4, 0.0)), @"model configuration: rope_theta is 0, but must be a number above 0");
         insta::assert_snapshot!(text(linear(&[1.0], f64::NAN)), @"model configuration: factor is NaN, but must be a number above 0");

@@ -1,7 +1,7 @@
 //! Attention of what continues a text, over keys and values that are kept of the text so far.
 
 use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
-use super::{Attend, attention, composed, fused_attention};
+use super::{AttentionOptions, attention, composed, fused_attention};
 use crate::graph::is_without_gradients;
 use crate::kernels::attention::{
     AttentionRule, AttentionShape, KvCacheView, MultiHeadRows, capacity_for, forward_cached, keep_keys, keep_values,
@@ -39,36 +39,36 @@ pub struct KeyValueCache {
     len: usize,
     /// Positions that the next memory has room for, at least.
     wanted: usize,
-    host: Option<Host>,
+    host: Option<HostCache>,
     /// Keys and values on any other device, `[batch, positions, kv_heads * head]`.
     device: Option<[Tensor; 2]>,
 }
 
 /// Keys and values by sequence and key head, as attention's kernel wants them.
 #[derive(Debug, Clone)]
-struct Host {
+struct HostCache {
     keys: Flat,
     values: Flat,
     capacity: usize,
-    sizes: Sizes,
+    sizes: CacheSizes,
 }
 
 /// What all positions of a cache have in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Sizes {
+struct CacheSizes {
     batch: usize,
     kv_heads: usize,
     head: usize,
     dtype: DType,
 }
 
-impl Sizes {
+impl CacheSizes {
     fn of(h: &AttentionShape, dtype: DType) -> Self {
         Self { batch: h.batch, kv_heads: h.kv_heads, head: h.head, dtype }
     }
 }
 
-impl Display for Sizes {
+impl Display for CacheSizes {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { batch, kv_heads, head, dtype } = self;
         write!(f, "{batch} x {kv_heads} key heads of {head} elements in {dtype:?}")
@@ -118,24 +118,24 @@ impl KeyValueCache {
     /// As without a cache; more positions than the limit; other heads, another batch or dtype than before; an input that a
     /// graph is being recorded of.
     pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-        self.fused_attention(qkv, n_head, &Attend::default())
+        self.fused_attention(qkv, n_head, &AttentionOptions::default())
     }
 
     /// [`KeyValueCache::causal_attention`] with options, the same for all positions of a text.
     ///
     /// # Errors
     /// As [`KeyValueCache::causal_attention`]; options that are not above 0, or bidirectional.
-    pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, attend: &Attend) -> Result<Tensor> {
+    pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;
-        let rule = one_way(attend, &h)?;
+        let rule = one_way(options, &h)?;
         let width = n_head * h.head;
         if !qkv.device().is_cpu() {
             let [q, k, v] = [0, 1, 2].map(|part| qkv.narrow(2, part * width, width));
-            return self.on_device(&h, [&q?, &k?, &v?], attend);
+            return self.on_device(&h, [&q?, &k?, &v?], options);
         }
         let qkv = qkv.contiguous()?.detach();
-        let first = self.is_empty().then(|| fused_attention(&qkv, n_head, attend, None)).transpose()?;
+        let first = self.is_empty().then(|| fused_attention(&qkv, n_head, options, None)).transpose()?;
         with_element!(qkv.dtype(), NAME, E => with_all::<E, _, 1>([Some(&qkv)], NAME, |[qkv]| {
             self.attend((&h, &rule), fused_parts::<E>(qkv.unwrap_or_default(), width), first)
         }))
@@ -154,7 +154,7 @@ impl KeyValueCache {
         n_head: usize,
         n_kv_head: usize,
     ) -> Result<Tensor> {
-        self.attention(q, k, v, n_head, n_kv_head, &Attend::default())
+        self.attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default())
     }
 
     /// [`KeyValueCache::grouped_attention`] with options, the same for all positions of a text.
@@ -168,16 +168,16 @@ impl KeyValueCache {
         v: &Tensor,
         n_head: usize,
         n_kv_head: usize,
-        attend: &Attend,
+        options: &AttentionOptions,
     ) -> Result<Tensor> {
         let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
         self.check(&h, k.dtype(), &[q, k, v])?;
-        let rule = one_way(attend, &h)?;
+        let rule = one_way(options, &h)?;
         if !q.device().is_cpu() {
-            return self.on_device(&h, [q, k, v], attend);
+            return self.on_device(&h, [q, k, v], options);
         }
         let (q, k, v) = (q.contiguous()?.detach(), k.contiguous()?.detach(), v.contiguous()?.detach());
-        let first = self.is_empty().then(|| attention(&q, &k, &v, n_head, n_kv_head, attend, None)).transpose()?;
+        let first = self.is_empty().then(|| attention(&q, &k, &v, n_head, n_kv_head, options, None)).transpose()?;
         let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
         with_element!(q.dtype(), NAME, E => {
             with_all::<E, _, 3>([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
@@ -198,10 +198,10 @@ impl KeyValueCache {
         if time > limit - len {
             bail!("attention with a cache: {time} positions after {len} are more than its limit of {limit}")
         }
-        let new = Sizes::of(h, dtype);
+        let new = CacheSizes::of(h, dtype);
         let held = match (&self.host, &self.device) {
             (Some(host), _) => Some(host.sizes),
-            (None, Some([keys, _])) => Some(Sizes { batch: keys.dim(0)?, dtype: keys.dtype(), ..new }),
+            (None, Some([keys, _])) => Some(CacheSizes { batch: keys.dim(0)?, dtype: keys.dtype(), ..new }),
             (None, None) => None,
         };
         match held.filter(|held| len > 0 && *held != new) {
@@ -221,7 +221,7 @@ impl KeyValueCache {
         first: Option<Tensor>,
     ) -> Result<Tensor> {
         let before = self.len;
-        let Host { keys, values, capacity, .. } = self.with_room(Sizes::of(h, E::DTYPE), before + h.time);
+        let HostCache { keys, values, capacity, .. } = self.with_room(CacheSizes::of(h, E::DTYPE), before + h.time);
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
             bail!("attention with a cache: its memory has another dtype than {:?}", E::DTYPE)
         };
@@ -240,13 +240,14 @@ impl KeyValueCache {
     }
 
     /// The memory, with room for so many positions.
-    fn with_room(&mut self, sizes: Sizes, positions: usize) -> &mut Host {
+    fn with_room(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
         let old = self.host.take().filter(|host| host.sizes == sizes);
         let host = match old {
             Some(host) if positions <= host.capacity => host,
             old => {
                 let doubled = old.as_ref().map_or(0, |host| 2 * host.capacity);
-                let mut host = Host::new(sizes, capacity_for(positions.max(doubled).max(self.wanted).min(self.limit)));
+                let mut host =
+                    HostCache::new(sizes, capacity_for(positions.max(doubled).max(self.wanted).min(self.limit)));
                 if let Some(old) = old {
                     host.take_over(&old, self.len);
                 }
@@ -257,13 +258,13 @@ impl KeyValueCache {
     }
 
     /// The same composed of Candle's operations, whose keys and values are copied to grow.
-    fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], attend: &Attend) -> Result<Tensor> {
+    fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
             Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
             _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
         };
-        let y = composed::attention(&q.detach(), &keys, &values, h.heads, h.kv_heads, attend, None)?;
+        let y = composed::attention(&q.detach(), &keys, &values, h.heads, h.kv_heads, options, None)?;
         self.device = Some([keys, values]);
         self.len += h.time;
         Ok(y)
@@ -271,15 +272,15 @@ impl KeyValueCache {
 }
 
 /// The rule of positions that see no later ones.
-fn one_way(attend: &Attend, h: &AttentionShape) -> Result<AttentionRule<'static>> {
-    if attend.bidirectional {
+fn one_way(options: &AttentionOptions, h: &AttentionShape) -> Result<AttentionRule<'static>> {
+    if options.bidirectional {
         bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")
     }
-    attend.rule(h.head, None)
+    options.rule(h.head, None)
 }
 
-impl Host {
-    fn new(sizes: Sizes, capacity: usize) -> Self {
+impl HostCache {
+    fn new(sizes: CacheSizes, capacity: usize) -> Self {
         let len = sizes.batch * sizes.kv_heads * capacity * sizes.head;
         let [keys, values] = [(); 2].map(|()| Flat::zeros(sizes.dtype, len));
         Self { keys, values, capacity, sizes }
@@ -287,7 +288,7 @@ impl Host {
 
     /// Copies the first `len` positions of a smaller one.
     fn take_over(&mut self, old: &Self, len: usize) {
-        let Sizes { batch, kv_heads, head, dtype } = self.sizes;
+        let CacheSizes { batch, kv_heads, head, dtype } = self.sizes;
         let position = head * dtype.size_in_bytes();
         for part in 0..batch * kv_heads {
             let of = |capacity: usize| part * capacity * position..(part * capacity + capacity_for(len)) * position;
@@ -313,13 +314,13 @@ mod tests {
             Tensor::from_iter((0..2 * 9 * width).map(number), &Device::Cpu).unwrap().reshape((2, 9, width)).unwrap()
         };
         let (q, k, v) = (numbers(24, 1), numbers(12, 2), numbers(12, 3));
-        let bound = Attend { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
-        for attend in [Attend::default(), bound] {
+        let bound = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
+        for options in [AttentionOptions::default(), bound] {
             let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
-                let want = host.attention(&q, &k, &v, 4, 2, &attend).unwrap();
-                let got = device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], &attend).unwrap();
+                let want = host.attention(&q, &k, &v, 4, 2, &options).unwrap();
+                let got = device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], &options).unwrap();
                 let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
                 assert!(difference < 4e-6, "{from}: {difference}");
             }

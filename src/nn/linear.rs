@@ -1,13 +1,13 @@
 //! Linear layers in both orientations of the weight, with what follows them in the same pass.
 
-use super::{Activation, Then, WeightLayout};
+use super::{Activation, LinearEpilogue, WeightLayout};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
 use crate::kernels::{activation, buffer};
+use crate::nn::linear_product::LinearSizes;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::product::Sizes;
-use crate::nn::{autocast, composed, wide};
+use crate::nn::{autocast, composed, f32_parameters};
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// # Errors
 /// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16, f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
-    linear_then(x, weight, bias, layout, Then::default())
+    linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }
 
 /// [`linear()`] and what follows it: residual + activation(x w + bias). The activation is computed from the result
@@ -36,15 +36,15 @@ pub fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    then: Then<'_>,
+    then: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
     if let Some(dtype) = autocast::lower(x, weight) {
         return autocast::linear_then(x, weight, bias, layout, then, dtype);
     }
-    if wide::is_wider(x, weight, bias) {
-        return wide::linear_then(x, weight, bias, layout, then);
+    if f32_parameters::is_wider(x, weight, bias) {
+        return f32_parameters::linear_then(x, weight, bias, layout, then);
     }
-    let sizes = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = sizes.result_shape(x.shape());
     if let Some(residual) = then.residual
         && residual.shape() != &shape
@@ -82,7 +82,7 @@ pub fn linear_then(
         })?;
         let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
         let remake = kept.clone().filter(|_| residual.is_none());
-        let backward = Backward { x: SavedTensor::of(&x), weight, sizes, kept };
+        let backward = LinearBackward { x: SavedTensor::of(&x), weight, sizes, kept };
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
         if let Some((activation, before)) = remake {
             can_remake(&y, move || {
@@ -98,14 +98,14 @@ pub fn linear_then(
 const NAME: &str = "linear";
 
 /// The values that backward needs.
-struct Backward<E> {
+struct LinearBackward<E> {
     x: SavedTensor,
     weight: Tensor,
-    sizes: Sizes,
+    sizes: LinearSizes,
     kept: Option<(Activation, Arc<Vec<E>>)>,
 }
 
-impl<E: TensorElement> Backward<E> {
+impl<E: TensorElement> LinearBackward<E> {
     fn run(&self, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
         let Some((activation, before)) = &self.kept else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
@@ -182,14 +182,14 @@ impl Linear {
     }
 
     /// The layer and what follows it in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, then)
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, Then::default())
+        self.forward_then(x, LinearEpilogue::default())
     }
 }
 
@@ -209,13 +209,13 @@ impl Conv1D {
     }
 
     /// The layer and what follows it in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, then)
     }
 }
 
 impl Module for Conv1D {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, Then::default())
+        self.forward_then(x, LinearEpilogue::default())
     }
 }

@@ -15,7 +15,7 @@ pub enum WeightLayout {
 
 /// Operations on a linear layer's result in the same pass over memory. Default: none.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Then<'a> {
+pub struct LinearEpilogue<'a> {
     /// Applied to the result.
     pub activation: Option<Activation>,
     /// Added after that; of the result's shape.

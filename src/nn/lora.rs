@@ -10,11 +10,11 @@
 //! What the adapter adds is computed in f32 whatever the format of the rest; 16-bit rows are widened a few at a time.
 //! Kept for backward besides x: h, and with DoRA the product.
 
-use super::dropout::{Mask, dropout};
-use super::low_rank::LowRank;
-use super::product::Sizes;
-use super::wide::{follow, is_wider, with_wide};
-use super::{Then, WeightLayout, add, autocast, linear};
+use super::dropout::{DropoutMask, dropout};
+use super::f32_parameters::{follow, is_wider, with_wide};
+use super::linear_product::LinearSizes;
+use super::low_rank_update::LowRankUpdate;
+use super::{LinearEpilogue, WeightLayout, add, autocast, linear};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::element::ElementDtype;
@@ -32,13 +32,13 @@ thread_local! {
 /// Runs `run` with all adapters of this thread's models off, and without recording anything for a backward: the model that
 /// the adapters were put into, as the reference of preference optimization asks for it.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
-    struct Reset(bool);
-    impl Drop for Reset {
+    struct AdaptersReset(bool);
+    impl Drop for AdaptersReset {
         fn drop(&mut self) {
             OFF.set(self.0);
         }
     }
-    let _reset = Reset(OFF.replace(true));
+    let _reset = AdaptersReset(OFF.replace(true));
     without_gradients(run)
 }
 
@@ -48,7 +48,7 @@ pub(super) fn are_off() -> bool {
 }
 
 /// An adapter in one use.
-pub(super) struct Use<'a> {
+pub(super) struct LoraUse<'a> {
     /// `[r, in]`
     pub a: &'a Tensor,
     /// `[out, r]`
@@ -56,7 +56,7 @@ pub(super) struct Use<'a> {
     /// `[out]`, with DoRA.
     pub magnitude: Option<&'a Tensor>,
     pub scale: f64,
-    pub mask: Option<Mask>,
+    pub mask: Option<DropoutMask>,
 }
 
 const NAME: &str = "linear (adapter)";
@@ -70,10 +70,10 @@ pub(super) fn linear_then(
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
-    adapter: &Use<'_>,
-    then: Then<'_>,
+    adapter: &LoraUse<'_>,
+    then: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
-    let sizes = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     adapter.check(sizes)?;
     let is_fused = x.device().is_cpu() && autocast::lower(x, weight).is_none() && !is_wider(x, weight, bias);
     if !is_fused {
@@ -90,8 +90,8 @@ pub(super) fn linear_then(
     if then.activation.is_some() { follow(y, then) } else { Ok(y) }
 }
 
-impl Use<'_> {
-    fn check(&self, sizes: Sizes) -> Result<()> {
+impl LoraUse<'_> {
+    fn check(&self, sizes: LinearSizes) -> Result<()> {
         let (rank, inputs) = self.a.dims2()?;
         let outputs = self.b.dim(0)?;
         let fits = inputs == sizes.inputs && self.b.dims() == [sizes.outputs, rank] && rank > 0;
@@ -112,7 +112,13 @@ impl Use<'_> {
 }
 
 /// Of this library's and Candle's operations: on other devices, and with operands of several formats.
-fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, sizes: Sizes, adapter: &Use<'_>) -> Result<Tensor> {
+fn composed(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    sizes: LinearSizes,
+    adapter: &LoraUse<'_>,
+) -> Result<Tensor> {
     let dropped = match adapter.mask {
         Some(mask) => dropout(x, mask.p, mask.seed, mask.draw)?,
         None => x.clone(),
@@ -139,17 +145,17 @@ fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, sizes: Sizes, ad
 
 /// The sizes of a product and its adapter.
 #[derive(Clone, Copy)]
-struct Adapted {
-    sizes: Sizes,
+struct AdaptedSizes {
+    sizes: LinearSizes,
     rank: usize,
     scale: f32,
-    mask: Option<Mask>,
+    mask: Option<DropoutMask>,
 }
 
-impl Adapted {
+impl AdaptedSizes {
     /// Lets `look` see rows of x in f32, some at a time, with their elements dropped.
     fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
-        let Sizes { rows, inputs, .. } = self.sizes;
+        let LinearSizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
         let mut room = buffer::<E>(rows.min(ROWS) * inputs);
         in_pieces(rows, |piece| {
@@ -172,7 +178,7 @@ impl Adapted {
 
     /// y = s h B^T.
     fn spread<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
-        let (Sizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
+        let (LinearSizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = Epilogue { scale: self.scale, ..Epilogue::default() };
         let b = Matrix::new(b, outputs, rank).t();
         gemm(MatrixMut::new(y, rows, outputs), Matrix::new(h, rows, rank), b, epilogue);
@@ -180,7 +186,7 @@ impl Adapted {
 
     /// The gradients of h and, where it is wanted, B by that of the product, `g`.
     fn thin_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
-        let (Sizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
+        let (LinearSizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
         let mut dh = buffer::<f32>(rows * rank);
         // Of few rows, as g is read fastest so.
         let mut transposed = buffer::<f32>(if db.is_some() { rank * outputs } else { 0 });
@@ -215,7 +221,7 @@ impl Adapted {
 
     /// Writes the adapter's part of x's gradient, or adds it.
     fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
-        let (Sizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
+        let (LinearSizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = |accumulate| Epilogue { accumulate, ..Epilogue::default() };
         let a = Matrix::new(a, rank, inputs);
         let Some(mask) = self.mask else {
@@ -262,15 +268,15 @@ fn fused<E: TensorElement>(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    sizes: Sizes,
-    adapter: &Use<'_>,
+    sizes: LinearSizes,
+    adapter: &LoraUse<'_>,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let shape = sizes.result_shape(x.shape());
     let (x, weight, a, b) = (x.contiguous()?, weight.contiguous()?, adapter.a.contiguous()?, adapter.b.contiguous()?);
     let [bias, residual, magnitude] = [bias, residual, adapter.magnitude].map(|t| t.map(Tensor::contiguous));
     let (bias, residual, magnitude) = (bias.transpose()?, residual.transpose()?, magnitude.transpose()?);
-    let adapted = Adapted { sizes, rank: a.dim(0)?, scale: adapter.scale as f32, mask: adapter.mask };
+    let adapted = AdaptedSizes { sizes, rank: a.dim(0)?, scale: adapter.scale as f32, mask: adapter.mask };
     let operands = [Some(&x), residual.as_ref(), Some(&weight), bias.as_ref(), Some(&a), Some(&b), magnitude.as_ref()];
     let inputs = OpInputs::of(operands)?;
     let mut y = buffer::<E>(shape.elem_count());
@@ -291,11 +297,11 @@ fn fused<E: TensorElement>(
                 with_wide(magnitude, |m| Ok(m.iter().zip(&norms).map(|(m, norm)| m / norm).collect()))?;
             let product = std::mem::replace(&mut y, buffer::<E>(shape.elem_count()));
             scale_columns(&sizes, &product, &factors, [bias.as_ref(), residual.as_ref()], &mut y)?;
-            Some(Dora { norms, factors, product, dtype: magnitude.dtype() })
+            Some(DoraBackward { norms, factors, product, dtype: magnitude.dtype() })
         }
     };
     let keeps = inputs.are_wanted();
-    let backward = Backward {
+    let backward = LoraBackward {
         adapted,
         x: SavedTensor::of(&x),
         weight,
@@ -310,7 +316,7 @@ fn fused<E: TensorElement>(
 
 /// y += x W + bias + residual.
 fn product<E: TensorElement>(
-    sizes: &Sizes,
+    sizes: &LinearSizes,
     y: &mut [E],
     [x, weight]: [&Tensor; 2],
     bias: Option<&Tensor>,
@@ -325,11 +331,11 @@ fn product<E: TensorElement>(
 }
 
 /// The lengths of the rows of W + s B A.
-fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Adapted) -> Result<Vec<f32>> {
-    let (Sizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
+fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &AdaptedSizes) -> Result<Vec<f32>> {
+    let (LinearSizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
     with_wide(a, |a| {
         with_wide(b, |b| {
-            let low = LowRank { layout, inputs, outputs, a, b, scale };
+            let low = LowRankUpdate { layout, inputs, outputs, a, b, scale };
             with_elements::<E, _>(weight, NAME, |weight| {
                 low.norms(|lines, piece| {
                     let width = low.lines().1;
@@ -343,7 +349,7 @@ fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Ad
 
 /// y = product times a factor for each column, + bias + residual.
 fn scale_columns<E: TensorElement>(
-    sizes: &Sizes,
+    sizes: &LinearSizes,
     product: &[E],
     factors: &[f32],
     [bias, residual]: [Option<&Tensor>; 2],
@@ -368,7 +374,7 @@ fn scale_columns<E: TensorElement>(
 }
 
 /// What DoRA's backward needs.
-struct Dora<E> {
+struct DoraBackward<E> {
     /// Of the rows of W + s B A.
     norms: Vec<f32>,
     /// The magnitude by the norms.
@@ -379,7 +385,7 @@ struct Dora<E> {
     dtype: DType,
 }
 
-impl<E: TensorElement> Dora<E> {
+impl<E: TensorElement> DoraBackward<E> {
     /// The gradient of the magnitude by the result's, `g`.
     fn magnitude_gradient(&self, g: &[E]) -> Vec<f32> {
         /// Columns that one task sums.
@@ -402,8 +408,8 @@ impl<E: TensorElement> Dora<E> {
 }
 
 /// The values that backward needs.
-struct Backward<E> {
-    adapted: Adapted,
+struct LoraBackward<E> {
+    adapted: AdaptedSizes,
     x: SavedTensor,
     weight: Tensor,
     /// The bias's format.
@@ -411,10 +417,10 @@ struct Backward<E> {
     a: Tensor,
     b: Tensor,
     h: Vec<f32>,
-    dora: Option<Dora<E>>,
+    dora: Option<DoraBackward<E>>,
 }
 
-impl<E: TensorElement> Backward<E> {
+impl<E: TensorElement> LoraBackward<E> {
     fn run(&self, grad: Grad, [x, residual, weight, bias, a, b, magnitude]: &[InputGradSink; 7]) -> Result<()> {
         let sizes = self.adapted.sizes;
         grad.read::<E, _>(NAME, |g| {

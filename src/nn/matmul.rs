@@ -19,14 +19,14 @@ const NAME: &str = "matmul";
 /// # Errors
 /// Fewer than two dimensions, shapes that do not fit, operands of two formats.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (s, shape) = Sizes::of(a, b)?;
+    let (s, shape) = MatmulSizes::of(a, b)?;
     if a.dtype() != b.dtype() {
         bail!("{NAME}: the operands are {:?} and {:?}; cast one of them", a.dtype(), b.dtype())
     }
     if !has_kernels(a) {
         return composed::matmul(a, b);
     }
-    let (a, b) = (Operand::of(a)?, Operand::of(b)?);
+    let (a, b) = (MatmulOperand::of(a)?, MatmulOperand::of(b)?);
     let inputs = OpInputs::of([Some(&a.tensor), Some(&b.tensor)])?;
     with_element!(a.tensor.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
@@ -65,7 +65,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 /// `m`, `k` and `n`, and which matrix of each operand each matrix of the result is a product of.
-struct Sizes {
+struct MatmulSizes {
     m: usize,
     k: usize,
     n: usize,
@@ -73,7 +73,7 @@ struct Sizes {
     right: Vec<usize>,
 }
 
-impl Sizes {
+impl MatmulSizes {
     /// With the result's shape.
     fn of(a: &Tensor, b: &Tensor) -> Result<(Self, Shape)> {
         let ([left @ .., m, k], [right @ .., inner, n]) = (a.dims(), b.dims()) else {
@@ -118,12 +118,12 @@ fn matrices(batch: &Shape, own: &[usize]) -> Vec<usize> {
 }
 
 /// A contiguous tensor of matrices, or of transposed ones.
-struct Operand {
+struct MatmulOperand {
     tensor: Tensor,
     transposed: bool,
 }
 
-impl Operand {
+impl MatmulOperand {
     /// Without a copy for a transposed view.
     fn of(x: &Tensor) -> Result<Self> {
         let turned = x.t()?;
@@ -133,8 +133,8 @@ impl Operand {
         })
     }
 
-    fn described(&self) -> Form {
-        Form { transposed: self.transposed, elements: self.tensor.elem_count() }
+    fn described(&self) -> MatmulOperandLayout {
+        MatmulOperandLayout { transposed: self.transposed, elements: self.tensor.elem_count() }
     }
 
     fn matrix<'a, E: TensorElement>(&self, all: &'a [E], number: usize, size: [usize; 2]) -> Matrix<'a, E> {
@@ -144,12 +144,12 @@ impl Operand {
 
 /// How an operand's matrices lie in memory.
 #[derive(Clone, Copy)]
-struct Form {
+struct MatmulOperandLayout {
     transposed: bool,
     elements: usize,
 }
 
-impl Form {
+impl MatmulOperandLayout {
     /// A matrix by its number, of `rows` and `columns`.
     fn matrix<'a, E: TensorElement>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
         let values = &all[number * rows * columns..][..rows * columns];

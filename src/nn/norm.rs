@@ -6,7 +6,7 @@ use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::remade::remade;
+use crate::nn::recompute::kept_inputs;
 use crate::nn::{RmsNormOptions, composed};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
@@ -37,7 +37,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             norm::layer_norm::<E>(x, &wide_weight, &wide_bias, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let again = remade(&inputs, [&x, &weight, &bias])?;
+        let again = kept_inputs(&inputs, [&x, &weight, &bias])?;
         let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
@@ -94,7 +94,7 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
             norm::rms_norm::<E>(x, &wide_weight, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let again = remade(&inputs, [&x, &weight])?;
+        let again = kept_inputs(&inputs, [&x, &weight])?;
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {

@@ -1,7 +1,7 @@
 //! A linear layer in either orientation of the weight, with or without a low-rank adapter.
 
-use super::lora::{self, Use};
-use super::{Dropout, LoraConfig, Then, WeightLayout, linear_then, normal};
+use super::lora::{self, LoraUse};
+use super::{Dropout, LinearEpilogue, LoraConfig, WeightLayout, linear_then, normal};
 use crate::graph::hold_still;
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -33,11 +33,11 @@ pub struct Projection {
     weight: Tensor,
     bias: Option<Tensor>,
     layout: WeightLayout,
-    adapter: Option<Adapter>,
+    adapter: Option<LoraTensors>,
 }
 
 #[derive(Debug, Clone)]
-struct Adapter {
+struct LoraTensors {
     a: Tensor,
     b: Tensor,
     magnitude: Option<Tensor>,
@@ -56,9 +56,9 @@ impl Projection {
         let weight = vb.get_with_hints(shape, "weight", normal(std))?;
         let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
         let lora = lora.filter(|lora| lora.selects(&vb.prefix()));
-        let adapter = lora.map(|lora| Adapter::new(inputs, outputs, lora, &vb)).transpose()?;
+        let adapter = lora.map(|lora| LoraTensors::new(inputs, outputs, lora, &vb)).transpose()?;
         // DoRA takes the norms of the adapted weight for constants in backward (its paper, section 4.3).
-        if let Some(Adapter { a, b, magnitude: Some(_), .. }) = &adapter {
+        if let Some(LoraTensors { a, b, magnitude: Some(_), .. }) = &adapter {
             [&weight, a, b].into_iter().for_each(|tensor| hold_still(tensor, 0..tensor.elem_count()));
         }
         Ok(Self { weight, bias, layout, adapter })
@@ -75,25 +75,25 @@ impl Projection {
     }
 
     /// The layer and what follows it; see [`linear_then`]. With an adapter an activation takes a pass of its own.
-    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+    pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         let (weight, bias) = (&self.weight, self.bias.as_ref());
         let Some(adapter) = self.adapter.as_ref().filter(|_| !lora::are_off()) else {
             return linear_then(x, weight, bias, self.layout, then);
         };
         let mask = adapter.dropout.as_ref().map(Dropout::draw).transpose()?.flatten();
         let (a, b, magnitude) = (&adapter.a, &adapter.b, adapter.magnitude.as_ref());
-        let adapter = Use { a, b, magnitude, scale: adapter.scale, mask };
+        let adapter = LoraUse { a, b, magnitude, scale: adapter.scale, mask };
         lora::linear_then(x, weight, bias, self.layout, &adapter, then)
     }
 }
 
 impl Module for Projection {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, Then::default())
+        self.forward_then(x, LinearEpilogue::default())
     }
 }
 
-impl Adapter {
+impl LoraTensors {
     fn new(inputs: usize, outputs: usize, lora: &LoraConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         lora.validate().map_err(super::refuse)?;
         let bound = 1.0 / (inputs as f64).sqrt();

@@ -4,7 +4,7 @@ use crate::graph::OpInputs;
 use crate::kernels::{buffer, rope};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
-use crate::nn::positions::Positions;
+use crate::nn::row_positions::RowPositions;
 use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
@@ -17,7 +17,7 @@ pub struct Rotary {
     frequencies: Arc<[f64]>,
     tables: Arc<rope::RotaryTable>,
     #[cfg(feature = "cuda")]
-    on_gpu: Arc<on_gpu::rotary::Tables>,
+    on_gpu: Arc<on_gpu::rotary::AngleTables>,
 }
 
 impl Rotary {
@@ -63,7 +63,7 @@ impl Rotary {
     /// # Errors
     /// As [`Rotary::forward`].
     pub fn forward_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
-        self.turn(x, Positions::From(first), self.ctx.saturating_sub(first), first)
+        self.turn(x, RowPositions::From(first), self.ctx.saturating_sub(first), first)
     }
 
     /// [`Rotary::forward`] of packed rows: positions begin at 0 in each sequence.
@@ -78,10 +78,10 @@ impl Rotary {
         if let [batch, time, _] = *x.dims() {
             sequences.check(NAME, batch, time)?;
         }
-        self.turn(x, Positions::Of(sequences.clone()), usize::MAX, 0)
+        self.turn(x, RowPositions::Of(sequences.clone()), usize::MAX, 0)
     }
 
-    fn turn(&self, x: &Tensor, positions: Positions, most: usize, first: usize) -> Result<Tensor> {
+    fn turn(&self, x: &Tensor, positions: RowPositions, most: usize, first: usize) -> Result<Tensor> {
         let head = 2 * self.frequencies.len();
         let (batch, time, width) = match *x.dims() {
             [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),

@@ -1,7 +1,7 @@
 //! `zerorun classify`: the labels of texts, by a model that `zerorun finetune --task classify` has trained.
 
 use crate::error::{Error, Result};
-use crate::finetune::{Classified, Classifier};
+use crate::finetune::{Classification, Classifier};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use clap::Parser;
 use serde_json::{Map, Value, json};
@@ -62,7 +62,7 @@ impl ClassifyArguments {
 
     /// Prints the label of a text. Whether standard output took it.
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
-        let Classified { labels, tokens, cut } = classifier.classify(text)?;
+        let Classification { labels, tokens, cut } = classifier.classify(text)?;
         if cut > 0 && !self.json {
             eprint(&format!(
                 "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",

@@ -4,8 +4,8 @@ use super::resolve_model::{HELP, ResolvedModel};
 use super::sample_flags::{FileProgress, SampleFlags};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files::{InputKind, OutputKind, RunPaths};
-use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
-use crate::hub::Parts;
+use crate::finetune::{BaseModel, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
+use crate::hub::FileSelection;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, colours, print, refused};
 use crate::models::DecoderConfig;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -77,8 +77,8 @@ impl ShowDataArguments {
     /// What became of each file, and its first samples.
     fn text(&self) -> Result<String> {
         // Neither description nor weights are needed: where the description is there, it tells the context.
-        let model = ResolvedModel::find(&self.model, Parts::WithoutWeights)?.path;
-        let base = Base::open(&model).ok();
+        let model = ResolvedModel::find(&self.model, FileSelection::WithoutWeights)?.path;
+        let base = BaseModel::open(&model).ok();
         let (folder, tokenizer) = match &base {
             Some(base) => (base.folder(), base.tokenizer_path()),
             None => (model.as_path(), model.as_path()),

@@ -6,8 +6,8 @@ use super::model_size_flags::ModelSizeFlags;
 use crate::comm::CollectiveKind as Collective;
 use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result};
-use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
-use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
+use crate::estimate::deepspeed::{Machines, MemoryNeeds, Offloaded, zero2, zero3};
+use crate::estimate::{Estimate, EstimateOptions, Shapes, UnitRule, paper};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
@@ -150,14 +150,14 @@ impl EstimateArguments {
         let config = Config::load_for(file, self.ranks as usize, &run)?;
         let hosts = self.forecast.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
-        let setting = Setting {
+        let options = EstimateOptions {
             gpu: self.gpu.is_some(),
             recompute: self.recompute,
             hosts: hosts.unwrap_or(1),
             disk_access: None,
         };
-        let estimate = Estimate::with(&shapes, &config, setting)?;
-        let answer = |hosts| self.forecast.answer(hosts, &estimate, (&shapes, &config, setting));
+        let estimate = Estimate::with(&shapes, &config, options)?;
+        let answer = |hosts| self.forecast.answer(hosts, &estimate, (&shapes, &config, options));
         let hosts = hosts.map(answer).transpose()?;
         let need =
             HostMemoryNeed::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
@@ -269,7 +269,7 @@ impl EstimateReport {
     }
 
     /// The figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
-    fn deepspeed(&self) -> Vec<(&'static str, Needs)> {
+    fn deepspeed(&self) -> Vec<(&'static str, MemoryNeeds)> {
         let (all, layer) = (self.shapes.num_parameters() as u64, self.shapes.largest_unit() as u64);
         let machines = Machines::new(self.config.world_size as u64, 1);
         vec![
@@ -342,7 +342,7 @@ impl EstimateReport {
         }
         if self.deepspeed {
             _ = writeln!(text, "\nDeepSpeed's estimators, for {ranks} GPUs of one machine:");
-            for (name, Needs { cpu_bytes, gpu_bytes }) in self.deepspeed() {
+            for (name, MemoryNeeds { cpu_bytes, gpu_bytes }) in self.deepspeed() {
                 let (gpu, cpu) = (binary(gpu_bytes), binary(cpu_bytes));
                 _ = writeln!(text, "  {name:<30} {gpu:>12} of each GPU {cpu:>12} of the host");
             }

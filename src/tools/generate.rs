@@ -3,8 +3,8 @@
 use super::resolve_model::{HELP, ResolvedModel};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
-use crate::finetune::{AdaptedValues, Adapter, Base, Conversation, Generator, Sampling, Template, Tokenizer};
-use crate::hub::Parts;
+use crate::finetune::{AdaptedValues, Adapter, BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
+use crate::hub::FileSelection;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::models::{Decoder, DecoderConfig};
 use candle_core::{DType, Device};
@@ -110,7 +110,7 @@ impl GenerateArguments {
             seed: self.seed,
         };
         sampling.check()?;
-        let base = Base::open(ResolvedModel::find(&self.model, Parts::All)?.path)?;
+        let base = BaseModel::open(ResolvedModel::find(&self.model, FileSelection::All)?.path)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let tokenizer = Tokenizer::open(base.tokenizer_path())?;
         let template = if self.raw { None } else { self.template(&base, &tokenizer)? };
@@ -141,7 +141,7 @@ impl GenerateArguments {
     }
 
     /// The template, where there is one or it is needed.
-    fn template(&self, base: &Base, tokenizer: &Tokenizer) -> Result<Option<Template>> {
+    fn template(&self, base: &BaseModel, tokenizer: &Tokenizer) -> Result<Option<Template>> {
         match Template::open(base.tokenizer_path(), tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. }))
                 if self.messages.is_none() && self.system.is_none() =>
@@ -192,7 +192,7 @@ fn fits(ids: &[u32], ctx: usize) -> Result<()> {
 }
 
 /// The model, with tables for so many positions.
-fn open(base: &Base, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Result<Decoder> {
+fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Result<Decoder> {
     let lora = adapter.as_ref().map(|adapter| adapter.config.clone());
     let config = DecoderConfig { ctx, lora, ..base.config().clone() };
     let vb = match adapter {

@@ -3,7 +3,9 @@
 use crate::comm::CollectiveKind;
 use crate::config::Config;
 use crate::error::{EstimateError, Result};
-use crate::estimate::{Between, Estimate, Forecast, Measured, Network, Row, Setting, Shapes};
+use crate::estimate::{
+    Estimate, EstimateOptions, Forecast, InterHostTraffic, MeasuredStep, Network, ScalingRow, Shapes,
+};
 use crate::util::binary;
 use clap::Args;
 use serde_json::{Value, json};
@@ -52,16 +54,16 @@ impl ForecastArguments {
         &self,
         hosts: usize,
         estimate: &Estimate,
-        (shapes, config, setting): (&Shapes, &Config, Setting),
+        (shapes, config, options): (&Shapes, &Config, EstimateOptions),
     ) -> Result<HostsForecast> {
         let measured = match (&self.measured, self.step) {
-            (Some(path), _) => Some(Measured::metrics(path)?),
-            (None, Some(step)) => Some(Measured::seconds(step)?),
+            (Some(path), _) => Some(MeasuredStep::metrics(path)?),
+            (None, Some(step)) => Some(MeasuredStep::seconds(step)?),
             (None, None) => None,
         };
         let (network, each) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
         let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
-        let rows = Estimate::weak_scaling(shapes, config, setting, (hosts, each), &network, measured.as_ref())?;
+        let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;
         let said = self.network.is_some();
         Ok(HostsForecast { each, network, said, measured, forecast, rows })
     }
@@ -74,9 +76,9 @@ pub(super) struct HostsForecast {
     network: Network,
     /// The network was given.
     said: bool,
-    measured: Option<Measured>,
+    measured: Option<MeasuredStep>,
     forecast: Forecast,
-    rows: Vec<Row>,
+    rows: Vec<ScalingRow>,
 }
 
 /// What no forecast knows.
@@ -93,7 +95,7 @@ impl HostsForecast {
             "ranks_of_each": each,
             "network": {"text": network.to_string(), "bytes_per_s": network.bytes_per_s(),
                         "latency_s": network.latency_s(), "busy": network.busy()},
-            "measured_s": measured.as_ref().map(Measured::step_s),
+            "measured_s": measured.as_ref().map(MeasuredStep::step_s),
             "forecast": forecast,
             "weak_scaling": rows,
         })
@@ -151,7 +153,7 @@ impl HostsForecast {
             hosts => format!("{hosts} hosts of {ranks}"),
         };
         _ = writeln!(text, "\n{:<24}{:>16}{:>16}{:>16}", head, "collectives", "into a host", "out of a host");
-        let mut line = |name: &str, Between { calls, bytes_in, bytes_out }| {
+        let mut line = |name: &str, InterHostTraffic { calls, bytes_in, bytes_out }| {
             let (into, out) = (binary_or_none(bytes_in), binary_or_none(bytes_out));
             _ = writeln!(text, "{name:<24}{calls:>16}{into:>16}{out:>16}");
         };
@@ -164,7 +166,7 @@ impl HostsForecast {
     fn write_step(&self, text: &mut String) {
         let Forecast { wire_s, step_s, .. } = self.forecast;
         _ = writeln!(text, "\nmessages between hosts take {} of a step", seconds(wire_s));
-        _ = match self.measured.as_ref().map(Measured::step_s).zip(step_s) {
+        _ = match self.measured.as_ref().map(MeasuredStep::step_s).zip(step_s) {
             Some((alone, step_s)) => writeln!(
                 text,
                 "a step takes {}: {} as on one host, and {} of waiting for others",
@@ -182,7 +184,7 @@ impl HostsForecast {
         _ = write!(text, "\n{:<8}", "hosts");
         columns.iter().for_each(|name| _ = write!(text, "{name:>18}"));
         *text += "\n";
-        for Row { forecast, efficiency, rank_bytes } in &self.rows {
+        for ScalingRow { forecast, efficiency, rank_bytes } in &self.rows {
             let efficiency = efficiency.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
             let time = seconds(forecast.step_s.unwrap_or(forecast.wire_s));
             let into = binary_or_none(forecast.bytes().bytes_in);

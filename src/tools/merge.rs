@@ -5,8 +5,8 @@ use super::resolve_model::{HELP, ResolvedModel};
 use crate::checkpoint::ConsolidatedDtype;
 use crate::error::{OutputError, Result};
 use crate::files::{InputKind, OutputKind, RunPaths};
-use crate::finetune::{Adapter, Base, GgufFormat, Merged};
-use crate::hub::Parts;
+use crate::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
+use crate::hub::FileSelection;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::util::counted;
 use clap::error::ErrorKind;
@@ -93,7 +93,7 @@ impl MergeArguments {
             let problem = "there is a file or folder of that name".to_owned();
             return Err(OutputError::Refused { path: self.out, problem }.into());
         }
-        let model = ResolvedModel::find(&self.model, Parts::All)?.path;
+        let model = ResolvedModel::find(&self.model, FileSelection::All)?.path;
         let kind = if format == MergeFormat::Hf { OutputKind::Folder } else { OutputKind::File };
         let outputs = RunPaths::default().reads("MODEL", &model, InputKind::Model).writes("--out", &self.out, kind);
         let outputs = match &self.adapter {
@@ -101,11 +101,11 @@ impl MergeArguments {
             None => outputs,
         };
         let _claims = outputs.claim()?;
-        let base = Base::open(model)?;
+        let base = BaseModel::open(model)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
         let tell = |done, total| progress.borrow_mut().tell(done, total);
-        let merged = Merged::new(&base, adapter.as_ref())?.reporting(&tell);
+        let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&tell);
         match format {
             MergeFormat::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
             MergeFormat::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,

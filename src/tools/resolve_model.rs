@@ -5,7 +5,7 @@ use super::byte_progress::ByteProgress;
 #[cfg(not(feature = "hub"))]
 use crate::error::FinetuneError;
 use crate::error::Result;
-use crate::hub::{Parts, Repository};
+use crate::hub::{FileSelection, Repository};
 #[cfg(feature = "hub")]
 use crate::{launch::console::eprint, util::binary};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ pub(super) struct ResolvedModel {
 
 impl ResolvedModel {
     /// What is under a path; where there is nothing and the text names a repository, that, fetched.
-    pub fn find(given: &Path, parts: Parts) -> Result<Self> {
+    pub fn find(given: &Path, parts: FileSelection) -> Result<Self> {
         let named = given.to_str().and_then(Repository::parse).filter(|_| given.symlink_metadata().is_err());
         match named {
             // What is not there is found where it is opened.
@@ -45,7 +45,7 @@ impl ResolvedModel {
 }
 
 #[cfg(feature = "hub")]
-fn fetched(_: &Path, repository: Repository, parts: Parts) -> Result<ResolvedModel> {
+fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<ResolvedModel> {
     let (mut file, mut progress) = (String::new(), ByteProgress::default());
     let path = repository.fetch(parts, &mut |at| {
         if at.file != file {
@@ -62,7 +62,7 @@ fn fetched(_: &Path, repository: Repository, parts: Parts) -> Result<ResolvedMod
 }
 
 #[cfg(not(feature = "hub"))]
-fn fetched(given: &Path, _: Repository, _: Parts) -> Result<ResolvedModel> {
+fn fetched(given: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
     let reason = "there is no such file or folder, and only a zerorun that is built with --features hub fetches \
                   repositories of the Hugging Face Hub";
     Err(FinetuneError::NoModel { path: given.to_owned(), reason: reason.into() }.into())

@@ -1,7 +1,7 @@
 //! Flags that say how samples are made of data files, of all commands that read them, and the progress of it.
 
 use super::byte_progress::ByteProgress;
-use crate::finetune::{Columns, DataProgress, Overlong};
+use crate::finetune::{Columns, DataProgress, Truncation};
 use clap::{Args, ValueEnum, value_parser};
 use std::path::PathBuf;
 
@@ -43,10 +43,10 @@ enum OverlongFlag {
 
 impl SampleFlags {
     /// What becomes of samples that are longer than a row.
-    pub(super) fn overlong(&self) -> Overlong {
+    pub(super) fn overlong(&self) -> Truncation {
         match self.overlong {
-            OverlongFlag::Truncate => Overlong::Truncate,
-            OverlongFlag::Drop => Overlong::Drop,
+            OverlongFlag::Truncate => Truncation::Truncate,
+            OverlongFlag::Drop => Truncation::Drop,
         }
     }
 

@@ -6,7 +6,7 @@ use candle_zero::Engine;
 use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, import};
 use candle_zero::comm::threads;
-use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::error::{CheckpointError, Error};
 use candle_zero::models::{Gpt, GptConfig};
 use serde_json::Value;
@@ -78,7 +78,7 @@ fn follow(folder: &Path, tokens: &Path) {
         let loaded = engine.load_checkpoint(to.path(), None, &LoadOptions::default())?.unwrap();
         let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
         let data = TokenData::open(Some(tokens))?;
-        let mut loader = Loader::new(data, Order::Sequential, shape, model.ctx, model.vocab, &Device::Cpu)?;
+        let mut loader = Loader::new(data, SampleOrder::Sequential, shape, model.ctx, model.vocab, &Device::Cpu)?;
         loader.resume(loaded.global_samples);
         let mut measured = vec![];
         for _ in &rows {

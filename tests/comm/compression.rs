@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::comm::{CollectiveKind, CollectiveKindReport, CommReport, threads};
-use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
 use candle_zero::layout::{shard_len, shard_range};
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::precision::{Flat, IntFormat};
@@ -257,7 +257,7 @@ fn train_nano(world: usize, config: &Value, steps: usize) -> (Vec<f64>, [CommRep
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Gpt::new(&model, vb), config.clone())?;
         let shape = BatchShape::new(&engine.config().batch, world, rank);
-        let (data, order) = (TokenData::embedded(), Order::Shuffled { seed: 1 });
+        let (data, order) = (TokenData::embedded(), SampleOrder::Shuffled { seed: 1 });
         let loader = Loader::new(data, order, shape, model.ctx, model.vocab, &Device::Cpu)?;
         let (mut losses, mut reports) = (vec![], vec![]);
         for (step, batch) in loader.take(steps).enumerate() {

@@ -1,7 +1,7 @@
 //! Token files, folders of text, and the batches made of them.
 
 use candle_core::Device;
-use candle_zero::data::{Batch, BatchShape, Loader, Order, TokenData};
+use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ fn u16_file(dir: &Path, tokens: impl IntoIterator<Item = u16>) -> TokenData {
     TokenData::open(Some(&path)).unwrap()
 }
 
-fn rows(batch: &Batch) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
+fn rows(batch: &TokenBatch) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     (batch.inputs.to_vec2().unwrap(), batch.targets.to_vec2().unwrap())
 }
 
@@ -31,7 +31,7 @@ proptest! {
         micro in 1usize..4, accumulation in 1usize..4, world in 1usize..5, shuffled: bool, seed: u64,
     ) {
         let data = Arc::new(TokenData::embedded());
-        let order = if shuffled { Order::Shuffled { seed } } else { Order::Sequential };
+        let order = if shuffled { SampleOrder::Shuffled { seed } } else { SampleOrder::Sequential };
         let global = micro * accumulation * world;
         let inputs = |micro, accumulation, world| {
             let mut rows = vec![];
@@ -59,7 +59,7 @@ fn sequential_samples_follow_the_rule_and_wrap() {
     let dir = tempfile::tempdir().unwrap();
     let data = u16_file(dir.path(), 0..50);
     let shape = BatchShape { micro: 2, accumulation: 2, world: 2, rank: 1 };
-    let mut loader = Loader::new(data, Order::Sequential, shape, 10, 50, &Device::Cpu).unwrap();
+    let mut loader = Loader::new(data, SampleOrder::Sequential, shape, 10, 50, &Device::Cpu).unwrap();
     // Rank 1 has global samples 2, 3 | 6, 7 | 10, 11, ...; sample i starts at (10 i) mod 39.
     for expected in [[20, 30], [21, 31], [22, 32]] {
         let (inputs, targets) = rows(&loader.next().unwrap().unwrap());
@@ -74,7 +74,7 @@ fn sequential_samples_follow_the_rule_and_wrap() {
 fn a_loader_put_to_a_position_goes_on_as_if_it_had_never_stopped() {
     let shape = BatchShape { micro: 2, accumulation: 3, world: 2, rank: 1 };
     let new = || {
-        let order = Order::Shuffled { seed: 5 };
+        let order = SampleOrder::Shuffled { seed: 5 };
         Loader::new(TokenData::embedded(), order, shape, 16, 256, &Device::Cpu).unwrap()
     };
     let mut straight = new();
@@ -94,7 +94,7 @@ fn a_shuffled_epoch_covers_the_data_once() {
     let dir = tempfile::tempdir().unwrap();
     let shape = BatchShape { micro: 3, accumulation: 1, world: 1, rank: 0 };
     let data = u16_file(dir.path(), 0..61);
-    let loader = Loader::new(data, Order::Shuffled { seed: 1 }, shape, 10, 61, &Device::Cpu).unwrap();
+    let loader = Loader::new(data, SampleOrder::Shuffled { seed: 1 }, shape, 10, 61, &Device::Cpu).unwrap();
     assert_eq!(loader.sampler().epoch_len(), 6);
     let mut seen: Vec<u32> = (0..2).flat_map(|step| rows(&loader.batch(step, 0).unwrap()).0.concat()).collect();
     seen.sort_unstable();
@@ -170,7 +170,7 @@ fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let dir = tempfile::tempdir().unwrap();
     let data = || u16_file(dir.path(), (0..40).map(|i| if i == 27 { 700 } else { i }));
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
-    let open = |data| Loader::new(data, Order::Sequential, shape, 10, 256, &Device::Cpu);
+    let open = |data| Loader::new(data, SampleOrder::Sequential, shape, 10, 256, &Device::Cpu);
     insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 701 or more");
     // What is too long to be looked through is looked at when it is used.
     drop(data());
@@ -189,10 +189,10 @@ fn data_shorter_than_a_sample_is_refused_with_both_sizes() {
     let data = Arc::new(u16_file(dir.path(), 0..11));
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |order, ctx| Loader::new(data.clone(), order, shape, ctx, 256, &Device::Cpu);
-    insta::assert_snapshot!(message(open(Order::Sequential, 10).unwrap_err(), dir.path()), @"DIR/tokens.u16 has 11 tokens; a sample of context 10 needs 12: give more data or take a shorter context");
-    assert!(open(Order::Sequential, 9).is_ok());
-    assert!(open(Order::Shuffled { seed: 0 }, 10).is_ok());
-    assert!(open(Order::Shuffled { seed: 0 }, 11).is_err());
+    insta::assert_snapshot!(message(open(SampleOrder::Sequential, 10).unwrap_err(), dir.path()), @"DIR/tokens.u16 has 11 tokens; a sample of context 10 needs 12: give more data or take a shorter context");
+    assert!(open(SampleOrder::Sequential, 9).is_ok());
+    assert!(open(SampleOrder::Shuffled { seed: 0 }, 10).is_ok());
+    assert!(open(SampleOrder::Shuffled { seed: 0 }, 11).is_err());
 }
 
 #[test]

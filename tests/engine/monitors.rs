@@ -5,7 +5,7 @@ use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Tensor};
 use candle_zero::comm::{CollectiveKind, threads};
 use candle_zero::models::{Gpt, GptConfig};
-use candle_zero::monitor::{CsvMonitor, Event, JsonLines, Monitor};
+use candle_zero::monitor::{CsvMonitor, JsonLines, Monitor, MonitorEvent};
 use candle_zero::profiler::FlopsProfile;
 use candle_zero::{Engine, Error};
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ fn csv_files_have_the_recorded_names_headers_and_rows() {
         let mut monitor = CsvMonitor::create(dir.path().join(path).join(job)).unwrap();
         for event in input["events"].as_array().unwrap() {
             let (tag, value, step) = (event[0].as_str(), event[1].as_f64(), event[2].as_u64());
-            monitor.write(&[Event::new(tag.unwrap(), value.unwrap(), step.unwrap())]).unwrap();
+            monitor.write(&[MonitorEvent::new(tag.unwrap(), value.unwrap(), step.unwrap())]).unwrap();
         }
         let (header, rows) = csv(&dir.path().join(expect["file"].as_str().unwrap()));
         assert_eq!(json!(header.split(',').collect::<Vec<_>>()), expect["header"]);
@@ -80,7 +80,7 @@ fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_
             }
             told.push((losses / 2.0, engine.get_lr()[0], engine.get_global_grad_norm().unwrap()));
         }
-        engine.write_events(&[Event::new("Own/value", rank as f64 + 0.5, engine.global_samples())]);
+        engine.write_events(&[MonitorEvent::new("Own/value", rank as f64 + 0.5, engine.global_samples())]);
         Ok(told)
     });
     let ranks: Vec<Vec<(f64, f64, f64)>> =

@@ -3,7 +3,7 @@
 use crate::fixtures::{base, copy, path};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::finetune::{Base, Conversation, Generated, Generator, Sampling, Template, Tokenizer};
+use candle_zero::finetune::{BaseModel, Conversation, GeneratedText, Generator, Sampling, Template, Tokenizer};
 use candle_zero::models::Decoder;
 use candle_zero::{Engine, Result};
 use serde_json::json;
@@ -11,7 +11,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 struct Opened {
-    base: Base,
+    base: BaseModel,
     tokenizer: Tokenizer,
     template: Template,
 }
@@ -20,7 +20,7 @@ impl Opened {
     fn of(folder: &Path) -> Self {
         let tokenizer = Tokenizer::open(folder).unwrap();
         let template = Template::open(folder, &tokenizer).unwrap();
-        Self { base: Base::open(folder).unwrap(), tokenizer, template }
+        Self { base: BaseModel::open(folder).unwrap(), tokenizer, template }
     }
 
     fn generator(&self) -> Generator<'_> {
@@ -41,7 +41,12 @@ fn sampling(max_tokens: usize) -> Sampling {
 }
 
 /// The answer of `model`, and the pieces in which it came.
-fn answer(generator: &Generator<'_>, model: &Decoder, prompt: &[u32], sampling: &Sampling) -> (Generated, Vec<String>) {
+fn answer(
+    generator: &Generator<'_>,
+    model: &Decoder,
+    prompt: &[u32],
+    sampling: &Sampling,
+) -> (GeneratedText, Vec<String>) {
     let mut pieces = Vec::new();
     let give = |piece: &str| {
         pieces.push(piece.to_owned());
@@ -143,7 +148,7 @@ fn ranks_that_share_a_model_at_stage_3_give_the_answer_of_one_that_has_it_whole(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     });
-    let answers = threads::run(2, |comm| -> Result<Generated> {
+    let answers = threads::run(2, |comm| -> Result<GeneratedText> {
         let mut engine = Engine::builder()
             .communicator(comm)
             .device(Device::Cpu)

@@ -2,7 +2,7 @@
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};
-use candle_zero::finetune::Base;
+use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// The message, without the folder's name.
 fn refused(folder: &Path) -> String {
-    let text = Base::open(folder).unwrap_err().to_string();
+    let text = BaseModel::open(folder).unwrap_err().to_string();
     text.replace(folder.to_str().unwrap(), "DIR")
 }
 
@@ -43,7 +43,7 @@ fn a_path_without_a_model_says_what_is_missing() {
     insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not the description of a model: EOF while parsing a value at line 1 column 15");
     std::fs::write(folder.path().join("config.json"), "[]").unwrap();
     insta::assert_snapshot!(refused(folder.path()), @"DIR/config.json is not the description of a model: it is no object");
-    let text = Base::open(folder.path().join("config.json")).unwrap_err().to_string();
+    let text = BaseModel::open(folder.path().join("config.json")).unwrap_err().to_string();
     insta::assert_snapshot!(text.replace(folder.path().to_str().unwrap(), "DIR"), @"DIR/config.json is no model: it is a file whose name does not end in .gguf; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
 }
 
@@ -73,7 +73,7 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
     std::fs::write(&index, "{}").unwrap();
     insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has"#);
     std::fs::write(&index, &good).unwrap();
-    Base::open(dir).unwrap();
+    BaseModel::open(dir).unwrap();
 }
 
 #[test]
@@ -140,8 +140,8 @@ fn a_tied_model_takes_no_output_projection_from_its_file() {
     let mut tensors = candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
     tensors.insert("lm_head.weight".into(), tensors["model.embed_tokens.weight"].ones_like().unwrap());
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
-    let (tied, plain) = (Base::open(folder.path()).unwrap(), base("llama"));
-    let logits = |base: &Base| {
+    let (tied, plain) = (BaseModel::open(folder.path()).unwrap(), base("llama"));
+    let logits = |base: &BaseModel| {
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
         model.last_logits(&[1, 2, 3]).unwrap()
     };
@@ -169,10 +169,11 @@ fn names_with_another_prefix_are_found() {
             });
         }
         candle_core::safetensors::save(&renamed, &file).unwrap();
-        let (renamed, plain) = (Base::open(folder.path()).unwrap(), base(name));
+        let (renamed, plain) = (BaseModel::open(folder.path()).unwrap(), base(name));
         assert_eq!(renamed.config(), plain.config());
         for (parameter, shape) in plain.config().parameters().unwrap() {
-            let values = |base: &Base| base.values().values(&parameter, &shape, 0..shape.iter().product()).unwrap();
+            let values =
+                |base: &BaseModel| base.values().values(&parameter, &shape, 0..shape.iter().product()).unwrap();
             assert_eq!(values(&renamed), values(&plain), "{name}: {parameter}");
         }
     }

@@ -6,8 +6,8 @@ use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
 use candle_zero::finetune::{
-    Base, Batches, Columns, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source,
-    Task, Tokenizer, labels_of,
+    BaseModel, Batches, Columns, DataOptions, Dataset, EncoderBase, LabelledTexts, RowBatch, Scores, SequencePacking,
+    Source, Task, Tokenizer, Truncation, labels_of,
 };
 use candle_zero::models::Bert;
 use candle_zero::{Engine, Result};
@@ -149,7 +149,7 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
         assert_eq!(report.truncated.count, longer, "{ctx}: {:?}", report.notes());
         assert!(longer > 0);
         let left_out =
-            prepare(&folder, std::slice::from_ref(&source), &DataOptions { overlong: Overlong::Drop, ..options })
+            prepare(&folder, std::slice::from_ref(&source), &DataOptions { overlong: Truncation::Drop, ..options })
                 .unwrap();
         assert_eq!(left_out.len(), texts.len() - longer as usize);
     }
@@ -313,7 +313,7 @@ fn folders_that_are_no_encoder_are_refused() {
     insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
     // Nor is an encoder a language model.
     let encoder = path("bert/model");
-    let error = Base::open(&encoder).unwrap_err().to_string();
+    let error = BaseModel::open(&encoder).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
     let base = EncoderBase::open(&encoder, &labels(&["a", "b"])).unwrap();
     base.check_tokens(512).unwrap();
@@ -341,8 +341,8 @@ fn the_description_that_is_written_names_the_classes() {
 }
 
 /// Texts in rows of `time` tokens.
-fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> Rows {
-    let mut rows = Rows { rows: texts.len(), time, ..Rows::default() };
+fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
+    let mut rows = RowBatch { rows: texts.len(), time, ..RowBatch::default() };
     for (ids, label) in texts {
         rows.ids.extend(*ids);
         rows.ids.extend((ids.len()..time).map(|_| filler));
@@ -426,7 +426,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
         let mut counted = 0;
         for rank in 0..world {
             let shape = BatchShape { micro, accumulation: 1, world, rank };
-            let batches = Batches::validation(dataset.clone(), Packing::Padded, shape, 3);
+            let batches = Batches::validation(dataset.clone(), SequencePacking::Padded, shape, 3);
             for step in 0..batches.steps_per_epoch() {
                 let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
                 sum += texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
@@ -505,7 +505,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 32) };
         let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
         let shape = BatchShape { micro: 50, accumulation: 1, world: 1, rank: 0 };
-        let batches = Batches::validation(dataset, Packing::Padded, shape, 3);
+        let batches = Batches::validation(dataset, SequencePacking::Padded, shape, 3);
         let mut scores = Scores::new(2);
         for step in 0..batches.steps_per_epoch() {
             let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();

@@ -4,8 +4,8 @@ use candle_zero::Error;
 use candle_zero::data::BatchShape;
 use candle_zero::error::FinetuneError;
 use candle_zero::finetune::{
-    Batches, Conversation, DataOptions, Dataset, Form, NO_TARGET, Overlong, Packing, Sample, Source, Task, Template,
-    Tokenizer, show,
+    Batches, Conversation, DataOptions, Dataset, NO_TARGET, RecordFormat, Sample, SequencePacking, Source, Task,
+    Template, Tokenizer, Truncation, show,
 };
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ impl Desk {
     }
 
     /// The samples of a file of one form.
-    fn samples(&self, name: &str, text: &str, form: Form, task: Task) -> Vec<Sample> {
+    fn samples(&self, name: &str, text: &str, form: RecordFormat, task: Task) -> Vec<Sample> {
         let dataset = self.prepare(&[self.file(name, text)], task);
         let (_, report) = dataset.reports().next().unwrap();
         assert_eq!(report.forms.keys().collect::<Vec<_>>(), [&form], "{report}: {:?}", report.notes());
@@ -79,23 +79,23 @@ fn one_conversation_in_each_form_gives_the_same_sample() {
     let messages = r#"[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello"}]"#;
     let quoted = messages.replace('"', "\"\"");
     let files = [
-        ("a.jsonl", format!("{{\"messages\": {messages}}}\n"), Form::Messages),
-        ("b.jsonl", format!("{{\"conversations\": {messages}}}"), Form::Messages),
-        ("c.json", format!("[\n{{\"messages\": {messages}}}\n]"), Form::Messages),
-        ("d.jsonl", messages.into(), Form::Messages),
-        ("e.csv", format!("id,messages\n7,\"{quoted}\"\n"), Form::Messages),
+        ("a.jsonl", format!("{{\"messages\": {messages}}}\n"), RecordFormat::Messages),
+        ("b.jsonl", format!("{{\"conversations\": {messages}}}"), RecordFormat::Messages),
+        ("c.json", format!("[\n{{\"messages\": {messages}}}\n]"), RecordFormat::Messages),
+        ("d.jsonl", messages.into(), RecordFormat::Messages),
+        ("e.csv", format!("id,messages\n7,\"{quoted}\"\n"), RecordFormat::Messages),
         (
             "f.json",
             r#"{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}"#.into(),
-            Form::ShareGpt,
+            RecordFormat::ShareGpt,
         ),
-        ("g.jsonl", r#"{"instruction": "Hi", "input": "", "output": "Hello"}"#.into(), Form::Alpaca),
-        ("h.csv", "instruction,output\nHi,Hello\n".into(), Form::Alpaca),
+        ("g.jsonl", r#"{"instruction": "Hi", "input": "", "output": "Hello"}"#.into(), RecordFormat::Alpaca),
+        ("h.csv", "instruction,output\nHi,Hello\n".into(), RecordFormat::Alpaca),
         (
             "i.jsonl",
             r#"{"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]}"#
                 .into(),
-            Form::Completion,
+            RecordFormat::Completion,
         ),
     ];
     for (name, text, form) in files {
@@ -113,22 +113,26 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
         let samples = desk.samples(name, text, form, task);
         samples.iter().map(|sample| desk.shown(sample)).collect::<Vec<_>>()
     };
-    let completion = shown("a.jsonl", r#"{"prompt": "2+2=", "completion": "4"}"#, Form::Completion, Task::Generate);
+    let completion =
+        shown("a.jsonl", r#"{"prompt": "2+2=", "completion": "4"}"#, RecordFormat::Completion, Task::Generate);
     assert_eq!(completion, ["2+2=[4<|im_end|>]"]);
-    assert_eq!(shown("b.jsonl", r#"{"text": "Once"}"#, Form::Text, Task::Generate), ["[Once<|im_end|>]"]);
+    assert_eq!(shown("b.jsonl", r#"{"text": "Once"}"#, RecordFormat::Text, Task::Generate), ["[Once<|im_end|>]"]);
     let labels = "{\"text\": \"good\", \"label\": 10}\n{\"text\": \"bad\", \"label\": 9}\n";
-    assert_eq!(shown("c.jsonl", labels, Form::Label, Task::Classify), ["good", "bad"]);
+    assert_eq!(shown("c.jsonl", labels, RecordFormat::Label, Task::Classify), ["good", "bad"]);
     let dataset = desk.prepare(&[desk.file("c.jsonl", labels)], Task::Classify);
     assert_eq!(dataset.labels(), ["9", "10"]);
     assert_eq!([dataset.sample(0).label, dataset.sample(1).label], [1, 0]);
     let pair = r#"{"prompt": "a?", "chosen": " yes", "rejected": " no"}"#;
-    assert_eq!(shown("d.jsonl", pair, Form::Preference, Task::Prefer), ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]);
+    assert_eq!(
+        shown("d.jsonl", pair, RecordFormat::Preference, Task::Prefer),
+        ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]
+    );
     // A prompt of messages stands in both answers; earlier answers are not to be learned.
     let turn = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
     let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));
     let pair = format!("{{\"prompt\": \"q\", \"chosen\": {}, \"rejected\": {}}}", chat("x"), chat("y"));
-    let found = shown("e.jsonl", &pair, Form::Preference, Task::Prefer);
+    let found = shown("e.jsonl", &pair, RecordFormat::Preference, Task::Prefer);
     assert!(found[0].ends_with("assistant\n[x<|im_end|>]\n") && found[0].contains("same<|im_end|>\n"), "{found:?}");
     assert!(found[1].ends_with("assistant\n[y<|im_end|>]\n"), "{found:?}");
 }
@@ -202,7 +206,7 @@ fn overlong_samples_are_cut_or_left_out_as_asked() {
     let cut = desk.try_prepare(&[source.clone(), text.clone()], &options).unwrap();
     let pieces: Vec<usize> = (0..cut.len()).map(|i| cut.length(i)).collect();
     assert!(pieces.len() > 3 && pieces.iter().all(|length| *length <= 24), "{pieces:?}");
-    let error = desk.try_prepare(&[source, text], &DataOptions { overlong: Overlong::Drop, ..options }).unwrap_err();
+    let error = desk.try_prepare(&[source, text], &DataOptions { overlong: Truncation::Drop, ..options }).unwrap_err();
     assert!(error.to_string().contains("longer than the context"), "{error}");
 }
 
@@ -286,7 +290,7 @@ proptest! {
     ) {
         let desk = Desk::new();
         let data = dataset(&desk, &lengths);
-        let packing = if packed { Packing::Packed { ctx: 64 } } else { Packing::Padded };
+        let packing = if packed { SequencePacking::Packed { ctx: 64 } } else { SequencePacking::Padded };
         let shape = |rank| BatchShape { micro, accumulation, world, rank };
         let of = |rank| Batches::training(data.clone(), packing, shape(rank), seed, 3);
         let steps = of(0).steps_per_epoch();
@@ -374,7 +378,7 @@ proptest! {
 fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
     let desk = Desk::new();
     let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
-    for packing in [Packing::Packed { ctx: 40 }, Packing::Padded] {
+    for packing in [SequencePacking::Packed { ctx: 40 }, SequencePacking::Padded] {
         // Of samples that are made, and of those that are mapped; a step is asked for alone, or after all before it.
         let batches = || {
             let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
@@ -398,7 +402,7 @@ fn a_step_has_the_same_rows_for_any_number_of_ranks() {
     let rows = |world: usize, micro: usize| {
         let batch = |rank| {
             let shape = BatchShape { micro, accumulation: 1, world, rank };
-            let batch = Batches::training(data.clone(), Packing::Packed { ctx: 40 }, shape, 5, 3).batch(1, 0);
+            let batch = Batches::training(data.clone(), SequencePacking::Packed { ctx: 40 }, shape, 5, 3).batch(1, 0);
             (0..batch.rows)
                 .map(|row| {
                     let ids = batch.ids[row * batch.time..][..batch.time].to_vec();
@@ -419,7 +423,7 @@ fn validation_has_each_row_once_on_ranks_with_equally_many_batches() {
     let mut targets = 0;
     for rank in 0..4 {
         let shape = BatchShape { micro: 1, accumulation: 1, world: 4, rank };
-        let batches = Batches::validation(data.clone(), Packing::Padded, shape, 3);
+        let batches = Batches::validation(data.clone(), SequencePacking::Padded, shape, 3);
         assert_eq!(batches.steps_per_epoch(), 2);
         for step in 0..2 {
             let rows = batches.batch(step, 0);
@@ -483,7 +487,7 @@ fn speed_of_tokenizing_and_packing() {
         let data = Arc::new(desk.try_prepare(std::slice::from_ref(&source), &options).unwrap());
         let tokenized = start.elapsed().as_secs_f64();
         let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
-        let batches = Batches::training(data.clone(), Packing::Packed { ctx: 4096 }, shape, 1, 0);
+        let batches = Batches::training(data.clone(), SequencePacking::Packed { ctx: 4096 }, shape, 1, 0);
         let tokens: u64 = (0..batches.steps_per_epoch()).map(|step| batches.batch(step, 0).ids.len() as u64).sum();
         let seconds = start.elapsed().as_secs_f64();
         println!(

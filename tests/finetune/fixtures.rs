@@ -1,7 +1,7 @@
 //! The models and records in tests/fixtures/finetune, which come from transformers.
 
 use candle_core::{Device, Tensor};
-use candle_zero::finetune::Base;
+use candle_zero::finetune::BaseModel;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ pub fn tensors(name: impl AsRef<Path>) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path(name), &Device::Cpu).unwrap()
 }
 
-pub fn base(model: &str) -> Base {
-    Base::open(path("models").join(model)).unwrap()
+pub fn base(model: &str) -> BaseModel {
+    BaseModel::open(path("models").join(model)).unwrap()
 }
 
 /// A copy of a model's folder, which a test may change.

@@ -3,7 +3,7 @@
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{DType, Device};
-use candle_zero::finetune::{Base, Generator, Tokenizer};
+use candle_zero::finetune::{BaseModel, Generator, Tokenizer};
 use candle_zero::models::Decoder;
 use serde_json::json;
 use std::io::Write as _;
@@ -27,7 +27,7 @@ const FEW: [&str; 2] = ["--max_tokens", "12"];
 fn the_likeliest_tokens_are_those_of_the_library_each_time() {
     let llama = path("models/llama");
     let output = generate(&llama, &["--raw", "--prompt", "one two", "--max_tokens", "12"]);
-    let (base, tokenizer) = (Base::open(&llama).unwrap(), Tokenizer::open(&llama).unwrap());
+    let (base, tokenizer) = (BaseModel::open(&llama).unwrap(), Tokenizer::open(&llama).unwrap());
     let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let generator = Generator::new(&base, &tokenizer, None).unwrap();
     let prompt = generator.of_text("one two").unwrap();

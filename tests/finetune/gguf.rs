@@ -4,7 +4,7 @@ use crate::fixtures::{base, json, tensors};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_zero::finetune::Base;
+use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig, RotaryScaling};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -107,7 +107,7 @@ fn write(file: &Path, metadata: &[(String, Value)], tensors: &Tensors, dtype: im
     gguf_file::write(&mut std::fs::File::create(file).unwrap(), &metadata, &quantized).unwrap();
 }
 
-fn whole(base: &Base, parameter: &str, shape: &[usize]) -> Vec<f32> {
+fn whole(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
     base.values().values(parameter, shape, 0..shape.iter().product()).unwrap()
 }
 
@@ -144,7 +144,7 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
         let file = folder.path().join("model.gguf");
         write(&file, &metadata, &converted(architecture, plain.config(), &weights(model)), |_| GgmlDType::F32);
         for path in [file.as_path(), folder.path()] {
-            let read = Base::open(path).unwrap();
+            let read = BaseModel::open(path).unwrap();
             assert_eq!(read.config(), &DecoderConfig::from_hugging_face(&want).unwrap(), "{model}");
             assert_eq!(read.config(), &DecoderConfig::from_hugging_face(read.config_json()).unwrap(), "{model}");
             for (parameter, shape) in read.config().parameters().unwrap() {
@@ -195,7 +195,7 @@ fn parts_are_those_of_the_whole_in_every_format() {
     ] {
         let of = |name: &str| if name.contains("norm") { GgmlDType::F32 } else { dtype };
         write(&file, &metadata("llama", &config), &converted, of);
-        let base = Base::open(&file).unwrap();
+        let base = BaseModel::open(&file).unwrap();
         assert_eq!(base.config(), &config);
         for (parameter, shape) in &parameters {
             let got = whole(&base, parameter, shape);
@@ -237,13 +237,13 @@ fn the_scaling_of_llama_3_is_found_in_its_factors() {
         config["rope_parameters"]["original_max_position_embeddings"] = original.into();
         let described = DecoderConfig::from_hugging_face(&config).unwrap();
         let rule = described.blocks[0].rotary;
-        let plain = candle_zero::models::RotaryRule { scaling: RotaryScaling::None, ..rule };
+        let plain = candle_zero::models::RotaryConfig { scaling: RotaryScaling::None, ..rule };
         let (plain, scaled) = (plain.frequencies(16).unwrap(), rule.frequencies(16).unwrap());
         let factors: Vec<f32> = plain.iter().zip(&scaled).map(|(plain, scaled)| (plain / scaled) as f32).collect();
         let mut tensors = converted("llama", &described, &model);
         tensors.insert("rope_freqs.weight".into(), Tensor::new(factors, &Device::Cpu).unwrap());
         write(&file, &metadata("llama", &described), &tensors, |_| GgmlDType::F32);
-        match Base::open(&file) {
+        match BaseModel::open(&file) {
             Ok(base) => assert!(is_known && *base.config() == described, "{:?}", base.config()),
             Err(error) => assert!(!is_known && error.to_string().contains("rope_freqs.weight"), "{error}"),
         }
@@ -254,7 +254,7 @@ fn the_scaling_of_llama_3_is_found_in_its_factors() {
 fn files_that_cannot_be_read_are_refused() {
     let (plain, folder) = (base("llama"), tempfile::tempdir().unwrap());
     let file = folder.path().join("model.gguf");
-    let text = || Base::open(&file).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
+    let text = || BaseModel::open(&file).unwrap_err().to_string().replace(folder.path().to_str().unwrap(), "DIR");
     let (good, tensors) = (metadata("llama", plain.config()), converted("llama", plain.config(), &weights("llama")));
     let with = |key: &str, value: Option<Value>| {
         let mut metadata = good.clone();
@@ -284,6 +284,6 @@ fn files_that_cannot_be_read_are_refused() {
     assert!(text().starts_with("DIR/model.gguf is not a GGUF file that can be read: "), "{}", text());
     std::fs::write(&file, &whole).unwrap();
     std::fs::copy(&file, folder.path().join("other.gguf")).unwrap();
-    let several = Base::open(folder.path()).unwrap_err().to_string();
+    let several = BaseModel::open(folder.path()).unwrap_err().to_string();
     assert!(several.contains("several GGUF files") && several.contains("other.gguf"), "{several}");
 }

@@ -5,7 +5,7 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use candle_zero::finetune::{Base, Conversation, GgufFormat, Merged, Template, Tokenizer};
+use candle_zero::finetune::{BaseModel, Conversation, GgufFormat, MergedModel, Template, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use std::collections::HashMap;
@@ -31,8 +31,8 @@ fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfi
     change(&mut json);
     std::fs::write(&tokenizer, json.to_string()).unwrap();
     let file = alone.path().join("model.gguf");
-    let base = Base::open(folder.path()).unwrap();
-    Merged::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
+    let base = BaseModel::open(folder.path()).unwrap();
+    MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
     (folder, alone, file)
 }
 
@@ -80,13 +80,13 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         assert_eq!(text(&file, &found), text(folder.path(), &own));
         // A folder with nothing but the file is the same, and what lies beside the file goes first.
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
-        let base = Base::open(&file).unwrap();
+        let base = BaseModel::open(&file).unwrap();
         assert_eq!(base.tokenizer_path(), file);
         // The named tokens are of the tokenizer, and in files of their own.
         for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
             std::fs::copy(folder.path().join(name), file.with_file_name(name)).unwrap();
         }
-        assert_eq!(Base::open(&file).unwrap().tokenizer_path(), file.parent().unwrap());
+        assert_eq!(BaseModel::open(&file).unwrap().tokenizer_path(), file.parent().unwrap());
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), own.fingerprint());
     }
 }

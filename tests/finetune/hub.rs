@@ -4,7 +4,7 @@
 use crate::fixtures::path;
 use crate::hub_server::{COMMIT, Faults, NAME, Server, TOKEN, digest};
 use crate::support::processes::{start, stderr, stdout, zerorun};
-use candle_zero::finetune::{Adapter, Base};
+use candle_zero::finetune::{Adapter, BaseModel};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
@@ -172,7 +172,7 @@ fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_ha
     let written = offline(&["merge", NAME, "--out", out.to_str().unwrap()]);
     assert!(written.status.success(), "{}", stderr(&written));
     assert!(out.join("LICENSE").is_file());
-    Base::open(out).unwrap();
+    BaseModel::open(out).unwrap();
     assert_eq!(server.requests(), [""; 0]);
 }
 
@@ -195,7 +195,7 @@ fn shards_are_those_of_the_index() {
     assert!(output.status.success(), "{}", stderr(&output));
     let shards = server.requests().iter().filter(|request| request.starts_with("GET /storage/model-0000")).count();
     assert_eq!(shards, 4);
-    assert_eq!(Base::open(out).unwrap().config(), Base::open(path("models/qwen3")).unwrap().config());
+    assert_eq!(BaseModel::open(out).unwrap().config(), BaseModel::open(path("models/qwen3")).unwrap().config());
     let index = r#"{"weight_map": {"a": "model-00009-of-00009.safetensors"}}"#;
     let home = tempfile::tempdir().unwrap();
     let server = Server::start(&path("models/qwen3"), &[("model.safetensors.index.json", index)]);

@@ -2,14 +2,14 @@
 
 use crate::fixtures::{MODELS, base, copy, far, ids, json, path, tensors};
 use candle_core::{DType, Device};
-use candle_zero::finetune::Base;
+use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig};
 
 /// Of a README beside the records: absolute.
 const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 
-fn check(base: &Base, name: &str) {
+fn check(base: &BaseModel, name: &str) {
     let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let (record, recorded) = (json(format!("logits/{name}.json")), tensors(format!("logits/{name}.safetensors")));
     let ids = ids(&record["input_ids"]);
@@ -41,7 +41,7 @@ fn a_config_json_of_transformers_4_describes_the_same_model() {
         assert_eq!(of("config.json"), of("config.v4.json"), "{name}");
         let folder = copy(name);
         std::fs::rename(folder.path().join("config.v4.json"), folder.path().join("config.json")).unwrap();
-        check(&Base::open(folder.path()).unwrap(), name);
+        check(&BaseModel::open(folder.path()).unwrap(), name);
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_zero::comm::threads;
-use candle_zero::finetune::{AdaptedValues, Adapter, AdapterTensor, Base, GgufFormat, Merged};
+use candle_zero::finetune::{AdaptedValues, Adapter, AdapterTensor, BaseModel, GgufFormat, MergedModel};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::is_adapter;
 use candle_zero::{Engine, Result};
@@ -36,7 +36,7 @@ fn folder(model: &str, case: &str) -> String {
     format!("lora/{model}.{case}")
 }
 
-fn adapted(base: &Base, adapter: &Adapter) -> DecoderConfig {
+fn adapted(base: &BaseModel, adapter: &Adapter) -> DecoderConfig {
     DecoderConfig { lora: Some(adapter.config.clone()), ..base.config().clone() }
 }
 
@@ -164,10 +164,10 @@ fn follow(model: &str, case: &str) {
     let off = far(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
     assert!(off <= LOGITS, "{model}.{case}: logits differ by {off}");
 
-    let merged = Merged::new(&base, Some(&adapter)).unwrap();
+    let merged = MergedModel::new(&base, Some(&adapter)).unwrap();
     let to = out.path().join("merged");
     merged.write_hugging_face(&to, Some(candle_zero::checkpoint::ConsolidatedDtype::F32)).unwrap();
-    let written = Base::open(&to).unwrap();
+    let written = BaseModel::open(&to).unwrap();
     let off = far(&logits(written.config(), written.var_builder(DType::F32, &Device::Cpu), model), want);
     assert!(off <= LOGITS, "{model}.{case}: merged logits differ by {off}");
     let changed = tensors(format!("{folder}/merged.safetensors"));
@@ -255,12 +255,12 @@ fn with_tokenizer(model: &str) -> tempfile::TempDir {
 fn a_written_gguf_holds_the_merged_model() {
     for (model, case) in [("llama", "all_r4_rslora"), ("mistral", ""), ("qwen2", ""), ("qwen3", "dora_r8")] {
         let folder_of_base = with_tokenizer(model);
-        let base = Base::open(folder_of_base.path()).unwrap();
+        let base = BaseModel::open(folder_of_base.path()).unwrap();
         let out = tempfile::tempdir().unwrap();
         let case = folder(model, case);
         let adapter = path(format!("{case}/final"));
         let adapter = adapter.is_dir().then(|| Adapter::read(adapter).unwrap());
-        let merged = Merged::new(&base, adapter.as_ref()).unwrap();
+        let merged = MergedModel::new(&base, adapter.as_ref()).unwrap();
         let want = match &adapter {
             Some(_) => tensors(format!("{case}/logits.safetensors"))["final_adapter"].clone(),
             None => logits(base.config(), base.var_builder(DType::F32, &Device::Cpu), model),
@@ -268,7 +268,7 @@ fn a_written_gguf_holds_the_merged_model() {
         for (format, most) in [(GgufFormat::F16, 0.02), (GgufFormat::Q8_0, 0.35)] {
             let file = out.path().join("model.gguf");
             merged.write_gguf(&file, format).unwrap();
-            let read = Base::open(&file).unwrap();
+            let read = BaseModel::open(&file).unwrap();
             // Mistral's ends with its window, which llama.cpp does not know.
             let time = read.config().ctx.min(48);
             assert_eq!(time < 48, model == "mistral");
@@ -293,9 +293,9 @@ fn a_written_gguf_has_the_keys_and_tensors_of_llama_cpp() {
     let out = tempfile::tempdir().unwrap();
     let written = |model: &str| {
         let folder = with_tokenizer(model);
-        let base = Base::open(folder.path()).unwrap();
+        let base = BaseModel::open(folder.path()).unwrap();
         let file = out.path().join(model);
-        Merged::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
+        MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
         content(&file)
     };
     let llama = written("llama32");
@@ -344,7 +344,8 @@ fn a_written_gguf_has_the_keys_and_tensors_of_llama_cpp() {
 fn a_model_that_gguf_has_no_keys_for_is_refused_and_nothing_is_written() {
     let out = tempfile::tempdir().unwrap();
     let base = base("gemma2");
-    let error = Merged::new(&base, None).unwrap().write_gguf(out.path().join("x.gguf"), GgufFormat::F16).unwrap_err();
+    let error =
+        MergedModel::new(&base, None).unwrap().write_gguf(out.path().join("x.gguf"), GgufFormat::F16).unwrap_err();
     let text = error.to_string().replace(&base.folder().display().to_string(), "MODEL");
     insta::assert_snapshot!(text, @r#"MODEL cannot be written as GGUF: a model of type "gemma2" cannot be written as GGUF; llama, mistral, qwen2, qwen3 and gpt2 can. Write a Hugging Face folder and convert it with llama.cpp"#);
     assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 0);
@@ -355,7 +356,7 @@ fn an_adapter_for_another_base_is_refused_with_its_tensor() {
     let adapter = Adapter::read(path("lora/llama.attn_r8/final")).unwrap();
     let base = base("qwen3");
     let text = |error: candle_zero::Error| error.to_string().replace(&path("").display().to_string(), "");
-    insta::assert_snapshot!(text(Merged::new(&base, Some(&adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
+    insta::assert_snapshot!(text(MergedModel::new(&base, Some(&adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
     let sizes = adapted(&base, &adapter);
     insta::assert_snapshot!(text(AdaptedValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], and the model needs [8, 40]; take the model that it was trained on");
     let sizes = DecoderConfig { lora: Some("targets=q_proj+c_attn".parse().unwrap()), ..base.config().clone() };
@@ -367,7 +368,7 @@ fn merging_into_a_folder_with_files_is_refused_and_changes_nothing() {
     let out = tempfile::tempdir().unwrap();
     std::fs::write(out.path().join("mine"), "x").unwrap();
     let base = base("llama");
-    let error = Merged::new(&base, None).unwrap().write_hugging_face(out.path(), None).unwrap_err();
+    let error = MergedModel::new(&base, None).unwrap().write_hugging_face(out.path(), None).unwrap_err();
     let text = error.to_string().replace(&out.path().display().to_string(), "OUT");
     insta::assert_snapshot!(text, @"cannot write to OUT: files are written into a folder that is absent or empty, and it has files; give another place");
     assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 1);

@@ -3,7 +3,7 @@
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::DType;
-use candle_zero::finetune::Base;
+use candle_zero::finetune::BaseModel;
 use std::path::Path;
 use std::process::Output;
 
@@ -30,7 +30,7 @@ fn a_merged_model_answers_as_the_base_with_the_adapter_does() {
     let out = folder.path().join("merged");
     let output = merge(&[text(&llama), text(&adapter), "--out", text(&out)]);
     assert!(output.status.success(), "{}", stderr(&output));
-    let count = Base::open(&llama).unwrap().config().parameters().unwrap().len();
+    let count = BaseModel::open(&llama).unwrap().config().parameters().unwrap().len();
     assert_eq!(stdout(&output), format!("{}: {count} tensors, 21 of them with the adapter\n", out.display()));
     let with = answer(&llama, &["--adapter", text(&adapter)]);
     assert_eq!(answer(&out, &[]), with);

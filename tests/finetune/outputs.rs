@@ -4,7 +4,7 @@ use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, zerorun};
 use candle_zero::comm::threads;
 use candle_zero::error::{Error, OutputError};
-use candle_zero::finetune::{FineTune, Held, Length, Method, Options, Prepared, Source};
+use candle_zero::finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod, ValidationData};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -89,8 +89,8 @@ impl World {
     fn options(&self, out: &str) -> Options {
         Options {
             data: vec![Source::parse(self.at("data/d.jsonl").to_str().unwrap()).unwrap()],
-            method: Method::Lora("r=2".parse().unwrap()),
-            length: Length::Steps(4),
+            method: TuningMethod::Lora("r=2".parse().unwrap()),
+            length: TrainingLength::Steps(4),
             batch: Some(2),
             ctx: Some(48),
             cache: Some(self.at("cache")),
@@ -265,9 +265,9 @@ fn what_a_killed_job_left_beside_an_output_goes_and_what_is_named_alike_stays() 
 #[test]
 fn a_best_model_that_cannot_be_written_does_not_end_the_training() {
     let world = World::new();
-    let options = Options { validation: Some(Held::Part(0.25)), eval_every: Some(1), ..world.options("o") };
+    let options = Options { validation: Some(ValidationData::Part(0.25)), eval_every: Some(1), ..world.options("o") };
     let lost = threads::run(2, |comm| {
-        let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm.clone())?;
+        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm.clone())?;
         comm.barrier().wait()?;
         if comm.rank() == 0 {
             world.write("o-best/thesis", "mine");
@@ -287,12 +287,12 @@ fn a_best_model_that_cannot_be_written_does_not_end_the_training() {
 fn a_result_whose_place_is_taken_meanwhile_is_saved_elsewhere() {
     let world = World::new();
     for (method, file) in
-        [(world.options("o").method, "adapter_model.safetensors"), (Method::Full, "model.safetensors")]
+        [(world.options("o").method, "adapter_model.safetensors"), (TuningMethod::Full, "model.safetensors")]
     {
         let run = |out: &str, is_taken: bool| {
             let options = Options { method: method.clone(), ..world.options(out) };
             let ended = threads::run(2, |comm| {
-                let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm.clone())?;
+                let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm.clone())?;
                 comm.barrier().wait()?;
                 if is_taken && comm.rank() == 0 {
                     world.write(&format!("{out}/thesis"), "mine");

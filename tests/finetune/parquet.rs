@@ -1,7 +1,7 @@
 //! Parquet files as data: what pyarrow wrote (`scripts/record_parquet.py`), beside the same rows as JSON lines.
 
 use crate::data::Desk;
-use candle_zero::finetune::{DataOptions, Dataset, Form, Sample, Source, Task, show};
+use candle_zero::finetune::{DataOptions, Dataset, RecordFormat, Sample, Source, Task, show};
 use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {
@@ -18,7 +18,7 @@ fn without_pictures(task: Task) -> DataOptions {
 }
 
 /// The samples of a file with their labels and numbers, and its form.
-fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, Form) {
+fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, RecordFormat) {
     let dataset = desk.try_prepare(&[source(path)], &without_pictures(task)).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
     let [form] = report.forms.keys().collect::<Vec<_>>()[..] else { panic!("{report}") };
@@ -31,17 +31,17 @@ fn samples_are_those_of_the_same_rows_as_json_lines() {
     let desk = Desk::new();
     let (generate, classify, prefer) = (Task::Generate, Task::Classify, Task::Prefer);
     let files = [
-        ("chats", &["snappy", "zstd", "gzip", "lz4", "plain", "text"][..], Form::Messages, generate),
-        ("sharegpt", &[], Form::ShareGpt, generate),
-        ("completion", &[], Form::Completion, generate),
-        ("completion_of_messages", &[], Form::Completion, generate),
-        ("alpaca", &[], Form::Alpaca, generate),
-        ("text", &[], Form::Text, generate),
-        ("preference", &[], Form::Preference, prefer),
-        ("preference_of_messages", &[], Form::Preference, prefer),
-        ("label", &[], Form::Label, classify),
-        ("label_of_text", &[], Form::Label, classify),
-        ("label_of_bool", &[], Form::Label, classify),
+        ("chats", &["snappy", "zstd", "gzip", "lz4", "plain", "text"][..], RecordFormat::Messages, generate),
+        ("sharegpt", &[], RecordFormat::ShareGpt, generate),
+        ("completion", &[], RecordFormat::Completion, generate),
+        ("completion_of_messages", &[], RecordFormat::Completion, generate),
+        ("alpaca", &[], RecordFormat::Alpaca, generate),
+        ("text", &[], RecordFormat::Text, generate),
+        ("preference", &[], RecordFormat::Preference, prefer),
+        ("preference_of_messages", &[], RecordFormat::Preference, prefer),
+        ("label", &[], RecordFormat::Label, classify),
+        ("label_of_text", &[], RecordFormat::Label, classify),
+        ("label_of_bool", &[], RecordFormat::Label, classify),
     ];
     for (name, ways, form, task) in files {
         let expected = samples(&desk, fixture(&format!("{name}.jsonl")), task);

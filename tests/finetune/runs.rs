@@ -5,8 +5,8 @@ use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_zero::comm::threads;
 use candle_zero::finetune::{
-    Adapter, Base, Ended, FineTune, Held, Length, Method, Objective, Options, Prepared, RateShape, Saving, Source,
-    StepReport, Warmup,
+    Adapter, BaseModel, CheckpointOptions, FineTune, LrDecay, Objective, Options, PreparedRun, Source, StepReport,
+    StopReason, TrainingLength, TuningMethod, ValidationData, WarmupLength,
 };
 use candle_zero::{Result, serde_json::json};
 use rustix::process::{Pid, Signal, kill_process};
@@ -36,19 +36,19 @@ pub fn write(folder: &Path, name: &str, text: &str) -> String {
 fn options(folder: &Path, data: &str, out: &str) -> Options {
     Options {
         data: vec![Source::parse(data).unwrap()],
-        method: Method::Lora("r=4".parse().unwrap()),
-        length: Length::Steps(6),
+        method: TuningMethod::Lora("r=4".parse().unwrap()),
+        length: TrainingLength::Steps(6),
         lr: Some(5e-3),
         batch: Some(4),
         ctx: Some(48),
-        warmup: Warmup::Steps(1),
+        warmup: WarmupLength::Steps(1),
         cache: Some(folder.join("cache")),
         ..Options::new(path("models/llama"), folder.join(out))
     }
 }
 
 /// The steps of a run on so many ranks at a stage.
-fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<Ended>) {
+fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<StopReason>) {
     let folder = options.cache.clone().unwrap();
     std::fs::create_dir_all(&folder).unwrap();
     let config = folder.join(format!("stage{stage}.json"));
@@ -56,7 +56,7 @@ fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option
     std::fs::write(&config, json!({"zero_optimization": zero}).to_string()).unwrap();
     let options = Options { ds_config: Some(config), ..options.clone() };
     let ranks = threads::run(world, |comm| -> Result<_> {
-        let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm)?;
+        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
         let mut steps = vec![];
         while let Some(step) = run.step()? {
             steps.push(step);
@@ -75,7 +75,7 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
 /// Steps, rows of an epoch, rows of a step, and epochs of a run on so many ranks.
 fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
     let ranks = threads::run(world, |comm| -> Result<_> {
-        let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm)?;
+        let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
         let batch = run.engine().config().batch.train_batch_size;
         Ok((run.total_steps(), run.rows_per_epoch(), batch, run.epochs()))
     });
@@ -86,7 +86,7 @@ fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
 fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
     let folder = tempfile::tempdir().unwrap();
     let free = |data: &str| Options {
-        length: Length::Epochs(1.0),
+        length: TrainingLength::Epochs(1.0),
         batch: None,
         ctx: Some(128),
         ..options(folder.path(), data, "out")
@@ -111,7 +111,7 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
             assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
             // By itself a run goes through the data three to fifteen times.
-            let (_, rows, batch, epochs) = planned(&Options { length: Length::Auto, ..options.clone() }, world);
+            let (_, rows, batch, epochs) = planned(&Options { length: TrainingLength::Auto, ..options.clone() }, world);
             let rest = batch as f64 / rows as f64;
             assert!(
                 epochs >= 3.0 && epochs < 15.0 + rest && (count < 400 || epochs < 3.0 + rest),
@@ -204,22 +204,28 @@ fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
 fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    let whole = Options { validation: Some(Held::Part(0.2)), ..options(folder.path(), &data, "whole") };
+    let whole = Options { validation: Some(ValidationData::Part(0.2)), ..options(folder.path(), &data, "whole") };
     let (steps, best, _) = train(&whole, 2, 2);
-    let saving = Some(Saving { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
+    let saving =
+        Some(CheckpointOptions { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
     // The first part ends by its length, with the rates of the whole: they are constant here.
-    let constant = |options: Options| Options { scheduler: RateShape::Constant, warmup: Warmup::Steps(0), ..options };
+    let constant =
+        |options: Options| Options { scheduler: LrDecay::Constant, warmup: WarmupLength::Steps(0), ..options };
     let whole = constant(Options { out: folder.path().join("constant"), ..whole });
     let (whole_steps, whole_best, _) = train(&whole, 2, 2);
     assert_ne!(whole_steps, steps);
     assert!(best.is_some() && whole_best.is_some());
-    let part =
-        |steps| Options { length: Length::Steps(steps), eval_every: Some(1), saving: saving.clone(), ..whole.clone() };
+    let part = |steps| Options {
+        length: TrainingLength::Steps(steps),
+        eval_every: Some(1),
+        saving: saving.clone(),
+        ..whole.clone()
+    };
     let first = Options { out: folder.path().join("first"), ..part(3) };
     train(&first, 2, 2);
     let second = Options { out: folder.path().join("second"), ..part(6) };
     let (rest, _, ended) = train(&second, 2, 3);
-    assert_eq!((rest.len(), ended), (3, Some(Ended::Complete)));
+    assert_eq!((rest.len(), ended), (3, Some(StopReason::Complete)));
     assert_eq!(rest[0].step, 3);
     for (a, b) in rest.iter().zip(&whole_steps[3..]) {
         assert_eq!((a.loss, a.grad_norm, a.lr), (b.loss, b.grad_norm, b.lr));
@@ -233,18 +239,18 @@ fn validation_keeps_the_best_model_and_patience_ends_the_training() {
     let data = chats(folder.path(), 40);
     // So high a rate makes the model worse soon.
     let options = Options {
-        validation: Some(Held::Part(0.25)),
+        validation: Some(ValidationData::Part(0.25)),
         eval_every: Some(1),
         patience: Some(2),
-        length: Length::Steps(60),
+        length: TrainingLength::Steps(60),
         lr: Some(0.2),
-        scheduler: RateShape::Constant,
+        scheduler: LrDecay::Constant,
         ..options(folder.path(), &data, "out")
     };
     for world in [1, 2] {
         let options = Options { out: folder.path().join(format!("out{world}")), ..options.clone() };
         let (steps, best, ended) = train(&options, world, 3);
-        assert_eq!(ended, Some(Ended::NoImprovement));
+        assert_eq!(ended, Some(StopReason::NoImprovement));
         let losses: Vec<f64> = steps.iter().map(|step| step.val_loss.unwrap()).collect();
         let lowest = losses.iter().copied().fold(f64::INFINITY, f64::min);
         let at = losses.iter().position(|loss| *loss == lowest).unwrap();
@@ -259,11 +265,11 @@ fn validation_keeps_the_best_model_and_patience_ends_the_training() {
 fn all_weights_leave_as_a_folder_that_opens() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 20);
-    let options = Options { method: Method::Full, lr: Some(1e-3), ..options(folder.path(), &data, "out") };
+    let options = Options { method: TuningMethod::Full, lr: Some(1e-3), ..options(folder.path(), &data, "out") };
     let (steps, ..) = train(&options, 2, 3);
     assert!(steps.last().unwrap().loss < steps[0].loss);
-    let trained = Base::open(&options.out).unwrap();
-    assert_eq!(trained.config(), Base::open(&options.model).unwrap().config());
+    let trained = BaseModel::open(&options.out).unwrap();
+    assert_eq!(trained.config(), BaseModel::open(&options.model).unwrap().config());
     let names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(names.iter().all(|name| !name.to_string_lossy().starts_with('.')), "left behind: {names:?}");
 }
@@ -279,7 +285,7 @@ fn preferences_are_learned_and_validated() {
     let data = write(folder.path(), "pairs.jsonl", &lines);
     let options = Options {
         objective: Objective::Prefer { beta: 0.1 },
-        validation: Some(Held::Part(0.25)),
+        validation: Some(ValidationData::Part(0.25)),
         eval_every: Some(6),
         lr: Some(1e-2),
         ..options(folder.path(), &data, "out")

@@ -5,7 +5,7 @@ use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::SoloCommunicator;
-use candle_zero::finetune::{AdaptedValues, Adapter, AdapterTensor, Base};
+use candle_zero::finetune::{AdaptedValues, Adapter, AdapterTensor, BaseModel};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{LoraConfig, is_adapter};
 use candle_zero::{Engine, Result};
@@ -20,15 +20,15 @@ fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-fn model<T: Fn()>(test: T) -> Option<Base> {
+fn model<T: Fn()>(test: T) -> Option<BaseModel> {
     let folder = variable("CANDLE_ZERO_SMOLLM2");
     if folder.is_none() {
         skipped(test, "CANDLE_ZERO_SMOLLM2 names no folder of SmolLM2-135M-Instruct");
     }
-    folder.map(|folder| Base::open(folder).unwrap())
+    folder.map(|folder| BaseModel::open(folder).unwrap())
 }
 
-fn whole(base: &Base) -> Decoder {
+fn whole(base: &BaseModel) -> Decoder {
     let config = DecoderConfig { ctx: CTX, ..base.config().clone() };
     Decoder::new(&config, base.var_builder(DType::F32, &Device::Cpu)).unwrap()
 }
@@ -144,7 +144,7 @@ fn train(engine: &mut Engine<Decoder>, sample: &Value) -> Result<(f64, f64)> {
 #[test]
 #[ignore = "writes logits that scripts/check_finetune.py compares with those of PEFT and transformers"]
 fn logits_for_peft() {
-    let base = Base::open(variable("CANDLE_ZERO_SMOLLM2").unwrap()).unwrap();
+    let base = BaseModel::open(variable("CANDLE_ZERO_SMOLLM2").unwrap()).unwrap();
     let adapter = Adapter::read(variable("CANDLE_ZERO_ADAPTER").unwrap()).unwrap();
     let config = DecoderConfig { ctx: CTX, lora: Some(adapter.config.clone()), ..base.config().clone() };
     let values = AdaptedValues::new(&base, &config, Some(adapter)).unwrap();

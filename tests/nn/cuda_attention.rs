@@ -7,14 +7,18 @@ use crate::support::device::{counted_bytes, gpu};
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;
 use candle_core::DType;
-use candle_zero::nn::{self, Attend, Sequences, composed};
+use candle_zero::nn::{self, AttentionOptions, Sequences, composed};
 use std::process::Command;
 
 /// `[batch, time, query heads, key heads, elements of a head]`.
 type Sizes = [usize; 5];
 
 /// Separate queries, keys and values.
-fn grouped([batch, time, heads, kv_heads, head]: Sizes, attend: Attend, sequences: Option<Sequences>) -> Case {
+fn grouped(
+    [batch, time, heads, kv_heads, head]: Sizes,
+    attend: AttentionOptions,
+    sequences: Option<Sequences>,
+) -> Case {
     let (q, kv) = ([batch, time, heads * head], [batch, time, kv_heads * head]);
     let name = format!("attention {q:?} of {heads} on {kv_heads} heads, {attend:?}, {sequences:?}");
     let packed = sequences.clone();
@@ -28,7 +32,7 @@ fn grouped([batch, time, heads, kv_heads, head]: Sizes, attend: Attend, sequence
 }
 
 /// Queries, keys and values side by side.
-fn fused([batch, time, heads, _, head]: Sizes, attend: Attend, sequences: Option<Sequences>) -> Case {
+fn fused([batch, time, heads, _, head]: Sizes, attend: AttentionOptions, sequences: Option<Sequences>) -> Case {
     let shape = [batch, time, 3 * heads * head];
     let name = format!("fused attention {shape:?} of {heads} heads, {attend:?}, {sequences:?}");
     let packed = sequences.clone();
@@ -40,7 +44,7 @@ fn fused([batch, time, heads, _, head]: Sizes, attend: Attend, sequences: Option
 #[test]
 fn attention_of_odd_sizes_is_that_of_the_formulas_with_its_slopes() {
     let Some(gpu) = gpu_for(attention_of_odd_sizes_is_that_of_the_formulas_with_its_slopes) else { return };
-    let usual = Attend::default;
+    let usual = AttentionOptions::default;
     let cases = vec![
         grouped([1, 1, 1, 1, 1], usual(), None),
         fused([2, 1, 2, 2, 5], usual(), None),
@@ -59,16 +63,16 @@ fn attention_with_windows_caps_and_packed_rows_is_that_of_the_formulas_with_its_
         return;
     };
     let packed = || Some(Sequences::from_lengths(&[vec![1, 2, 20], vec![25]], 30).unwrap());
-    let window = |window| Attend { window: Some(window), ..Attend::default() };
-    let capped = Attend { scale: Some(0.3), soft_cap: Some(1.5), ..Attend::default() };
-    let both_ways = Attend { bidirectional: true, ..Attend::default() };
+    let window = |window| AttentionOptions { window: Some(window), ..AttentionOptions::default() };
+    let capped = AttentionOptions { scale: Some(0.3), soft_cap: Some(1.5), ..AttentionOptions::default() };
+    let both_ways = AttentionOptions { bidirectional: true, ..AttentionOptions::default() };
     let cases = vec![
         grouped([1, 80, 2, 1, 8], window(9), None),
         fused([1, 30, 1, 1, 8], window(1), None),
         fused([2, 30, 2, 2, 8], capped, None),
         grouped([2, 30, 2, 1, 8], both_ways, None),
         fused([2, 30, 1, 1, 8], both_ways, packed()),
-        grouped([2, 30, 2, 1, 8], Attend { window: Some(4), ..capped }, packed()),
+        grouped([2, 30, 2, 1, 8], AttentionOptions { window: Some(4), ..capped }, packed()),
     ];
     check(&gpu, cases);
 }
@@ -76,7 +80,7 @@ fn attention_with_windows_caps_and_packed_rows_is_that_of_the_formulas_with_its_
 #[test]
 fn attention_over_a_thousand_positions_is_that_of_the_formulas() {
     let Some(gpu) = gpu_for(attention_over_a_thousand_positions_is_that_of_the_formulas) else { return };
-    let of = grouped([1, 1000, 1, 1, 4], Attend::default(), None);
+    let of = grouped([1, 1000, 1, 1, 4], AttentionOptions::default(), None);
     let inputs = [1, 2, 3].map(|seed| tensor(&[1, 1000, 4], seed, DType::F32));
     let on_gpu = inputs.clone().map(|x| x.to_device(&gpu).unwrap());
     let (y, grads) = run(&of.layer, &on_gpu);
@@ -117,7 +121,8 @@ fn attention_has_the_same_bits_for_any_order_of_blocks_and_threads() {
     if std::env::var_os(ALONE).is_some() {
         let gpu = gpu(0).unwrap();
         for dtype in [DType::F32, DType::BF16] {
-            let of = grouped([1, 70, 4, 2, 8], Attend { window: Some(50), ..Attend::default() }, None);
+            let of =
+                grouped([1, 70, 4, 2, 8], AttentionOptions { window: Some(50), ..AttentionOptions::default() }, None);
             let args: Vec<_> =
                 (0..).zip(&of.shapes).map(|(i, s)| tensor(s, i, dtype).to_device(&gpu).unwrap()).collect();
             let layer: &Function = &of.layer;

@@ -5,7 +5,9 @@
 use crate::support::device::gpu;
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, Activation, LossOptions, RmsNormOptions, Rotary, Sequences, Then, WeightLayout, composed};
+use candle_zero::nn::{
+    self, Activation, LinearEpilogue, LossOptions, RmsNormOptions, Rotary, Sequences, WeightLayout, composed,
+};
 
 /// A GPU; `test` is skipped where none answers.
 pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
@@ -488,8 +490,8 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
         let layout = if i % 2 == 0 { WeightLayout::OutIn } else { WeightLayout::InOut };
         let weight = if i % 2 == 0 { [outputs, inputs] } else { [inputs, outputs] };
         let all: [&[usize]; 4] = [&[rows, inputs], &weight, &[outputs], &[rows, outputs]];
-        fn then(activation: Option<Activation>, residual: &Tensor) -> Then<'_> {
-            Then { activation, residual: Some(residual) }
+        fn then(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
+            LinearEpilogue { activation, residual: Some(residual) }
         }
         cases.push(case(
             format!("linear_then {activation:?} {layout:?}"),
@@ -497,7 +499,7 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
             move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
             move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
         ));
-        let alone = Then { activation, residual: None };
+        let alone = LinearEpilogue { activation, residual: None };
         // The product is computed with what the activation gives, once more from what it was applied to.
         cases.push(case(
             format!("linear_then twice {activation:?} {layout:?}"),

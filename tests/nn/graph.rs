@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, Module, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
-use candle_zero::nn::{self, Activation, LayerNorm, Linear, Then, WeightLayout, composed};
+use candle_zero::nn::{self, Activation, LayerNorm, Linear, LinearEpilogue, WeightLayout, composed};
 use candle_zero::zero::{Unit, unit};
 use serde_json::json;
 
@@ -29,7 +29,7 @@ fn close(got: &Tensor, want: &Tensor, what: &str) {
 /// Every kind of use at once: `x` goes into two layers and into Candle's product, `w` into a layer, into Candle's
 /// square and, transposed, into another layer; results of layers go on through Candle and come back.
 fn mixed(x: &Tensor, w: &Tensor, b: &Tensor, own: bool) -> Result<Tensor> {
-    let gelu = |residual| Then { activation: Some(Activation::GeluTanh), residual: Some(residual) };
+    let gelu = |residual| LinearEpilogue { activation: Some(Activation::GeluTanh), residual: Some(residual) };
     let linear_then = if own { nn::linear_then } else { composed::linear_then };
     let layer_norm = if own { nn::layer_norm } else { composed::layer_norm };
     let h = linear_then(x, w, Some(b), WeightLayout::InOut, gelu(x))?;
@@ -77,7 +77,8 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let h = self.up.forward(&self.norm.forward(x)?)?.relu()?;
         let scale = self.up.weight().sqr()?.mean_all()?.sqrt()?;
-        self.down.forward_then(&h.broadcast_mul(&scale)?, Then { residual: Some(x), ..Then::default() })
+        self.down
+            .forward_then(&h.broadcast_mul(&scale)?, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() })
     }
 }
 

@@ -1,7 +1,9 @@
 //! Attention with a cache against attention of everything at once, and what it refuses.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{Attend, KeyValueCache, Rotary, attention, causal_attention, fused_attention, grouped_attention};
+use candle_zero::nn::{
+    AttentionOptions, KeyValueCache, Rotary, attention, causal_attention, fused_attention, grouped_attention,
+};
 
 fn numbers(batch: usize, time: usize, width: usize, seed: usize) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0;
@@ -57,7 +59,7 @@ fn pieces_of_grouped_and_rotated_heads_give_what_all_positions_give_at_once() {
 
 #[test]
 fn pieces_with_windows_and_bound_scores_give_what_all_positions_give_at_once() {
-    let attend = Attend { scale: Some(0.3), soft_cap: Some(2.0), window: Some(12), bidirectional: false };
+    let attend = AttentionOptions { scale: Some(0.3), soft_cap: Some(2.0), window: Some(12), bidirectional: false };
     let (q, k, v) = (numbers(2, 50, 48, 1), numbers(2, 50, 16, 2), numbers(2, 50, 16, 3));
     let want = attention(&q, &k, &v, 6, 2, &attend, None).unwrap();
     let mut cache = KeyValueCache::new(50);

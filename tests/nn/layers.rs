@@ -2,7 +2,9 @@
 //! against finite differences of the op itself.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, Activation, Attend, LossOptions, RmsNormOptions, Sequences, Then, WeightLayout, composed};
+use candle_zero::nn::{
+    self, Activation, AttentionOptions, LinearEpilogue, LossOptions, RmsNormOptions, Sequences, WeightLayout, composed,
+};
 
 /// Numbers in [-1, 1) that differ from seed to seed.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
@@ -54,8 +56,8 @@ fn ids(shape: &[usize], below: u32) -> Tensor {
     Tensor::from_iter((0..n).map(|i| (i * 7 + i * i * 3) % below), &Device::Cpu).unwrap().reshape(shape).unwrap()
 }
 
-fn onto(activation: Option<Activation>, residual: &Tensor) -> Then<'_> {
-    Then { activation, residual: Some(residual) }
+fn onto(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
+    LinearEpilogue { activation, residual: Some(residual) }
 }
 
 fn cases() -> Vec<Case> {
@@ -182,13 +184,13 @@ fn cases() -> Vec<Case> {
 /// What the decoders of published checkpoints add: bound scores and logits, windows, packed rows, norms of heads.
 fn cases_of_fine_tuning() -> Vec<Case> {
     let mut all = Vec::new();
-    let usual = Attend::default();
-    let bound = Attend { scale: Some(0.4), soft_cap: Some(1.5), window: Some(9), bidirectional: false };
-    let both_ways = Attend { bidirectional: true, ..usual };
+    let usual = AttentionOptions::default();
+    let bound = AttentionOptions { scale: Some(0.4), soft_cap: Some(1.5), window: Some(9), bidirectional: false };
+    let both_ways = AttentionOptions { bidirectional: true, ..usual };
     let packed = Sequences::from_lengths(&[vec![1, 30, 9], vec![40]], 40).unwrap();
     for (attend, sequences) in [
-        (Attend { soft_cap: Some(0.8), ..usual }, None),
-        (Attend { window: Some(5), ..usual }, None),
+        (AttentionOptions { soft_cap: Some(0.8), ..usual }, None),
+        (AttentionOptions { window: Some(5), ..usual }, None),
         (bound, Some(packed.clone())),
         (both_ways, None),
         (both_ways, Some(packed.clone())),

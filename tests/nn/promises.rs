@@ -2,7 +2,7 @@
 
 use crate::support::swap::swap;
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, Attend, LossOptions, Sequences, WeightLayout};
+use candle_zero::nn::{self, AttentionOptions, LossOptions, Sequences, WeightLayout};
 
 fn tensor(shape: &[usize], seed: u32) -> Tensor {
     let n = shape.iter().product::<usize>() as u32;
@@ -296,7 +296,7 @@ fn rows_without_a_target_have_log_probability_0_and_no_gradient() {
 }
 
 /// What attention gives of rows, and the gradient of its input.
-fn attended(qkv: &Tensor, attend: &Attend, sequences: Option<&Sequences>) -> (Tensor, Tensor) {
+fn attended(qkv: &Tensor, attend: &AttentionOptions, sequences: Option<&Sequences>) -> (Tensor, Tensor) {
     let qkv = Var::from_tensor(qkv).unwrap();
     let y = nn::fused_attention(&qkv, 2, attend, sequences).unwrap();
     let grad = y.sqr().unwrap().sum_all().unwrap().backward().unwrap().remove(&qkv).unwrap();
@@ -306,9 +306,9 @@ fn attended(qkv: &Tensor, attend: &Attend, sequences: Option<&Sequences>) -> (Te
 #[test]
 fn neither_padding_nor_neighbours_change_a_bit_of_a_sequence() {
     let attends = [
-        Attend::default(),
-        Attend { bidirectional: true, ..Attend::default() },
-        Attend { scale: Some(0.7), soft_cap: Some(2.0), window: Some(20), bidirectional: false },
+        AttentionOptions::default(),
+        AttentionOptions { bidirectional: true, ..AttentionOptions::default() },
+        AttentionOptions { scale: Some(0.7), soft_cap: Some(2.0), window: Some(20), bidirectional: false },
     ];
     for (attend, dtype) in attends.iter().flat_map(|attend| [(attend, DType::F32), (attend, DType::BF16)]) {
         let alone = [tensor(&[1, 75, 48], 1), tensor(&[1, 30, 48], 2)].map(|x| x.to_dtype(dtype).unwrap());
@@ -327,16 +327,16 @@ fn neither_padding_nor_neighbours_change_a_bit_of_a_sequence() {
 #[test]
 fn sequences_and_options_that_do_not_fit_are_refused() {
     let (qkv, one) = (tensor(&[2, 6, 24], 1), Sequences::padded(&[4], 6).unwrap());
-    let text = |attend: Attend, sequences| {
+    let text = |attend: AttentionOptions, sequences| {
         let error = nn::fused_attention(&qkv, 2, &attend, sequences).unwrap_err().to_string();
         error.lines().next().unwrap().to_string()
     };
-    let usual = Attend::default();
+    let usual = AttentionOptions::default();
     insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences are those of [1, 6] positions, and the input has [2, 6]");
-    insta::assert_snapshot!(text(Attend { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are Attend { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
-    insta::assert_snapshot!(text(Attend { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, and bidirectional attention looks both ways");
+    insta::assert_snapshot!(text(AttentionOptions { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are AttentionOptions { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
+    insta::assert_snapshot!(text(AttentionOptions { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, and bidirectional attention looks both ways");
     let mut cache = nn::KeyValueCache::new(6);
-    let both_ways = Attend { bidirectional: true, ..usual };
+    let both_ways = AttentionOptions { bidirectional: true, ..usual };
     let error = cache.fused_attention(&qkv, 2, &both_ways).unwrap_err().to_string();
     insta::assert_snapshot!(error.lines().next().unwrap(), @"attention with a cache: bidirectional attention sees positions that the cache does not hold yet");
     let rotary = nn::Rotary::new(4, 5, 1e4).unwrap();

@@ -4,8 +4,8 @@ use candle_core::{Device, Tensor};
 use candle_zero::comm::{CollectiveKind as Collective, CommReport, threads};
 use candle_zero::config::Config;
 use candle_zero::error::{Error, ParamError};
-use candle_zero::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
-use candle_zero::estimate::{Collectives, Estimate, Setting, Shapes, UnitRule};
+use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Offloaded, zero2, zero3};
+use candle_zero::estimate::{CollectiveCounts, Estimate, EstimateOptions, Shapes, UnitRule};
 use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
 use candle_zero::offload::{DiskAccess, OffloadReport};
@@ -98,7 +98,7 @@ fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
         for kind in Collective::ALL {
             let (early, late) = (counted.comm[0].kind(kind), counted.comm[1].kind(kind));
             let per_step = |late: u64, early: u64| (late - early) / STEPS[1] as u64;
-            let found = Collectives {
+            let found = CollectiveCounts {
                 calls: per_step(late.calls, early.calls),
                 elements: per_step(late.elements, early.elements),
                 wire_bytes: per_step(late.wire_bytes, early.wire_bytes),
@@ -121,8 +121,8 @@ fn check<A: Architecture<Config: Sync>>(
 ) {
     let shapes = Shapes::of(name, |vb| LanguageModel::<A>::new(sizes, vb)).unwrap();
     let loaded = Config::load(config.clone(), world).unwrap();
-    let setting = Setting { disk_access: access, ..Setting::default() };
-    let estimate = Estimate::with(&shapes, &loaded, setting).unwrap();
+    let options = EstimateOptions { disk_access: access, ..EstimateOptions::default() };
+    let estimate = Estimate::with(&shapes, &loaded, options).unwrap();
     compare(&estimate, &train::<A>(world, sizes, config, access), &format!("{name}, {world} ranks, {config}"));
 }
 
@@ -220,9 +220,9 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
         let config = config(2, zero, more);
         let shapes = Shapes::preset("nano").unwrap().frozen(patterns).unwrap();
         let shapes = packing.into_iter().fold(shapes, Shapes::quantized);
-        let setting = Setting { disk_access: Some(DiskAccess::Cached), ..Setting::default() };
-        let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), setting).unwrap();
-        let counted = train_with::<GptLayers>(world, &nano(), &config, setting.disk_access, |builder| {
+        let options = EstimateOptions { disk_access: Some(DiskAccess::Cached), ..EstimateOptions::default() };
+        let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), options).unwrap();
+        let counted = train_with::<GptLayers>(world, &nano(), &config, options.disk_access, |builder| {
             let builder = builder.trainable(move |name, _| !is_frozen(name));
             match packing {
                 Some(packing) => builder.quantized(packing, move |name, shape| shape.len() >= 2 && is_frozen(name)),
@@ -292,9 +292,9 @@ fn around_the_page_cache_the_copies_are_counted_at_their_most() {
     let optimizer = json!({"device": "nvme", "nvme_path": folder.path()});
     let config = config(1, json!({"stage": 3, "offload_optimizer": optimizer, "offload_param": section}), bf16());
     let shapes = Shapes::preset("nano").unwrap();
-    let setting = Setting { disk_access: Some(DiskAccess::Direct), ..Setting::default() };
-    let estimate = Estimate::with(&shapes, &Config::load(config.clone(), 2).unwrap(), setting).unwrap();
-    for counted in train::<GptLayers>(2, &nano(), &config, setting.disk_access) {
+    let options = EstimateOptions { disk_access: Some(DiskAccess::Direct), ..EstimateOptions::default() };
+    let estimate = Estimate::with(&shapes, &Config::load(config.clone(), 2).unwrap(), options).unwrap();
+    for counted in train::<GptLayers>(2, &nano(), &config, options.disk_access) {
         let [most, found] =
             [&estimate.memory, &counted.memory].map(|report| report.row(MemoryKind::Staging).bytes.peak);
         assert!(found > 0 && found <= most, "{found} of at most {most}");
@@ -346,10 +346,10 @@ fn muon_is_counted_to_the_byte_as_its_first_rank_has_it() {
     ] {
         let config = config(1, zero, more);
         let shapes = Shapes::preset("nano").unwrap();
-        let setting = Setting { disk_access: Some(DiskAccess::Cached), ..Setting::default() };
-        let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), setting).unwrap();
+        let options = EstimateOptions { disk_access: Some(DiskAccess::Cached), ..EstimateOptions::default() };
+        let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), options).unwrap();
         // In a batch the costliest matrix is the first rank's.
-        let ranks = train::<GptLayers>(world, &nano(), &config, setting.disk_access);
+        let ranks = train::<GptLayers>(world, &nano(), &config, options.disk_access);
         compare(&estimate, &ranks[..1], &format!("{world} ranks, {config}"));
     }
 }
@@ -492,7 +492,7 @@ fn deepspeeds_estimators_give_what_they_gave_there() {
             zero3(number("total_params"), layer, machines, offloaded, flag("zero_init"))
         };
         let [cpu_bytes, gpu_bytes] = ["cpu_bytes", "gpu_bytes"].map(|key| expect[key].as_u64().unwrap());
-        assert_eq!(needs, Needs { cpu_bytes, gpu_bytes }, "{case}");
+        assert_eq!(needs, MemoryNeeds { cpu_bytes, gpu_bytes }, "{case}");
     }
     assert_eq!(cases.len(), 14);
 }

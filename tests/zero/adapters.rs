@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::comm::threads;
 use candle_zero::nn::{
-    Activation, Embedding, LayerNorm, LoraConfig, Projection, ProjectionOptions, Then, WeightLayout, causal_attention,
-    cross_entropy, is_adapter, without_adapters,
+    Activation, Embedding, LayerNorm, LinearEpilogue, LoraConfig, Projection, ProjectionOptions, WeightLayout,
+    causal_attention, cross_entropy, is_adapter, without_adapters,
 };
 use candle_zero::optim::ParameterGroup;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
@@ -42,9 +42,9 @@ impl Block {
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = causal_attention(&self.qkv.forward(&self.norm.forward(x)?)?, 2)?;
-        let gelu = Then { activation: Some(Activation::GeluTanh), ..Then::default() };
+        let gelu = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
         let h = self.up.forward_then(&y, gelu)?;
-        self.down.forward_then(&h, Then { residual: Some(x), ..Then::default() })
+        self.down.forward_then(&h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() })
     }
 }
 

@@ -20,7 +20,7 @@ struct Case {
     dora: bool,
     residual: bool,
     activation: Option<Activation>,
-    mask: Option<Mask>,
+    mask: Option<DropoutMask>,
     /// Of x, the weight, the bias and the residual.
     base: DType,
     /// Of the adapter's parameters.
@@ -59,14 +59,14 @@ fn operands(case: Case) -> Vec<Tensor> {
 }
 
 fn run(case: Case, t: &[Tensor]) -> Result<Tensor> {
-    let adapter = Use { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
-    let then = Then { activation: case.activation, residual: case.residual.then_some(&t[5]) };
+    let adapter = LoraUse { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
+    let then = LinearEpilogue { activation: case.activation, residual: case.residual.then_some(&t[5]) };
     linear_then(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, then)
 }
 
 fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {
     let dropped = match case.mask {
-        Some(Mask { p, seed, draw }) => {
+        Some(DropoutMask { p, seed, draw }) => {
             (&t[0] * dropout(&t[0].ones_like()?.to_dtype(DType::F32)?, p, seed, draw)?.to_dtype(DType::F64)?)?
         }
         None => t[0].clone(),
@@ -127,7 +127,7 @@ fn check(case: Case, tolerance: f64, what: &str) {
 
 #[test]
 fn results_and_gradients_are_those_of_the_definition() {
-    const MASK: Mask = Mask { p: 0.3, seed: 5, draw: 2 };
+    const MASK: DropoutMask = DropoutMask { p: 0.3, seed: 5, draw: 2 };
     const SIXTEEN: [DType; 2] = [DType::BF16, DType::F16];
     for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
         for dora in [false, true] {

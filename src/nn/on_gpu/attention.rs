@@ -4,7 +4,7 @@ use super::taken;
 use crate::cuda::attention as kernel;
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::AttentionShape;
-use crate::nn::{Attend, Sequences};
+use crate::nn::{AttentionOptions, Sequences};
 use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
@@ -13,22 +13,22 @@ pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
     heads: AttentionShape,
     parts: [&Tensor; N],
-    attend: &Attend,
+    options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Option<Tensor>> {
     let one_format = parts.iter().all(|part| part.dtype() == parts[0].dtype());
     let device = taken(&parts).filter(|device| one_format && kernel::takes(device, &heads));
     let Some(device) = device else { return Ok(None) };
-    let rule = attend.rule(heads.head, sequences)?;
+    let rule = options.rule(heads.head, sequences)?;
     let parts: Vec<Tensor> = parts.iter().map(|part| part.contiguous()).collect::<Result<_>>()?;
     let Ok(parts) = <[Tensor; N]>::try_from(parts) else { return Ok(None) };
     let inputs = OpInputs::of(parts.each_ref().map(Some))?;
     let (y, lse) = with_each(parts.each_ref(), name, |parts| kernel::forward(&device, (&heads, &rule), parts))?;
     let shape = (heads.batch, heads.time, heads.heads * heads.head);
     let own = SavedResult::default();
-    let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
+    let (result, options, sequences) = (own.clone(), *options, sequences.cloned());
     let y = inputs.result(name, y, shape, move |grad, sinks| {
-        let rule = attend.rule(heads.head, sequences.as_ref())?;
+        let rule = options.rule(heads.head, sequences.as_ref())?;
         let dy = grad.on_device(&device)?;
         let gradients = with_each([result.get()?, &dy], name, |[y, dy]| {
             with_each(parts.each_ref(), name, |parts| kernel::backward(&device, (&heads, &rule), parts, (y, &lse, dy)))

@@ -58,11 +58,11 @@ pub(in crate::nn) fn of_logits(
 }
 
 /// An output projection and the rows of hidden states that count.
-pub(in crate::nn) struct Head {
+pub(in crate::nn) struct GpuLossHead {
     device: CudaDevice,
     targets: DeviceTargets,
     /// Rows that count, where these are not all.
-    some: Option<Selected>,
+    some: Option<SelectedRows>,
     count: usize,
     all: usize,
     cap: Option<f32>,
@@ -72,20 +72,20 @@ pub(in crate::nn) struct Head {
 }
 
 /// Some of the rows.
-struct Selected {
+struct SelectedRows {
     rows: Vec<u32>,
     /// The number among these of each of all rows.
     numbers: Vec<u32>,
 }
 
 /// Losses and gradients of the rows that count.
-struct Run {
+struct LossAndGradients {
     losses: CudaSlice<f32>,
     dh: Option<Tensor>,
     dweight: Option<Tensor>,
 }
 
-impl Head {
+impl GpuLossHead {
     /// A head for these operands, if kernels take them; `rows` of `all` count, with these targets.
     pub fn new(
         h: &Tensor,
@@ -100,7 +100,7 @@ impl Head {
         let some = (rows.len() < all).then(|| {
             let mut numbers = vec![NO_ROW; all];
             (0..).zip(rows).for_each(|(number, row)| numbers[*row] = number);
-            Selected { rows: rows.iter().map(|row| *row as u32).collect(), numbers }
+            SelectedRows { rows: rows.iter().map(|row| *row as u32).collect(), numbers }
         });
         let targets = DeviceTargets::new(&device, targets, classes)?;
         Ok(Some(Self { device, targets, some, count: rows.len(), all, cap, classes, width, layout }))
@@ -132,7 +132,7 @@ impl Head {
         [wants_h, wants_weight]: [bool; 2],
         sign: f32,
         scale: &LossGradientScale<'_>,
-    ) -> Result<Run> {
+    ) -> Result<LossAndGradients> {
         // An absent weight is an error with its name here.
         with_each([weight], op, |_| Ok(()))?;
         let weight = weight.detach();
@@ -176,7 +176,7 @@ impl Head {
             None if wants_weight => Some(zeros(weight.dims())?),
             sum => sum,
         };
-        Ok(Run { losses, dh, dweight })
+        Ok(LossAndGradients { losses, dh, dweight })
     }
 
     /// The sum of products so far, in f32 from the second one on.
@@ -200,7 +200,8 @@ impl Head {
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let (wants, dtype) = ([inputs.wants(0), inputs.wants(1)], h.dtype());
         let rows = self.take(NAME, &h, self.width)?;
-        let Run { losses, dh, dweight } = self.run(NAME, &rows, &weight, wants, 1.0, &LossGradientScale::One)?;
+        let LossAndGradients { losses, dh, dweight } =
+            self.run(NAME, &rows, &weight, wants, 1.0, &LossGradientScale::One)?;
         let loss = kernel::mean(&self.device, &losses, self.count, divisor)?;
         let kept = Mutex::new(Some((dh, dweight)));
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
@@ -230,7 +231,8 @@ impl Head {
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
         let inputs = OpInputs::of([Some(&h), Some(&weight)])?;
         let rows = self.take(NAME, &h, self.width)?;
-        let Run { losses, .. } = self.run(NAME, &rows, &weight, [false; 2], -1.0, &LossGradientScale::One)?;
+        let LossAndGradients { losses, .. } =
+            self.run(NAME, &rows, &weight, [false; 2], -1.0, &LossGradientScale::One)?;
         drop(rows);
         let values = crate::cuda::storage_of(&self.device, losses);
         let values = match &self.some {
@@ -244,7 +246,7 @@ impl Head {
             let grad = self.take(NAME, &grad.on_device(&self.device)?, 1)?;
             let wants = [to_h.is_wanted(), to_weight.is_wanted()];
             let rows = self.take(NAME, &h, self.width)?;
-            let Run { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
+            let LossAndGradients { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
                 // The gradient of a logarithm of a probability is that of minus a loss.
                 self.run(NAME, &rows, &weight, wants, -1.0, &LossGradientScale::Each(grad, -1.0))
             })?;

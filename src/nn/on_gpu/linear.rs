@@ -5,8 +5,8 @@ use crate::cuda::column_sums::PartialColumnSums;
 use crate::cuda::{activation, linear_epilogue};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
 use crate::kernels::gemm::Activation;
-use crate::nn::product::Sizes;
-use crate::nn::{Then, WeightLayout};
+use crate::nn::linear_product::LinearSizes;
+use crate::nn::{LinearEpilogue, WeightLayout};
 use crate::tensor::device_elements::{change, take, tensor_of, with_arrays, with_each};
 use candle_core::{CudaDevice, Result, Tensor};
 
@@ -17,8 +17,8 @@ pub(in crate::nn) fn linear_then(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    sizes: Sizes,
-    then: Then<'_>,
+    sizes: LinearSizes,
+    then: LinearEpilogue<'_>,
 ) -> Result<Option<Tensor>> {
     let all: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(then.residual).collect();
     let is_one_dtype = all.iter().all(|t| t.dtype() == x.dtype());
@@ -47,7 +47,7 @@ pub(in crate::nn) fn linear_then(
     };
     let kept = then.activation.zip(before);
     let remake = kept.clone().filter(|_| residual.is_none()).map(|kept| (kept, device.clone()));
-    let backward = Backward { device, x: SavedTensor::of(&x), weight, sizes, kept };
+    let backward = GpuLinearBackward { device, x: SavedTensor::of(&x), weight, sizes, kept };
     let y = inputs.result(NAME, y, shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
     if let Some(((function, before), device)) = remake {
         can_remake(&y, move || {
@@ -73,15 +73,15 @@ fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
 }
 
 /// What backward needs.
-struct Backward {
+struct GpuLinearBackward {
     device: CudaDevice,
     x: SavedTensor,
     weight: Tensor,
-    sizes: Sizes,
+    sizes: LinearSizes,
     kept: Option<(Activation, Tensor)>,
 }
 
-impl Backward {
+impl GpuLinearBackward {
     fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[InputGradSink; 4]) -> Result<()> {
         let Self { device, x, weight, sizes: s, kept } = self;
         let is_own = matches!(grad, Grad::OnDevice(_));

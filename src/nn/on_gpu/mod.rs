@@ -4,6 +4,7 @@
 //! composed of Candle's operations.
 
 pub(super) mod activation;
+pub(super) mod add;
 pub(super) mod attention;
 pub(super) mod cross_entropy;
 pub(super) mod dropout;
@@ -11,7 +12,6 @@ pub(super) mod embedding;
 pub(super) mod linear;
 pub(super) mod norm;
 pub(super) mod rotary;
-pub(super) mod sum;
 
 use crate::tensor::device_elements::{gpu_of, is_taken};
 use candle_core::{CudaDevice, Tensor};

@@ -4,7 +4,7 @@ use super::taken;
 use crate::cuda::norm::{self as kernel, NormStatistics};
 use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
 use crate::nn::RmsNormOptions;
-use crate::nn::remade::remade;
+use crate::nn::recompute::kept_inputs;
 use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 
@@ -20,8 +20,8 @@ pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps:
     let (y, statistics) = with_each([&x, &weight, &bias], LAYER_NORM, |[x, weight, bias]| {
         kernel::layer_norm(&device, x, [weight, bias], eps as f32)
     })?;
-    let again = remade(&inputs, [&x, &weight, &bias])?;
-    let rows = Rows { device, name: LAYER_NORM, x, weight, one: 0.0, statistics };
+    let again = kept_inputs(&inputs, [&x, &weight, &bias])?;
+    let rows = GpuNormBackward { device, name: LAYER_NORM, x, weight, one: 0.0, statistics };
     let y = inputs.result(LAYER_NORM, y, shape, move |grad, [to_x, to_weight, to_bias]| {
         rows.backward(grad, to_x, to_weight, Some((to_bias, of_bias)))
     })?;
@@ -40,8 +40,8 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     let shape = x.shape().clone();
     let (y, statistics) =
         with_each([&x, &weight], RMS_NORM, |operands| kernel::rms_norm(&device, operands, one, options.eps as f32))?;
-    let again = remade(&inputs, [&x, &weight])?;
-    let rows = Rows { device, name: RMS_NORM, x, weight, one, statistics };
+    let again = kept_inputs(&inputs, [&x, &weight])?;
+    let rows = GpuNormBackward { device, name: RMS_NORM, x, weight, one, statistics };
     let y =
         inputs.result(RMS_NORM, y, shape, move |grad, [to_x, to_weight]| rows.backward(grad, to_x, to_weight, None))?;
     if let Some([x, weight]) = again {
@@ -59,7 +59,7 @@ fn there(y: Option<Tensor>) -> Result<Tensor> {
 }
 
 /// What backward needs.
-struct Rows {
+struct GpuNormBackward {
     device: CudaDevice,
     name: &'static str,
     x: Tensor,
@@ -68,7 +68,7 @@ struct Rows {
     statistics: NormStatistics,
 }
 
-impl Rows {
+impl GpuNormBackward {
     fn backward(
         &self,
         grad: Grad,

@@ -4,7 +4,7 @@ use super::taken;
 use crate::cuda::rotary::{RotaryAngles, RotaryPositions, rotate};
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::rope;
-use crate::nn::positions::Positions as Rows;
+use crate::nn::row_positions::RowPositions;
 use crate::tensor::device_elements::with_each;
 use crate::util::lock;
 use candle_core::cuda_backend::WrapErr;
@@ -16,9 +16,9 @@ const NAME: &str = "rotary";
 /// The angles of the positions met so far, on the GPU that met them last. Earlier ones stay, as a kernel of another thread may still
 /// read them: each has twice the positions of the one before.
 #[derive(Debug, Default)]
-pub(in crate::nn) struct Tables(Mutex<Vec<Arc<RotaryAngles>>>);
+pub(in crate::nn) struct AngleTables(Mutex<Vec<Arc<RotaryAngles>>>);
 
-impl Tables {
+impl AngleTables {
     /// Angles of `positions` at least.
     fn on(&self, device: &CudaDevice, host: &rope::RotaryTable, positions: usize) -> Result<Arc<RotaryAngles>> {
         let mut kept = lock(&self.0);
@@ -38,17 +38,17 @@ impl Tables {
 /// `x` `[batch, time, width]` turned; its shape and positions are checked.
 pub(in crate::nn) fn rotary(
     x: &Tensor,
-    tables: &Tables,
+    tables: &AngleTables,
     host: &rope::RotaryTable,
-    rows: &Rows,
+    rows: &RowPositions,
 ) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let (_, time, width) = x.dims3()?;
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
     let (end, first, positions) = match rows {
-        Rows::From(first) => (first + time, *first, None),
-        Rows::Of(sequences) => {
+        RowPositions::From(first) => (first + time, *first, None),
+        RowPositions::Of(sequences) => {
             let positions = sequences.positions();
             let on_device = (!positions.is_empty()).then(|| device.clone_htod(positions)).transpose()?;
             (sequences.longest(), 0, on_device)

@@ -1,7 +1,10 @@
 //! The flags of `zerorun finetune`, and the options that they make.
 
 use crate::error::Result;
-use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
+use crate::finetune::{
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, Source, TrainingLength, TuningMethod,
+    ValidationData, WarmupLength,
+};
 use crate::nn::LoraConfig;
 use crate::tools::resolve_model::{HELP, ResolvedModel};
 use crate::tools::sample_flags::SampleFlags;
@@ -87,7 +90,7 @@ pub(super) struct FinetuneFlags {
 
     /// Steps of the learning rate's rise, or a part of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
-    warmup: Warmup,
+    warmup: WarmupLength,
 
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
@@ -239,9 +242,9 @@ impl FinetuneFlags {
         Ok(Options {
             data: sources(&self.data)?,
             method: match (full, self.qlora) {
-                (true, _) => Method::Full,
-                (false, true) => Method::Qlora(lora()),
-                (false, false) => Method::Lora(lora()),
+                (true, _) => TuningMethod::Full,
+                (false, true) => TuningMethod::Qlora(lora()),
+                (false, false) => TuningMethod::Lora(lora()),
             },
             adapter: self.adapter.clone(),
             objective: match self.dpo {
@@ -251,13 +254,13 @@ impl FinetuneFlags {
             },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
-                FinetuneDtype::F32 => Precision::F32,
-                FinetuneDtype::Bf16 => Precision::Bf16,
-                FinetuneDtype::Fp16 => Precision::F16,
+                FinetuneDtype::F32 => ModelPrecision::F32,
+                FinetuneDtype::Bf16 => ModelPrecision::Bf16,
+                FinetuneDtype::Fp16 => ModelPrecision::F16,
             },
             length: match (self.steps, self.epochs) {
-                (Some(steps), _) => Length::Steps(steps),
-                (None, epochs) => epochs.map_or(Length::Auto, Length::Epochs),
+                (Some(steps), _) => TrainingLength::Steps(steps),
+                (None, epochs) => epochs.map_or(TrainingLength::Auto, TrainingLength::Epochs),
             },
             lr: self.lr,
             batch: self.batch,
@@ -265,9 +268,9 @@ impl FinetuneFlags {
             ctx: self.samples.ctx(),
             warmup: self.warmup,
             scheduler: match self.scheduler {
-                SchedulerFlag::Cosine => RateShape::Cosine,
-                SchedulerFlag::Linear => RateShape::Linear,
-                SchedulerFlag::Constant => RateShape::Constant,
+                SchedulerFlag::Cosine => LrDecay::Cosine,
+                SchedulerFlag::Linear => LrDecay::Linear,
+                SchedulerFlag::Constant => LrDecay::Constant,
             },
             shuffle: self.order == OrderFlag::Shuffled,
             packing: self.packing,
@@ -276,10 +279,10 @@ impl FinetuneFlags {
             allow_skipped: self.allow_skipped,
             columns: self.samples.columns.clone().unwrap_or_default(),
             labels: self.samples.labels.clone(),
-            validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
+            validation: (!self.val.is_empty()).then(|| ValidationData::parse(&self.val)).transpose()?,
             eval_every: self.eval_every,
             patience: self.patience,
-            saving: self.save.clone().map(|dir| Saving {
+            saving: self.save.clone().map(|dir| CheckpointOptions {
                 dir,
                 every: self.save_every,
                 keep: match self.keep {

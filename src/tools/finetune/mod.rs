@@ -9,8 +9,8 @@ mod rank;
 
 use crate::error::{LaunchError, Result};
 use crate::files::OutputKind;
-use crate::finetune::{EncoderBase, Options, Prepared};
-use crate::hub::Parts;
+use crate::finetune::{EncoderBase, Options, PreparedRun};
+use crate::hub::FileSelection;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::{ranks, restarts};
 use crate::tools::resolve_model::ResolvedModel;
@@ -96,7 +96,7 @@ impl FinetuneArguments {
         if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
-        let model = ResolvedModel::find(&self.flags.model, Parts::All)?;
+        let model = ResolvedModel::find(&self.flags.model, FileSelection::All)?;
         let path = model.path.clone();
         let options = self.flags.options(model)?;
         let _claims = options.claim(|outputs| match &self.flags.metrics {
@@ -146,7 +146,7 @@ fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize>
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
 fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = FileProgress::default();
-    let prepared = Prepared::new(options, &mut |at| progress.tell(at));
+    let prepared = PreparedRun::new(options, &mut |at| progress.tell(at));
     progress.finish();
     let prepared = prepared?;
     prepared.check_for(ranks)?;

@@ -3,7 +3,7 @@
 use super::flags::FinetuneFlags;
 use crate::comm::{self, RankEnv};
 use crate::error::{Error, FinetuneError, Result};
-use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, StepReport};
+use crate::finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
 use crate::launch::console::{all_is_written, eprint, print, refused};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
@@ -16,7 +16,7 @@ use std::time::Instant;
 /// Trains to the end, and writes the result.
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
-        Ok(Ended::Asked) => ExitCode::FAILURE,
+        Ok(StopReason::Asked) => ExitCode::FAILURE,
         // As the launcher of several ranks, whose output it is, has it.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
@@ -24,10 +24,10 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     }
 }
 
-fn train(options: Options, flags: &FinetuneFlags) -> Result<Ended> {
+fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let first = comm.rank() == 0;
-    let prepared = Prepared::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
+    let prepared = PreparedRun::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
     // The process that has started this one keeps other jobs from them.
     let prepared = prepared.claimed();
     let mut run = FineTune::start(prepared, comm)?;
@@ -57,10 +57,10 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<Ended> {
     let mut summary = run.summary();
     summary["seconds"] = begun.elapsed().as_secs_f64().into();
     write(&mut metrics, &summary);
-    let ended = run.ended().unwrap_or(Ended::Complete);
+    let ended = run.ended().unwrap_or(StopReason::Complete);
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
-    if ended == Ended::Asked {
+    if ended == StopReason::Asked {
         stop(run, flags, first)?;
         return Ok(ended);
     }
@@ -69,7 +69,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<Ended> {
     }
     run.finish()?;
     if first {
-        if ended == Ended::NoImprovement {
+        if ended == StopReason::NoImprovement {
             print(format!("ended after {}: validation has not improved any more", counted(steps, "step")));
         }
         print(format!("the result is in {}", out.display()));

@@ -1,7 +1,7 @@
 //! A rank of one row: trains, and writes its log.
 
 use super::compare::RankLog;
-use crate::data::{BatchShape, Loader, Order, TokenData};
+use crate::data::{BatchShape, Loader, SampleOrder, TokenData};
 use crate::memory::MemoryReport;
 use crate::models::{Gpt, GptConfig};
 use crate::{Engine, Result};
@@ -27,7 +27,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     let mut engine = Engine::initialize(|vb| Gpt::new(&sizes, vb), folder.join(CONFIG))?;
     let batch = engine.config().batch;
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
-    let order = Order::Shuffled { seed: engine.config().seed };
+    let order = SampleOrder::Shuffled { seed: engine.config().seed };
     let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS, sizes.vocab, engine.device())?;
     let mut log = RankLog { names: engine.parameter_names(), ..RankLog::default() };
     let mut times = Vec::new();

@@ -1,0 +1,115 @@
+//! Text of many files as one sequence of bytes: large files are mapped, small ones lie in memory one after the other.
+
+use memmap2::{Advice, Mmap};
+
+/// Bytes of a file that is mapped. Ranks of a machine share its pages, and the system takes them back when it needs
+/// them; but a process may have no more than some ten thousand maps.
+pub(super) const MAP_FROM: u64 = 1 << 20;
+
+/// A sequence of bytes.
+#[derive(Debug, Default)]
+pub(super) struct ConcatenatedText {
+    /// Each with the place of its first byte.
+    parts: Vec<(usize, TextSegment)>,
+    len: usize,
+}
+
+#[derive(Debug)]
+enum TextSegment {
+    Static(&'static [u8]),
+    Read(Vec<u8>),
+    Mapped(Mmap),
+}
+
+impl TextSegment {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Static(bytes) => bytes,
+            Self::Read(bytes) => bytes,
+            Self::Mapped(map) => map,
+        }
+    }
+}
+
+impl ConcatenatedText {
+    pub fn of_static(text: &'static str) -> Self {
+        Self { parts: vec![(0, TextSegment::Static(text.as_bytes()))], len: text.len() }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Appends a copy of `bytes`.
+    pub fn append(&mut self, bytes: &[u8]) {
+        match self.parts.last_mut() {
+            Some((_, TextSegment::Read(before))) => before.extend_from_slice(bytes),
+            _ => self.parts.push((self.len, TextSegment::Read(bytes.to_vec()))),
+        }
+        self.len += bytes.len();
+    }
+
+    /// Appends a file without a copy.
+    pub fn append_map(&mut self, map: Mmap) {
+        let start = self.len;
+        self.len += map.len();
+        self.parts.push((start, TextSegment::Mapped(map)));
+    }
+
+    /// The parts that bytes `start .. start + count` lie in, and where there.
+    fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextSegment, usize, usize)> {
+        let end = start + count;
+        assert!(end <= self.len, "bytes {start} .. {end} of {}", self.len);
+        let first = self.parts.partition_point(|(begin, _)| *begin <= start).saturating_sub(1);
+        let parts = self.parts[first..].iter().take_while(move |(begin, _)| *begin < end);
+        parts.map(move |(begin, part)| (part, start.saturating_sub(*begin), (end - begin).min(part.bytes().len())))
+    }
+
+    /// Bytes `start .. start + count`.
+    pub fn parts(&self, start: usize, count: usize) -> impl Iterator<Item = &[u8]> {
+        self.places(start, count).map(|(part, from, to)| &part.bytes()[from..to])
+    }
+
+    /// Tells the system that bytes `start .. start + count` will be wanted.
+    pub fn will_need(&self, start: usize, count: usize) {
+        for (part, from, to) in self.places(start, count) {
+            if let TextSegment::Mapped(map) = part {
+                // A hint.
+                _ = map.advise_range(Advice::WillNeed, from, to - from);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn any_range_of_files_that_are_mapped_and_read_is_that_of_their_bytes() {
+        let mut text = ConcatenatedText::default();
+        let mut all: Vec<u8> = vec![];
+        for (number, len) in [3, 5, 0, 7, 4, 1].into_iter().enumerate() {
+            let bytes: Vec<u8> = (0..len).map(|i| (number * 10 + i) as u8).collect();
+            if number % 3 == 1 {
+                let mut file = tempfile::tempfile().unwrap();
+                file.write_all(&bytes).unwrap();
+                // SAFETY: nobody else has the file.
+                text.append_map(unsafe { Mmap::map(&file) }.unwrap());
+            } else {
+                text.append(&bytes);
+            }
+            all.extend(bytes);
+        }
+        assert_eq!((text.len(), text.parts.len()), (all.len(), 5));
+        for start in 0..=all.len() {
+            for end in start..=all.len() {
+                let parts: Vec<&[u8]> = text.parts(start, end - start).collect();
+                assert_eq!(parts.concat(), all[start..end]);
+                text.will_need(start, end - start);
+            }
+        }
+    }
+}

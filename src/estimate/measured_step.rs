@@ -1,0 +1,191 @@
+//! How long a step of one host takes: as it is given, or by the metrics of a run.
+
+use super::step_trace::{PhaseWork, StepPhase};
+use crate::error::{Error, EstimateError, Result};
+use serde_json::Value;
+use std::path::Path;
+
+/// The first steps of a run, which allocate and record: they are left out, where there are as many others.
+const FIRST_STEPS: usize = 3;
+/// What the metrics of a step say of its phases.
+const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
+
+/// How long a step takes on one host: computing, memory and disk, and collectives inside of the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MeasuredStep {
+    step_s: f64,
+    /// Forward, backward, and the optimizer's step.
+    phases: Option<[f64; 3]>,
+    steps: usize,
+    ranks: Option<usize>,
+}
+
+impl MeasuredStep {
+    /// A step of so many seconds.
+    ///
+    /// # Errors
+    /// [`EstimateError::Step`]: not a number above 0.
+    pub fn seconds(step_s: f64) -> Result<Self, EstimateError> {
+        match step_s.is_normal() && step_s > 0.0 {
+            true => Ok(Self { step_s, phases: None, steps: 0, ranks: None }),
+            false => Err(EstimateError::Step { found: step_s }),
+        }
+    }
+
+    /// The median step, the first ones left out, of the metrics that `train_gpt` and `zerorun finetune` write.
+    ///
+    /// # Errors
+    /// A file that cannot be read; [`EstimateError::Metrics`]: no steps in it.
+    pub fn metrics(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = std::fs::read_to_string(path);
+        let text = text.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
+        Self::of_lines(&text).map_err(|problem| EstimateError::Metrics { path: path.to_owned(), problem }.into())
+    }
+
+    fn of_lines(text: &str) -> Result<Self, String> {
+        let (mut steps, mut ranks) = (Vec::new(), None);
+        for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
+            let line: Value = match serde_json::from_str(line) {
+                Ok(line) => line,
+                // A run that was killed ends so.
+                Err(_) if number == text.lines().count() => break,
+                Err(error) => return Err(format!("line {number} is no JSON: {error}")),
+            };
+            ranks = line["world_size"].as_u64().and_then(|ranks| usize::try_from(ranks).ok()).or(ranks);
+            if line["step"].is_u64() {
+                steps.push(phases(&line).ok_or_else(|| {
+                    format!("line {number} has no {}: numbers that are not negative", PHASES.join(", "))
+                })?);
+            }
+        }
+        let steps = &steps[FIRST_STEPS.min(steps.len() / 2)..];
+        let total = |step: &[f64; 3]| step.iter().sum::<f64>();
+        let step_s = median(steps.iter().map(total).collect()).filter(|s| s.is_normal());
+        let step_s = step_s.ok_or("there is no step that takes time")?;
+        let each = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
+        // Medians of parts are not quite parts of the median.
+        let phases = Some(each).filter(|each| total(each) > 0.0).map(|each| each.map(|s| s * step_s / total(&each)));
+        Ok(Self { step_s, phases, steps: steps.len(), ranks })
+    }
+
+    /// Seconds of a step.
+    pub fn step_s(&self) -> f64 {
+        self.step_s
+    }
+
+    /// Steps of which this is the median; 0 where it was given.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Ranks of the run, where its metrics say it.
+    pub fn ranks(&self) -> Option<usize> {
+        self.ranks
+    }
+
+    /// Seconds of an amount of work in a phase where a step does `all`, and seconds that belong to no work.
+    pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
+        let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
+        let both = all.forward + all.backward;
+        let of = move |whole: f64, part: f64, seconds: f64| if whole > 0.0 { seconds * part / whole } else { 0.0 };
+        let step_s = self.step_s;
+        let seconds = move |phase: StepPhase, work: f64| match (by_phase, phase) {
+            (Some(seconds), _) => of(all.of(phase), work, seconds.of(phase)),
+            // The optimizer's time is in the others' where nothing is known of it.
+            (None, StepPhase::Update) => 0.0,
+            (None, _) => of(both, work, step_s),
+        };
+        let spent: f64 =
+            [StepPhase::Forward, StepPhase::Backward, StepPhase::Update].map(|p| seconds(p, all.of(p))).iter().sum();
+        (seconds, (step_s - spent).max(0.0))
+    }
+}
+
+/// Seconds of the phases of a step.
+fn phases(line: &Value) -> Option<[f64; 3]> {
+    let mut seconds = [0.0; 3];
+    for (key, seconds) in PHASES.iter().zip(&mut seconds) {
+        *seconds = line[*key].as_f64().filter(|ms| *ms >= 0.0)? / 1e3;
+    }
+    Some(seconds)
+}
+
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let half = values.len() / 2;
+    match values.len() {
+        0 => None,
+        len if len % 2 == 1 => Some(values[half]),
+        _ => Some((values[half - 1] + values[half]) / 2.0),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn step(step: u64, forward: f64) -> String {
+        json!({"step": step, "forward_ms": forward, "backward_ms": 2.0 * forward, "step_ms": 10.0}).to_string()
+    }
+
+    #[test]
+    fn the_median_of_later_steps_is_taken() {
+        let lines: Vec<String> = [900.0, 500.0, 100.0, 30.0, 20.0, 31.0, 29.0, 30.0]
+            .iter()
+            .zip(0..)
+            .map(|(forward, number)| step(number, *forward))
+            .chain([json!({"summary": true, "world_size": 2}).to_string()])
+            .collect();
+        let measured = MeasuredStep::of_lines(&lines.join("\n")).unwrap();
+        assert!((measured.step_s() - 0.1).abs() < 1e-12);
+        assert_eq!((measured.steps(), measured.ranks()), (5, Some(2)));
+        let cut = format!("{}\n{{\"step\": 8, \"forw", lines.join("\n"));
+        assert_eq!(MeasuredStep::of_lines(&cut).unwrap(), measured);
+        // Of few steps the later half.
+        assert!((MeasuredStep::of_lines(&lines[..2].join("\n")).unwrap().step_s() - 1.51).abs() < 1e-12);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_said() {
+        for (text, words) in [
+            ("", "no step"),
+            ("{\"summary\": true}", "no step"),
+            ("{\n{}", "line 1 is no JSON"),
+            ("{\"step\": 0, \"loss\": 1.0}", "line 1 has no forward_ms, backward_ms, step_ms"),
+            ("{\"step\": 0, \"forward_ms\": -1, \"backward_ms\": 1, \"step_ms\": 1}", "not negative"),
+            ("{\"step\": 0, \"forward_ms\": 0, \"backward_ms\": 0, \"step_ms\": 0}", "takes time"),
+        ] {
+            let problem = MeasuredStep::of_lines(text).unwrap_err();
+            assert!(problem.contains(words), "{text}: {problem}");
+        }
+        assert!(matches!(MeasuredStep::metrics("/no/such.jsonl").unwrap_err(), Error::Io { .. }));
+        for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(MeasuredStep::seconds(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn time_is_spread_over_work_and_none_is_lost() {
+        let all = PhaseWork { forward: 10.0, backward: 30.0, update: 5.0 };
+        let (seconds, rest) = MeasuredStep::seconds(4.0).unwrap().spread(all);
+        assert_eq!([seconds(StepPhase::Forward, 10.0), seconds(StepPhase::Backward, 15.0), rest], [1.0, 1.5, 0.0]);
+        assert_eq!(seconds(StepPhase::Update, 5.0), 0.0);
+        let measured = MeasuredStep::of_lines(&step(0, 30.0)).unwrap();
+        let (seconds, rest) = measured.spread(all);
+        let times = [
+            seconds(StepPhase::Forward, 5.0),
+            seconds(StepPhase::Backward, 30.0),
+            seconds(StepPhase::Update, 5.0),
+            rest,
+        ];
+        let expected = [0.015, 0.06, 0.01, 0.0];
+        assert!(times.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{times:?}");
+        // Work that no step does: its time is somewhere in the step.
+        let (_, rest) = measured.spread(PhaseWork { update: 0.0, ..all });
+        assert!((rest - 0.01).abs() < 1e-12);
+        assert_eq!(MeasuredStep::seconds(4.0).unwrap().spread(PhaseWork::default()).1, 4.0);
+    }
+}

@@ -1,0 +1,78 @@
+//! Buffers without memory.
+
+use crate::error::Result;
+use crate::memory::MemoryTier;
+use crate::precision::ElementBuffer;
+use candle_core::DType;
+
+/// A number of elements of a dtype, and room for a number of them, without memory for any.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MetaBuffer {
+    place: MemoryTier,
+    dtype: DType,
+    len: usize,
+    capacity: usize,
+}
+
+impl MetaBuffer {
+    /// `len` elements.
+    pub fn whole(place: MemoryTier, dtype: DType, len: usize) -> Self {
+        Self { place, dtype, len, capacity: len }
+    }
+}
+
+impl ElementBuffer for MetaBuffer {
+    type Place = MemoryTier;
+
+    fn host() -> MemoryTier {
+        MemoryTier::Host
+    }
+
+    fn is_device(place: &MemoryTier) -> bool {
+        *place == MemoryTier::Device
+    }
+
+    fn with_capacity(place: &MemoryTier, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(Self { place: *place, dtype, len: 0, capacity })
+    }
+
+    fn place(&self) -> MemoryTier {
+        self.place
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn capacity_in_bytes(&self) -> usize {
+        self.capacity * self.dtype.size_in_bytes()
+    }
+
+    fn reserve_exact(&mut self, more: usize) -> Result<()> {
+        self.capacity = self.capacity.max(self.len + more);
+        Ok(())
+    }
+
+    fn extend_zeros(&mut self, count: usize) -> Result<()> {
+        self.reserve_exact(count)?;
+        self.len += count;
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    fn shrink_to_fit(&mut self) -> Result<()> {
+        self.capacity = self.len;
+        Ok(())
+    }
+
+    fn moved_to(self, place: &MemoryTier) -> Result<Self> {
+        Ok(Self { place: *place, capacity: self.len, ..self })
+    }
+}

@@ -1,0 +1,131 @@
+//! Files of a rehearsal: extents are entered in the ledger, and requests are counted.
+
+use super::meta_buffer::MetaBuffer;
+use super::traffic::Traffic;
+use crate::config::Aio;
+use crate::error::Result;
+use crate::memory::{Ledger, LedgerEntry, MemoryKind, TrackedBuffer};
+use crate::offload::{ALIGN, DiskAccess, StateFiles, UNWRITTEN, block_size, threads};
+use crate::precision::ElementBuffer;
+use candle_core::DType;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// An extent of a file, which is entered in the ledger.
+#[derive(Clone)]
+pub(super) struct RehearsedExtent {
+    pub dtype: DType,
+    pub held: Rc<RefCell<LedgerEntry>>,
+}
+
+/// Files while sub-groups are laid out.
+pub(super) struct RehearsedArena(pub Ledger);
+
+/// Files whose requests are counted.
+pub(super) struct RehearsedFiles {
+    pub access: DiskAccess,
+    ledger: Ledger,
+    traffic: Rc<RefCell<Traffic>>,
+    /// Bytes of the copies that direct access may need: each thread keeps a block that does not lie as it has to.
+    copies: usize,
+    /// Gradients on their way, by number, as if no disk were fast enough to write one before it has to be waited for.
+    unwritten: RefCell<VecDeque<(u64, TrackedBuffer<MetaBuffer>)>>,
+    /// Gradients so far.
+    stored: Cell<u64>,
+}
+
+impl RehearsedFiles {
+    /// `largest`: elements of the largest parameter.
+    pub fn new(aio: &Aio, largest: usize, access: DiskAccess, ledger: Ledger, traffic: Rc<RefCell<Traffic>>) -> Self {
+        let block = block_size(aio).min(largest * DType::F32.size_in_bytes()).next_multiple_of(ALIGN) + ALIGN - 1;
+        let copies = threads(aio) * block;
+        Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
+    }
+
+    /// Copies may be there now.
+    pub fn hold_copies(&self) {
+        if self.access == DiskAccess::Direct {
+            drop(self.ledger.hold(MemoryKind::Staging, self.copies));
+        }
+    }
+
+    fn count_read(&self, extent: &RehearsedExtent, elements: usize) {
+        self.traffic.borrow_mut().bytes_read += (elements * extent.dtype.size_in_bytes()) as u64;
+    }
+
+    fn count_write(&self, extent: &RehearsedExtent, elements: usize) {
+        self.traffic.borrow_mut().bytes_written += (elements * extent.dtype.size_in_bytes()) as u64;
+    }
+}
+
+impl StateFiles for RehearsedFiles {
+    type Extent = RehearsedExtent;
+    /// Its bytes.
+    type Staging = usize;
+    type Transfer = usize;
+    type Buffer = MetaBuffer;
+    type Reading = MetaBuffer;
+    type Writing = u64;
+
+    fn dtype(extent: &RehearsedExtent) -> DType {
+        extent.dtype
+    }
+
+    fn staging(bytes: usize) -> usize {
+        bytes
+    }
+
+    fn len(staging: &usize) -> usize {
+        *staging
+    }
+
+    fn read(&self, staging: usize, from: Option<(&RehearsedExtent, Range<usize>)>) -> usize {
+        if let Some((extent, range)) = from {
+            self.count_read(extent, range.len());
+        }
+        self.hold_copies();
+        staging
+    }
+
+    fn write(&self, staging: usize, extent: &RehearsedExtent, range: Range<usize>) -> usize {
+        self.count_write(extent, range.len());
+        self.hold_copies();
+        staging
+    }
+
+    fn wait(&self, transfer: usize) -> Result<usize> {
+        Ok(transfer)
+    }
+
+    fn fill(&self, buffer: MetaBuffer, pieces: Vec<(RehearsedExtent, Range<usize>, usize)>) -> MetaBuffer {
+        pieces.iter().for_each(|(extent, range, _)| self.count_read(extent, range.len()));
+        buffer
+    }
+
+    fn filled(&self, reading: MetaBuffer) -> Result<MetaBuffer> {
+        Ok(reading)
+    }
+
+    fn store(&self, memory: TrackedBuffer<MetaBuffer>, extent: &RehearsedExtent, range: Range<usize>) -> u64 {
+        self.count_write(extent, range.len());
+        let mut unwritten = self.unwritten.borrow_mut();
+        let bytes = |memory: &TrackedBuffer<MetaBuffer>| memory.buffer().capacity_in_bytes();
+        while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
+        {
+            unwritten.pop_front();
+        }
+        self.stored.update(|stored| stored + 1);
+        unwritten.push_back((self.stored.get(), memory));
+        self.stored.get()
+    }
+
+    fn written(&self, number: u64) -> Result<()> {
+        let mut unwritten = self.unwritten.borrow_mut();
+        if let Ok(index) = unwritten.binary_search_by_key(&number, |(other, _)| *other) {
+            unwritten.remove(index);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,344 @@
+//! A step as a rehearsal has gone through it: what is computed, which collectives are launched, and which are waited for.
+//!
+//! [`StepTrace::simulate`] simulates it: the training thread computes, launches and waits; the communication thread carries out
+//! collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one begins when somebody
+//! waits for it, when a long one is launched behind it, or after a grace.
+
+use super::network::TransferTime;
+use crate::comm::{CollectiveKind, GRACE, SHORT_BYTES, WireFormat};
+use candle_core::DType;
+use std::collections::VecDeque;
+
+/// A part of a step whose time is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StepPhase {
+    Forward,
+    /// And what is recomputed in it.
+    Backward,
+    /// The optimizer's.
+    Update,
+}
+
+/// Work of each phase.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct PhaseWork {
+    pub forward: f64,
+    pub backward: f64,
+    pub update: f64,
+}
+
+impl PhaseWork {
+    pub fn of(&self, phase: StepPhase) -> f64 {
+        match phase {
+            StepPhase::Forward => self.forward,
+            StepPhase::Backward => self.backward,
+            StepPhase::Update => self.update,
+        }
+    }
+
+    fn add(&mut self, phase: StepPhase, work: f64) {
+        *match phase {
+            StepPhase::Forward => &mut self.forward,
+            StepPhase::Backward => &mut self.backward,
+            StepPhase::Update => &mut self.update,
+        } += work;
+    }
+}
+
+/// A collective: what [`UniformHosts::transfers`](crate::comm::UniformHosts::transfers) is asked for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct CollectiveCall {
+    pub kind: CollectiveKind,
+    pub wire: WireFormat,
+    pub dtype: DType,
+    /// Of the argument.
+    pub elements: usize,
+}
+
+impl CollectiveCall {
+    fn is_short(&self) -> bool {
+        self.elements.saturating_mul(self.dtype.size_in_bytes()) <= SHORT_BYTES
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum TraceEvent {
+    Compute(StepPhase, f64),
+    Launch(CollectiveCall),
+    /// For the collective that was launched as the n-th of its part.
+    Wait(usize),
+}
+
+/// Events at whose end nothing is under way, and how often they happen.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct TraceSegment {
+    events: Vec<TraceEvent>,
+    launched: usize,
+    times: u64,
+}
+
+/// The events of a step of one rank.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct StepTrace {
+    parts: Vec<TraceSegment>,
+}
+
+/// The number of a collective that was launched.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CollectiveId(usize);
+
+/// Seconds of a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct SimulatedStep {
+    /// Until both threads have ended.
+    pub step: f64,
+    /// In which the communication thread works.
+    pub wire: f64,
+}
+
+impl StepTrace {
+    /// The last part is over, at whose end nothing is under way; the next one begins.
+    pub fn begin_part(&mut self) {
+        self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
+    }
+
+    /// The present part happens so many times more.
+    pub fn repeat(&mut self, more: usize) {
+        let times = &mut self.part().times;
+        *times = times.saturating_add(more as u64);
+    }
+
+    fn part(&mut self) -> &mut TraceSegment {
+        if self.parts.is_empty() {
+            self.begin_part();
+        }
+        self.parts.last_mut().expect("there is one")
+    }
+
+    pub fn compute(&mut self, phase: StepPhase, work: f64) {
+        let events = &mut self.part().events;
+        match events.last_mut() {
+            Some(TraceEvent::Compute(last, sum)) if *last == phase => *sum += work,
+            _ => events.push(TraceEvent::Compute(phase, work)),
+        }
+    }
+
+    pub fn launch(&mut self, collective: CollectiveCall) -> CollectiveId {
+        let part = self.part();
+        part.events.push(TraceEvent::Launch(collective));
+        part.launched += 1;
+        CollectiveId(part.launched - 1)
+    }
+
+    pub fn wait(&mut self, CollectiveId(number): CollectiveId) {
+        self.part().events.push(TraceEvent::Wait(number));
+    }
+
+    /// All that is computed in a step.
+    pub fn work(&self) -> PhaseWork {
+        let mut all = PhaseWork::default();
+        for TraceSegment { events, times, .. } in &self.parts {
+            for event in events {
+                if let TraceEvent::Compute(phase, work) = event {
+                    all.add(*phase, work * *times as f64);
+                }
+            }
+        }
+        all
+    }
+
+    /// The collectives of a step, each with how often it takes place.
+    pub fn collectives(&self) -> impl Iterator<Item = (CollectiveCall, u64)> {
+        self.parts.iter().flat_map(|part| {
+            part.events.iter().filter_map(|event| match event {
+                TraceEvent::Launch(collective) => Some((*collective, part.times)),
+                _ => None,
+            })
+        })
+    }
+
+    /// Simulates the step: `computing` gives the seconds of an amount of work, `travelling` the way of a collective.
+    pub fn simulate(
+        &self,
+        computing: impl Fn(StepPhase, f64) -> f64,
+        travelling: impl Fn(&CollectiveCall) -> TransferTime,
+    ) -> SimulatedStep {
+        let mut all = SimulatedStep::default();
+        for part in &self.parts {
+            let simulated = part.simulate(&computing, &travelling);
+            all.step += simulated.step * part.times as f64;
+            all.wire += simulated.wire * part.times as f64;
+        }
+        all
+    }
+}
+
+/// The communication thread.
+#[derive(Default)]
+struct SimulatedCommThread {
+    /// Seconds when it has done what was taken from the queue.
+    free: f64,
+    /// In which it has worked.
+    busy: f64,
+    /// When each collective was launched that has not begun, and its way.
+    queue: VecDeque<(f64, TransferTime)>,
+    /// The ends of those that have, in the order of launch.
+    done: Vec<f64>,
+    /// From when to when those take a share of the processors beside which something may still be computed, and the share.
+    beside: VecDeque<(f64, f64, f64)>,
+}
+
+impl SimulatedCommThread {
+    /// At second `now`, the first in the queue is to begin if it has not.
+    fn begin(&mut self, now: f64) {
+        if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
+            let start = self.free.max(now.min(launched + GRACE.as_secs_f64()));
+            self.free = start + seconds;
+            self.busy += seconds;
+            self.done.push(self.free);
+            if processors > 0.0 {
+                self.beside.push_back((start, self.free, (processors / seconds).min(1.0)));
+            }
+        }
+    }
+
+    /// When computing ends that begins at second `now` and takes `seconds` where it has the processors for itself.
+    fn compute_beside(&mut self, mut now: f64, mut seconds: f64) -> f64 {
+        while let Some((start, end, share)) = self.beside.front().copied() {
+            let alone = (start - now).max(0.0);
+            let beside = (end - now.max(start)).max(0.0) * (1.0 - share);
+            if seconds <= alone {
+                return now + seconds;
+            }
+            if seconds < alone + beside {
+                return now.max(start) + (seconds - alone) / (1.0 - share);
+            }
+            seconds -= alone + beside;
+            now = now.max(end);
+            self.beside.pop_front();
+        }
+        now + seconds
+    }
+}
+
+impl TraceSegment {
+    fn simulate(
+        &self,
+        computing: &impl Fn(StepPhase, f64) -> f64,
+        travelling: &impl Fn(&CollectiveCall) -> TransferTime,
+    ) -> SimulatedStep {
+        let (mut now, mut wire) = (0f64, SimulatedCommThread::default());
+        for event in &self.events {
+            match event {
+                TraceEvent::Compute(phase, work) => now = wire.compute_beside(now, computing(*phase, *work)),
+                TraceEvent::Launch(collective) => {
+                    wire.queue.push_back((now, travelling(collective)));
+                    if !collective.is_short() {
+                        while !wire.queue.is_empty() {
+                            wire.begin(now);
+                        }
+                    }
+                }
+                TraceEvent::Wait(number) => {
+                    while wire.done.len() <= *number && !wire.queue.is_empty() {
+                        wire.begin(now);
+                    }
+                    now = now.max(wire.done.get(*number).copied().unwrap_or(0.0));
+                }
+            }
+        }
+        while !wire.queue.is_empty() {
+            wire.begin(now);
+        }
+        SimulatedStep { step: now.max(wire.free), wire: wire.busy }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sum_of(elements: usize) -> CollectiveCall {
+        CollectiveCall { kind: CollectiveKind::ReduceScatter, wire: WireFormat::Exact, dtype: DType::F32, elements }
+    }
+
+    /// Each unit of work takes a second; a long collective takes `long` seconds, a short one `short`.
+    fn seconds(step_trace: &StepTrace, long: f64, short: f64) -> (f64, f64) {
+        let travelling =
+            |c: &CollectiveCall| TransferTime { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
+        let SimulatedStep { step, wire } = step_trace.simulate(|_, work| work, travelling);
+        (step, wire)
+    }
+
+    /// Two buckets in a backward of four seconds, each launched after two; waited for when the next is, or at the end.
+    fn backward(overlaps: bool) -> StepTrace {
+        let mut step_trace = StepTrace::default();
+        step_trace.compute(StepPhase::Backward, 1.0);
+        step_trace.compute(StepPhase::Backward, 1.0);
+        let first = step_trace.launch(sum_of(1 << 20));
+        if !overlaps {
+            step_trace.wait(first);
+        }
+        step_trace.compute(StepPhase::Backward, 2.0);
+        let second = step_trace.launch(sum_of(1 << 20));
+        if overlaps {
+            step_trace.wait(first);
+        }
+        step_trace.wait(second);
+        step_trace
+    }
+
+    #[test]
+    fn collectives_pass_while_the_other_thread_computes() {
+        assert_eq!(seconds(&backward(true), 0.0, 0.0), (4.0, 0.0));
+        assert_eq!(seconds(&backward(true), 1.0, 0.0), (5.0, 2.0), "the last one has nothing beside it");
+        assert_eq!(seconds(&backward(true), 3.0, 0.0), (8.0, 6.0), "one after the other");
+        assert_eq!(seconds(&backward(false), 1.0, 0.0), (6.0, 2.0), "the sum");
+        assert_eq!(seconds(&backward(false), 3.0, 0.0), (10.0, 6.0));
+        assert_eq!(backward(true).work(), PhaseWork { backward: 4.0, ..PhaseWork::default() });
+    }
+
+    #[test]
+    fn computing_beside_a_collective_waits_for_processors() {
+        let step = |overlaps: bool, seconds: f64, processors: f64| {
+            backward(overlaps).simulate(|_, work| work, |_| TransferTime { seconds, processors }).step
+        };
+        // The first collective passes beside two seconds of computing, the second one beside nothing.
+        assert_eq!(step(true, 1.0, 0.25), 5.25);
+        assert_eq!(step(true, 2.0, 1.0), 2.0 + 3.0 + 2.0);
+        assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "it gets none until the end");
+        assert_eq!(step(true, 8.0, 4.0), 2.0 + 8.0 + 8.0, "it ends first");
+        assert_eq!(step(false, 3.0, 3.0), 10.0);
+    }
+
+    #[test]
+    fn short_collectives_begin_when_they_are_waited_for_or_after_a_grace() {
+        let step_trace = |work: f64, then_long: bool| {
+            let mut step_trace = StepTrace::default();
+            let short = step_trace.launch(sum_of(8));
+            step_trace.compute(StepPhase::Forward, work);
+            let long = then_long.then(|| step_trace.launch(sum_of(1 << 20)));
+            step_trace.wait(short);
+            long.into_iter().for_each(|long| step_trace.wait(long));
+            step_trace
+        };
+        let grace = GRACE.as_secs_f64();
+        assert_eq!(seconds(&step_trace(grace / 2.0, false), 0.0, 1.0).0, 1.0 + grace / 2.0);
+        assert_eq!(seconds(&step_trace(3.0, false), 0.0, 1.0).0, 3.0);
+        assert_eq!(seconds(&step_trace(0.5, false), 0.0, 1.0).0, 1.0 + grace);
+        assert_eq!(seconds(&step_trace(0.001, true), 2.0, 1.0).0, 3.001);
+    }
+
+    #[test]
+    fn parts_happen_as_often_as_they_are_repeated() {
+        let mut step_trace = backward(true);
+        step_trace.repeat(9);
+        step_trace.begin_part();
+        let vote = step_trace.launch(sum_of(3));
+        step_trace.wait(vote);
+        assert_eq!(seconds(&step_trace, 1.0, 0.5), (50.5, 20.5));
+        assert_eq!(step_trace.work().backward, 40.0);
+        let all: Vec<_> = step_trace.collectives().map(|(collective, times)| (collective.elements, times)).collect();
+        assert_eq!(all, [(1 << 20, 10), (1 << 20, 10), (3, 1)]);
+    }
+}

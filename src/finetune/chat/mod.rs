@@ -1,0 +1,25 @@
+//! From a conversation to tokens, and which of them the assistant says.
+//!
+//! | file | content |
+//! |---|---|
+//! | `conversation.rs` | messages and tools |
+//! | `template.rs`, `template_files.rs`, `template_capabilities.rs` | a chat template: where it is, what it reads, what it renders |
+//! | `jinja_compat.rs`, `python_string_methods.rs`, `strftime.rs` | what templates expect of Python |
+//! | `assistant_mask.rs`, `omitted_texts.rs` | which bytes of the rendered text the assistant says, and what is missing from it |
+//! | `tokenizer.rs`, `tokenizer_files.rs`, `encode_cache.rs` | a tokenizer: its files, and encoding by cached pieces |
+
+pub(super) mod assistant_mask;
+pub(super) mod conversation;
+pub(super) mod encode_cache;
+pub(super) mod jinja_compat;
+pub(super) mod omitted_texts;
+mod python_string_methods;
+mod strftime;
+pub(super) mod template;
+mod template_capabilities;
+pub(super) mod template_files;
+pub(super) mod tokenizer;
+pub(super) mod tokenizer_files;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tokenizer_fuzz;

@@ -1,0 +1,32 @@
+//! Data files as samples: files -> records -> examples -> tokens -> batches.
+//!
+//! | file | content |
+//! |---|---|
+//! | `columns.rs` | the names of columns, and what they are read as |
+//! | `source.rs`, `record_reader.rs`, `parquet.rs`, `csv_table.rs` | a file, record by record |
+//! | `raw_record.rs` | a record before it is parsed |
+//! | `record_parser.rs`, `record_fields.rs`, `chat_messages.rs` | what a record is: an example to learn |
+//! | `sample.rs` | the tokens of an example, and which of them are predicted |
+//! | `dataset_builder.rs`, `data_options.rs`, `labels.rs` | the samples of a file: parsed and tokenized in parallel |
+//! | `sample_cache.rs`, `dataset.rs` | samples written once and mapped; those of several files by weight |
+//! | `data_report.rs`, `show_samples.rs` | what became of the records, and samples to look at |
+//! | `batches.rs` | rows of samples, packed or padded |
+
+pub(super) mod batches;
+mod chat_messages;
+pub(super) mod columns;
+mod csv_table;
+pub(super) mod data_options;
+pub(super) mod data_report;
+pub(super) mod dataset;
+mod dataset_builder;
+pub(super) mod labels;
+mod parquet;
+pub(super) mod raw_record;
+mod record_fields;
+pub(super) mod record_parser;
+mod record_reader;
+pub(super) mod sample;
+pub(super) mod sample_cache;
+pub(super) mod show_samples;
+pub(super) mod source;

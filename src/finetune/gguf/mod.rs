@@ -1,0 +1,15 @@
+//! GGUF files, read and written by the conventions of llama.cpp.
+//!
+//! | file | content |
+//! |---|---|
+//! | `weights.rs` | weights by the names of Hugging Face, dequantized while they are read |
+//! | `config.rs`, `tokenizer.rs` | its metadata as `config.json`, `tokenizer.json` and `tokenizer_config.json` |
+//! | `writer.rs` | the file format |
+//! | `export.rs`, `tokenizer_export.rs` | a merged model and its tokenizer as a GGUF file |
+
+mod config;
+pub(super) mod export;
+mod tokenizer;
+mod tokenizer_export;
+pub(super) mod weights;
+mod writer;

@@ -1,0 +1,12 @@
+//! Low-rank adapters in PEFT's files.
+//!
+//! | file | content |
+//! |---|---|
+//! | `adapter.rs`, `config.rs` | `adapter_model.safetensors` and `adapter_config.json` |
+//! | `adapted_values.rs` | initial values of a model with adapters |
+//! | `qlora.rs` | which weights are held in four bits |
+
+pub(super) mod adapted_values;
+pub(super) mod adapter;
+mod config;
+pub(super) mod qlora;

@@ -1,0 +1,136 @@
+//! Linear layers with parameters in f32 under activations of 16 bits (`keep_in_fp32_modules`, `ParameterGroup::keep_f32`).
+//!
+//! ```text
+//!   x in 16 bits -> f32 \
+//!                        product and bias in f32 -> rounded once to x's format
+//!   weight in f32 ------/
+//! ```
+//!
+//! Backward has the gradient of the result in x's format and widens it; each operand's gradient is a sum in f32 and gets
+//! that operand's format.
+
+use super::activation::activated;
+use super::linear_product::LinearSizes;
+use super::{LinearEpilogue, WeightLayout, add, composed};
+use crate::graph::{OpInputs, SavedTensor};
+use crate::kernels::buffer;
+use crate::kernels::element::Element as _;
+use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
+use crate::tensor::element::{TensorElement, with_element, with_elements};
+use candle_core::{DType, Result, Tensor};
+
+/// Whether a parameter is wider than the activations.
+pub(super) fn is_wider(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
+    let is_f32 = |t: &Tensor| t.dtype() == DType::F32;
+    matches!(x.dtype(), DType::BF16 | DType::F16) && (is_f32(weight) || bias.is_some_and(is_f32))
+}
+
+/// [`linear_then`](super::linear_then) with the product in f32; what follows it sees the result in x's format.
+pub(super) fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+    then: LinearEpilogue<'_>,
+) -> Result<Tensor> {
+    let y = if x.device().is_cpu() {
+        with_element!(x.dtype(), NAME, E => linear::<E>(x, weight, bias, layout))?
+    } else {
+        let wide = |t: &Tensor| t.to_dtype(DType::F32);
+        let bias = bias.map(wide).transpose()?;
+        composed::linear(&wide(x)?, &wide(weight)?, bias.as_ref(), layout)?.to_dtype(x.dtype())?
+    };
+    follow(y, then)
+}
+
+/// What follows a product that is there, in passes of their own.
+pub(super) fn follow(y: Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
+    let y = match then.activation {
+        Some(function) => activated(function, &y)?,
+        None => y,
+    };
+    then.residual.map_or(Ok(y.clone()), |residual| add(residual, &y))
+}
+
+const NAME: &str = "linear (f32 weight)";
+
+fn linear<E: TensorElement>(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+) -> Result<Tensor> {
+    let s = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let shape = s.result_shape(x.shape());
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let mut y = buffer::<f32>(shape.elem_count());
+    with_wide(&x, |x| {
+        with_wide(&weight, |w| {
+            let mut product = |bias: Option<&[f32]>| {
+                let epilogue = Epilogue { bias, ..Epilogue::default() };
+                s.product(x, w, &mut y, epilogue);
+                Ok(())
+            };
+            match &bias {
+                Some(bias) => with_wide(bias, |bias| product(Some(bias))),
+                None => product(None),
+            }
+        })
+    })?;
+    let mut low = buffer::<E>(y.len());
+    E::narrow(&y, &mut low);
+    drop(y);
+    let (kept_x, dtypes) = (SavedTensor::of(&x), (weight.dtype(), bias.as_ref().map(Tensor::dtype)));
+    inputs.result(NAME, E::storage(low), shape, move |grad, [to_x, to_weight, to_bias]| {
+        let mut wide = buffer::<f32>(grad.len());
+        grad.read::<E, _>(NAME, |dy| {
+            E::widen(dy, &mut wide);
+            Ok(())
+        })?;
+        let g = Matrix::new(&wide[..], s.rows, s.outputs);
+        if let (true, Some(dtype)) = (to_bias.is_wanted(), dtypes.1) {
+            let mut sums = vec![0f32; s.outputs];
+            column_sums(g, &mut sums);
+            with_element!(dtype, NAME, P => to_bias.give_sums::<P>(&sums))?;
+        }
+        if to_weight.is_wanted() {
+            let product = |dw: &mut [f32], add: bool| {
+                let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
+                with_wide(&kept_x.get()?, |x| {
+                    s.weight_gradient(x, g, dw, epilogue);
+                    Ok(())
+                })
+            };
+            if dtypes.0 == DType::F32 {
+                to_weight.accumulate::<f32>(s.inputs * s.outputs, product)?;
+            } else {
+                let mut sums = buffer::<f32>(s.inputs * s.outputs);
+                product(&mut sums, false)?;
+                with_element!(dtypes.0, NAME, P => to_weight.give_sums::<P>(&sums))?;
+            }
+        }
+        if to_x.is_wanted() {
+            let mut sums = buffer::<f32>(s.rows * s.inputs);
+            with_wide(&weight, |w| {
+                s.input_gradient(g, w, &mut sums, Epilogue::default());
+                Ok(())
+            })?;
+            to_x.give_sums::<E>(&sums)?;
+        }
+        Ok(())
+    })
+}
+
+/// Lets `look` see a tensor's values in f32: themselves where that is what they are.
+pub(super) fn with_wide<R>(tensor: &Tensor, look: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    if tensor.dtype() == DType::F32 {
+        return with_elements::<f32, _>(tensor, NAME, look);
+    }
+    with_element!(tensor.dtype(), NAME, P => with_elements::<P, _>(tensor, NAME, |values| {
+        let mut wide = buffer::<f32>(values.len());
+        P::widen(values, &mut wide);
+        look(&wide)
+    }))
+}

@@ -1,0 +1,20 @@
+//! The positions of the rows of a tensor, for rotations.
+
+use crate::nn::Sequences;
+
+/// The positions of the rows of a tensor `[batch, time, width]`.
+pub(super) enum RowPositions {
+    /// Of the first of the batch's positions, which follow one another.
+    From(usize),
+    Of(Sequences),
+}
+
+impl RowPositions {
+    /// Of row r.
+    pub fn at(&self, row: usize, time: usize) -> usize {
+        match self {
+            Self::From(first) => first + row % time,
+            Self::Of(sequences) => sequences.positions()[row] as usize,
+        }
+    }
+}
