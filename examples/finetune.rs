@@ -3,7 +3,7 @@
 //!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
 
 use candle_zero::comm::{self, RankEnv};
-use candle_zero::finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod};
+use candle_zero_finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod};
 use clap::Parser;
 use std::path::PathBuf;
 

@@ -14,7 +14,7 @@ use candle_zero::cli::DsArgs;
 use candle_zero::comm::RankEnv;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenData};
-use candle_zero::error::FinetuneError;
+use candle_zero::error::EngineError;
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::MemoryKind;
 use candle_zero::models::{
@@ -461,11 +461,9 @@ fn train<A: Architecture>(
     write(&mut metrics, &summary);
     let (made, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
     if made > 0 && skipped == made {
-        return Err(FinetuneError::NothingLearned {
-            steps: made,
-            adapts: engine.config().precision.adapts_loss_scale(),
-        }
-        .into());
+        return Err(
+            EngineError::NothingLearned { steps: made, adapts: engine.config().precision.adapts_loss_scale() }.into()
+        );
     }
     Ok(Ended::Trained)
 }

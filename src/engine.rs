@@ -30,7 +30,8 @@ mod training_output;
 
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
-pub(crate) use gradient_check_state::CHECK_GRADIENTS;
+#[doc(hidden)]
+pub use gradient_check_state::CHECK_GRADIENTS;
 pub use gradient_report::{GradientReport, GradientRow, GradientVerdict};
 
 use crate::checkpoint::store::CheckpointUpload;

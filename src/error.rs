@@ -21,22 +21,13 @@ pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
 pub use crate::estimate::error::EstimateError;
 pub use crate::files::error::OutputError;
-pub use crate::finetune::error::FinetuneError;
-#[cfg(feature = "hub")]
-pub use crate::hub::error::HubError;
 pub use crate::kernels::error::KernelError;
-#[cfg(feature = "cli")]
-pub use crate::launch::error::LaunchError;
-#[cfg(feature = "cli")]
-pub use crate::launch::hosts::error::HostsError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
 pub use crate::nn::error::LoraError;
 pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
-#[cfg(feature = "cli")]
-pub use crate::tools::error::ToolError;
 use std::path::PathBuf;
 
 /// Result with [`Error`].
@@ -92,13 +83,6 @@ pub enum Error {
     /// An estimate, of several hosts.
     #[error(transparent)]
     Estimate(#[from] EstimateError),
-    /// Fine-tuning: a model's folder, its tokenizer and template, data.
-    #[error(transparent)]
-    Finetune(#[from] FinetuneError),
-    /// A model from the Hugging Face Hub.
-    #[cfg(feature = "hub")]
-    #[error(transparent)]
-    Hub(#[from] HubError),
     /// The kernels cannot run as the environment says.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -111,30 +95,47 @@ pub enum Error {
     /// A monitor or the timeline.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
-    /// The launcher.
-    #[cfg(feature = "cli")]
+    /// An error of a package or program that builds on this one, such as a communicator or initial values of its own:
+    /// [`Error::other`] makes one, [`Error::downcast_ref`] finds its type again.
     #[error(transparent)]
-    Launch(#[from] LaunchError),
-    /// A command of zerorun.
-    #[cfg(feature = "cli")]
-    #[error(transparent)]
-    Tool(#[from] ToolError),
+    Other(Box<dyn std::error::Error + Send + Sync>),
 }
 
-#[cfg(feature = "cli")]
-impl From<HostsError> for Error {
-    fn from(error: HostsError) -> Self {
-        Self::Launch(LaunchError::Hosts(error))
+impl Error {
+    /// Wraps an error of a package or program that builds on this one.
+    pub fn other(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Other(error.into())
+    }
+
+    /// The error that [`Error::other`] wrapped, if it is an `E`; else this error.
+    ///
+    /// # Errors
+    /// This error, if it is another one.
+    pub fn downcast<E: std::error::Error + 'static>(self) -> Result<E> {
+        match self {
+            Self::Other(error) => error.downcast().map(|error| *error).map_err(Self::Other),
+            other => Err(other),
+        }
+    }
+
+    /// The error that [`Error::other`] wrapped, if it is an `E`.
+    pub fn downcast_ref<E: std::error::Error + 'static>(&self) -> Option<&E> {
+        match self {
+            Self::Other(error) => error.downcast_ref(),
+            _ => None,
+        }
     }
 }
 
 /// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.
-pub(crate) fn begins_backtrace(line: &str) -> bool {
+#[doc(hidden)]
+pub fn begins_backtrace(line: &str) -> bool {
     line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))
 }
 
 /// A message without the backtrace that may follow it.
-pub(crate) fn without_backtrace(message: &str) -> String {
+#[doc(hidden)]
+pub fn without_backtrace(message: &str) -> String {
     let lines: Vec<&str> = message.lines().take_while(|line| !begins_backtrace(line)).collect();
     lines.join("\n")
 }
@@ -164,7 +165,9 @@ mod tests {
 
     #[test]
     fn messages_are_one_sentence_without_a_full_stop_or_a_gap() {
-        let files = files_of_errors(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let sources = ["src", "crates/candle-zero-finetune/src", "crates/zerorun/src"];
+        let files: Vec<PathBuf> = sources.iter().flat_map(|folder| files_of_errors(&root.join(folder))).collect();
         let sources: Vec<String> = files.iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
         let messages: Vec<&str> = sources.iter().flat_map(|source| messages(source)).collect();
         assert!(messages.len() > 70, "{}", messages.len());

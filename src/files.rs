@@ -10,14 +10,15 @@ mod resolved_path;
 mod run_paths;
 mod scratch_folder;
 
-pub(crate) use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
-pub(crate) use free_space::check_free_space;
-#[cfg(any(feature = "hub", feature = "s3"))]
-pub(crate) use lock::FolderLockOutcome;
-pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner, sweep_locks};
-pub(crate) use output_digests::OutputDigests;
-pub(crate) use run_paths::{InputKind, OutputKind, OutputLocks, RunPaths};
-pub(crate) use scratch_folder::{ScratchFolder, WRITING, sweep};
+pub use atomic_folder::{AtomicFile, AtomicFolder, free_folder, must_stay};
+pub use free_space::check_free_space;
+pub use lock::FolderLock;
+pub use lock::FolderLockOutcome;
+pub use lock::{FileLock, sweep_locks};
+pub(crate) use lock::{LOCK, owner as lock_owner};
+pub use output_digests::OutputDigests;
+pub use run_paths::{InputKind, OutputKind, OutputLocks, RunPaths};
+pub use scratch_folder::{ScratchFolder, WRITING, sweep};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
@@ -26,19 +27,19 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 /// The folder that `path` is in.
-pub(crate) fn folder_of(path: &Path) -> &Path {
+pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A new file in `folder` whose name begins with `prefix`, removed when it is dropped. It is readable for whom the
 /// umask allows, as any new file: tempfile's default is the owner alone.
-pub(crate) fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
+pub fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }
 
 /// Writes a file that is there whole or not at all, under a name that begins with `prefix` until it is. Gives the file,
 /// at its end. The folder is not synced.
-pub(crate) fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
+pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;
     file.as_file().sync_all()?;
@@ -46,7 +47,7 @@ pub(crate) fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<Fil
 }
 
 /// Brings the names in a folder to disk.
-pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+pub fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder)?.sync_all()
 }
 
@@ -58,7 +59,7 @@ pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
 
 /// Opens the file at `path` to read it. What is no file is an error that says what it is: a pipe would be waited for,
 /// and a device may never end.
-pub(crate) fn open(path: impl AsRef<Path>) -> Result<File> {
+pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
     // Looked at first, since to open a device can do something; and again, since it may be another by then.
     only_a_file(&path.metadata()?)?;
@@ -69,7 +70,7 @@ pub(crate) fn open(path: impl AsRef<Path>) -> Result<File> {
 }
 
 /// All of the file at `path`, which has `most` bytes at most.
-pub(crate) fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
+pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
     match bytes.len() as u64 <= most {
@@ -79,7 +80,7 @@ pub(crate) fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
 }
 
 /// The same, as text.
-pub(crate) fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
+pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
@@ -103,7 +104,7 @@ pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()>
 }
 
 /// Makes the folder `path`, and those above it, for this user alone; one that is there and this user's becomes so too.
-pub(crate) fn private_folder(path: &Path) -> Result<()> {
+pub fn private_folder(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;
     }
@@ -117,7 +118,7 @@ pub(crate) fn private_folder(path: &Path) -> Result<()> {
 }
 
 /// Takes the rights of others from a file or folder of this user's. Whose it is not, it stays as it is.
-pub(crate) fn tighten(path: &Path) {
+pub fn tighten(path: &Path) {
     let me = rustix::process::geteuid().as_raw();
     if let Ok(found) = path.symlink_metadata()
         && !found.is_symlink()

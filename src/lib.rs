@@ -29,9 +29,6 @@
 //!
 //! [`Engine`] tells this story; the modules below are its words. Begin with the README and `engine.rs`.
 #![deny(missing_docs)]
-// Without the commands, what only they use is unused, and the compiler leaves it out. The build with them finds dead
-// code.
-#![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))]
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
@@ -46,38 +43,39 @@ pub mod config;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod data;
-mod device;
+#[doc(hidden)]
+pub mod device;
 pub mod engine;
 pub mod error;
 pub mod estimate;
-mod files;
-pub mod finetune;
+#[doc(hidden)]
+pub mod files;
 mod graph;
-pub mod hub;
-mod kernels;
-#[cfg(feature = "cli")]
-mod launch;
+#[doc(hidden)]
+pub mod kernels;
 pub mod layout;
 pub mod memory;
 pub mod models;
 pub mod monitor;
 pub mod nn;
-mod notice;
+#[doc(hidden)]
+pub mod notice;
 pub mod offload;
 pub mod optim;
-mod param;
+#[doc(hidden)]
+pub mod param;
 pub mod precision;
 pub mod profiler;
-mod sandbox;
-mod stop_signal;
+#[doc(hidden)]
+pub mod sandbox;
+#[doc(hidden)]
+pub mod stop_signal;
 mod tensor;
-mod timeline;
-#[cfg(feature = "cli")]
-mod tools;
-mod util;
+#[doc(hidden)]
+pub mod timeline;
+#[doc(hidden)]
+pub mod util;
 pub mod zero;
-#[cfg(feature = "cli")]
-pub mod zerorun;
 
 pub use config::Config;
 pub use engine::{Engine, EngineBuilder, GradientReport, GradientRow, GradientVerdict};
@@ -85,6 +83,10 @@ pub use error::{Error, Result};
 pub use profiler::StepTimings;
 /// The crate whose `Value` and `json!` stand in calls of this one: for programs that do not name it themselves.
 pub use serde_json;
+
+/// The folder that this library was built from: `zerorun` builds scripts against it.
+#[doc(hidden)]
+pub const CHECKOUT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// README's code, compiled and run as a doc test.
 #[cfg(doctest)]

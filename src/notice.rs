@@ -33,7 +33,7 @@ fn is_said(level: LogLevel) -> bool {
 }
 
 /// Reports a fact: through `tracing` where a subscriber listens, else on stderr.
-pub(crate) fn say(message: &str) {
+pub fn say(message: &str) {
     if !is_said(LogLevel::Info) {
         return;
     }

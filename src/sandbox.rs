@@ -32,7 +32,7 @@ const MOST_TIME: Duration = Duration::from_secs(3);
 
 /// What work is on, for the error that ends the process: the name of a file, for instance.
 #[derive(Debug, Clone)]
-pub(crate) struct SandboxSubject(Arc<SubjectRecord>);
+pub struct SandboxSubject(Arc<SubjectRecord>);
 
 #[derive(Debug)]
 struct SubjectRecord {
@@ -42,7 +42,7 @@ struct SubjectRecord {
 }
 
 impl SandboxSubject {
-    pub(crate) fn new(name: impl Into<String>) -> Self {
+    pub fn new(name: impl Into<String>) -> Self {
         Self(Arc::new(SubjectRecord { name: name.into(), slow: AtomicU64::new(0) }))
     }
 }
@@ -112,7 +112,7 @@ fn watch() {
 }
 
 /// Runs `work` on `subject`, of which `bytes` bytes are worked on. Its panic is an error, whose text this gives.
-pub(crate) fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
     /// Bytes that take a second, on a slow machine.
     const A_SECOND: u64 = 256 << 10;
     begin();
@@ -172,7 +172,7 @@ fn begin() {
 
 /// From now on a panic of a thread or a stack for which there is no memory, because of the limits that are set for this
 /// process (`ulimit`), ends it with an error that says so.
-pub(crate) fn explain_limits() {
+pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();
     if ![Resource::As, Resource::Data, Resource::Nproc].into_iter().any(is_set) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// A variable that `zerorun` gives to its ranks.
-pub(crate) const RESTART: &str = "ZERORUN_RESTART";
+pub const RESTART: &str = "ZERORUN_RESTART";
 
 /// Whether SIGTERM, SIGINT or SIGHUP (a terminal that was closed) has come. From the first call on they do nothing else.
 pub(crate) fn asked_to_stop() -> io::Result<bool> {
@@ -39,7 +39,7 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
 }
 
 /// The signals that this process ignores, as the kernel lists them: at its start those that it was started to ignore.
-pub(crate) fn ignored_signals() -> impl Fn(i32) -> bool {
+pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = ignored_mask(&status);
     move |number| mask >> (number - 1) & 1 == 1

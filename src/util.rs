@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
 /// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
@@ -22,13 +22,13 @@ pub(crate) fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usiz
 }
 
 /// A stable 64-bit hash (FNV-1a); std's hasher may change between releases of Rust.
-pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
+pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 /// SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
 #[inline]
-pub(crate) fn mix(mut x: u64) -> u64 {
+pub fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -38,7 +38,7 @@ pub(crate) fn mix(mut x: u64) -> u64 {
 /// Where `position` goes in a permutation of `0..len` that `key` makes. Needs no memory: a Feistel network permutes
 /// the next power of four, and a result outside the range is permuted again until it is inside (four times at most
 /// on average, since the range fills a quarter of it or more).
-pub(crate) fn permute(position: u64, len: u64, key: u64) -> u64 {
+pub fn permute(position: u64, len: u64, key: u64) -> u64 {
     /// Enough rounds for every bit of the input to reach every bit of the output several times over.
     const ROUNDS: u64 = 6;
     let half_bits = (64 - (len - 1).leading_zeros()).div_ceil(2).max(1);
@@ -59,13 +59,13 @@ pub(crate) fn permute(position: u64, len: u64, key: u64) -> u64 {
 
 /// The folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) where that is an absolute path, as the XDG base directory
 /// specification says, else `.cache` in the user's `home`.
-pub(crate) fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
+pub fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
     let xdg = xdg.map(PathBuf::from).filter(|path| path.is_absolute());
     xdg.or_else(|| home.map(|home| home.join(".cache")))
 }
 
 /// The names that are most like `name`, for a message; nothing, where none is.
-pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
+pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
     /// The least likeness, from 0 to 1, of a name that is suggested for another one.
     const ALIKE: f64 = 0.5;
     const SUGGESTIONS: usize = 3;
@@ -81,12 +81,12 @@ pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Opt
 }
 
 /// The name of this host; empty where the system does not say.
-pub(crate) fn host_name() -> String {
+pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
 /// Names for a message: the first few, and how many more.
-pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
+pub fn list<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;
     let mut text = names.iter().take(SHOWN).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
     if names.len() > SHOWN {
@@ -96,13 +96,13 @@ pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
 }
 
 /// A count with what is counted: "1 step", "2 steps".
-pub(crate) fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String {
+pub fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String {
     let plural = if count == 1.into() { "" } else { "s" };
     format!("{count} {noun}{plural}")
 }
 
 /// Bytes with three digits and a binary unit.
-pub(crate) fn binary(bytes: u64) -> String {
+pub fn binary(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1 << 10 {
         return format!("{bytes} B");

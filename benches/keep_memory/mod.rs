@@ -3,7 +3,7 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Freed memory stays in the process, as in the ranks that `zerorun` starts (see `src/launch/ranks.rs`).
+/// Freed memory stays in the process, as in the ranks that `zerorun` starts (see `crates/zerorun/src/launch/ranks.rs`).
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 

@@ -22,7 +22,8 @@ const NAME: &str = "buffers.safetensors";
 
 /// A buffer in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SavedBuffer {
+#[doc(hidden)]
+pub struct SavedBuffer {
     pub name: String,
     pub shape: Vec<usize>,
     pub dtype: DType,

@@ -88,7 +88,8 @@ pub struct Consolidated {
 }
 
 impl ConsolidatedDtype {
-    pub(crate) fn bytes(self) -> u64 {
+    #[doc(hidden)]
+    pub fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
             Self::Bf16 | Self::F16 => 2,
@@ -96,7 +97,8 @@ impl ConsolidatedDtype {
     }
 
     /// In safetensors files, and in `config.json`.
-    pub(crate) fn names(self) -> (&'static str, &'static str) {
+    #[doc(hidden)]
+    pub fn names(self) -> (&'static str, &'static str) {
         match self {
             Self::F32 => ("F32", "float32"),
             Self::Bf16 => ("BF16", "bfloat16"),
@@ -105,7 +107,8 @@ impl ConsolidatedDtype {
     }
 
     /// The bytes of `values`; else the value that is too large.
-    pub(crate) fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
+    #[doc(hidden)]
+    pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let lost =
             |held: fn(f32) -> bool| values.iter().find(|v| v.is_finite() && !held(**v)).map_or(Ok(()), |v| Err(*v));
         Ok(match self {
@@ -151,7 +154,8 @@ pub fn consolidate(
 }
 
 /// The folder that `out` means, if it can be written to.
-pub(crate) fn absent_or_empty(out: &Path) -> Result<PathBuf> {
+#[doc(hidden)]
+pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     let wrong = |source| Error::Io { action: "read", path: out.to_owned(), source };
     free_folder(out).map_err(wrong)?.map_err(|problem| {
         let problem = format!("{problem}; give another folder");

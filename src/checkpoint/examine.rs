@@ -9,7 +9,8 @@ use crate::util::list;
 use std::path::{Path, PathBuf};
 
 /// The content of a folder of checkpoints.
-pub(crate) struct CheckpointListing {
+#[doc(hidden)]
+pub struct CheckpointListing {
     /// The folder.
     pub dir: PathBuf,
     /// The content of `latest`, if there is such a file.
@@ -21,7 +22,8 @@ pub(crate) struct CheckpointListing {
 }
 
 /// A checkpoint and all that is wrong with it.
-pub(crate) struct CheckpointExamination {
+#[doc(hidden)]
+pub struct CheckpointExamination {
     pub path: PathBuf,
     pub manifest: Option<Manifest>,
     /// Its buffers, by name; none where their file is damaged.
@@ -34,7 +36,8 @@ pub(crate) struct CheckpointExamination {
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be read; [`CheckpointError::Unusable`] for the folder of a tag and another tag.
-pub(crate) fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
+#[doc(hidden)]
+pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
     let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
     match (dir.parent(), own) {
@@ -50,7 +53,8 @@ pub(crate) fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Optio
 }
 
 /// The content of the folder `dir`.
-pub(crate) fn list_checkpoints(dir: &Path) -> CheckpointListing {
+#[doc(hidden)]
+pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
     let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
     let mut tags: Vec<_> =
         folder::tags(dir).into_iter().map(|tag| (manifest(&tag), tag)).map(|(m, t)| (t, m)).collect();
@@ -59,7 +63,8 @@ pub(crate) fn list_checkpoints(dir: &Path) -> CheckpointListing {
 }
 
 /// The checkpoint that `latest` of the folder `dir` names, and its manifest; nothing without such a file.
-pub(crate) fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
+#[doc(hidden)]
+pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };
     let path = folder::existing(dir, &tag)?;
     let manifest = Manifest::read(&path.join(MANIFEST))?;
@@ -67,7 +72,8 @@ pub(crate) fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)
 }
 
 /// Whether the folder `dir` has a checkpoint that a run may continue from.
-pub(crate) fn has_checkpoints(dir: &Path) -> bool {
+#[doc(hidden)]
+pub fn has_checkpoints(dir: &Path) -> bool {
     folder::latest(dir).is_ok_and(|latest| latest.is_some())
 }
 
@@ -92,7 +98,8 @@ impl CheckpointListing {
 
 /// Looks at checkpoint `tag` of `dir`: its manifest, lengths and headers of its files, and with `tell` every byte.
 /// `tell` learns the bytes read and those that there are.
-pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
+#[doc(hidden)]
+pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
     let path = dir.join(tag);
     let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
     let manifest = match read {

@@ -51,7 +51,8 @@ pub fn import(
 ///
 /// # Errors
 /// As [`import`]'s for what is there already, and for a name that is none.
-pub(crate) fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
+#[doc(hidden)]
+pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
     folder::check_tag(dir, tag)?;
     let path = dir.join(tag);
     if path.exists() {

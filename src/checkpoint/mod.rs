@@ -38,20 +38,27 @@ mod save;
 pub(crate) mod store;
 mod training_progress;
 
-pub(crate) use buffers::SavedBuffer;
-pub(crate) use consolidate::absent_or_empty;
+#[doc(hidden)]
+pub use buffers::SavedBuffer;
+#[doc(hidden)]
+pub use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
-pub(crate) use examine::{
+#[doc(hidden)]
+pub use examine::{
     CheckpointExamination, CheckpointListing, examine, has_checkpoints, list_checkpoints, newest_checkpoint, split_tag,
 };
 pub use import_deepspeed::import;
-pub(crate) use import_deepspeed::new_checkpoint_path;
+#[doc(hidden)]
+pub use import_deepspeed::new_checkpoint_path;
 pub(crate) use lineage::{LastCheckpoint, LockedFolders};
 pub(crate) use load::load;
 pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
 pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
 pub(crate) use rank_agreement::failed_elsewhere;
-pub(crate) use safetensors_files::{TensorEntry, create, write_json, write_model_files};
+#[doc(hidden)]
+pub use safetensors_files::{TensorEntry, create, write_json, write_model_files};
 pub use save::SaveOptions;
-pub(crate) use save::{SaveJob, SaveRequest, check_dir, keep_newest, manifest};
+#[doc(hidden)]
+pub use save::keep_newest;
+pub(crate) use save::{SaveJob, SaveRequest, check_dir, manifest};
 pub(crate) use training_progress::TrainingProgress;

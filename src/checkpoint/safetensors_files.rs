@@ -9,7 +9,8 @@ use std::path::Path;
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct TensorEntry {
+#[doc(hidden)]
+pub struct TensorEntry {
     pub name: String,
     /// As safetensors calls it.
     pub dtype: String,
@@ -25,7 +26,8 @@ pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 ///
 /// # Errors
 /// Those of `give`, and [`Error::Io`].
-pub(crate) fn write_model_files(
+#[doc(hidden)]
+pub fn write_model_files(
     folder: &Path,
     entries: &[TensorEntry],
     most: u64,
@@ -60,12 +62,14 @@ pub(crate) fn write_model_files(
 }
 
 /// Writes a file of JSON that is on disk in the end.
-pub(crate) fn write_json(folder: &Path, name: &str, value: &Value) -> Result<()> {
+#[doc(hidden)]
+pub fn write_json(folder: &Path, name: &str, value: &Value) -> Result<()> {
     create(folder, name, |file| writeln!(file, "{value:#}").map_err(|source| wrong(folder, name, source)))
 }
 
 /// A new file that is on disk in the end.
-pub(crate) fn create(folder: &Path, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+#[doc(hidden)]
+pub fn create(folder: &Path, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     let wrong = |source| wrong(folder, name, source);
     let mut file = BufWriter::new(File::create_new(folder.join(name)).map_err(wrong)?);
     fill(&mut file)?;

@@ -357,7 +357,8 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
 }
 
 /// Removes all but the `keep` newest checkpoints of `dir` that were saved without a tag; `tag`, which is there, stays.
-pub(crate) fn keep_newest(dir: &Path, keep: usize, tag: &str) {
+#[doc(hidden)]
+pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
         // The checkpoint is saved all the same.
         warn(&format!("warning: {error}. They stay; checkpoint {tag} is saved"));

@@ -28,8 +28,8 @@ pub(crate) fn rank_failed(rank: usize) -> String {
 }
 
 /// The rank that a message points at by [`rank_failed`].
-#[cfg(feature = "cli")]
-pub(crate) fn rank_pointed_at(message: &str) -> Option<usize> {
+#[doc(hidden)]
+pub fn rank_pointed_at(message: &str) -> Option<usize> {
     let (before, _) = message.split_once(SEE_ITS_ERROR)?;
     before.rsplit_once("rank ")?.1.parse().ok()
 }
@@ -128,7 +128,6 @@ mod tests {
         assert_eq!(on_three(|comm| Ok(agree(comm, Ok(comm.rank()), |_| unreachable!()).unwrap())), [0, 1, 2]);
     }
 
-    #[cfg(feature = "cli")]
     #[test]
     fn a_message_that_points_at_a_rank_is_told_from_others() {
         assert_eq!(rank_pointed_at(&format!("error: cannot write x: {}", rank_failed(12))), Some(12));

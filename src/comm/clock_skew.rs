@@ -4,12 +4,14 @@
 const FAR: u64 = 30;
 
 /// This host's clock, in seconds since 1970.
-pub(crate) fn seconds() -> u64 {
+#[doc(hidden)]
+pub fn seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// What there is to say of a host whose clock is `ahead` seconds ahead of the first one's.
-pub(crate) fn warning(host: &str, ahead: i64) -> Option<String> {
+#[doc(hidden)]
+pub fn warning(host: &str, ahead: i64) -> Option<String> {
     let side = if ahead < 0 { "behind" } else { "ahead of" };
     (ahead.unsigned_abs() > FAR).then(|| {
         format!(

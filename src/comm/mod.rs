@@ -15,9 +15,11 @@
 //!
 //! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`WireFormat`].
 
-pub(crate) mod agree;
+#[doc(hidden)]
+pub mod agree;
 mod backend;
-pub(crate) mod clock_skew;
+#[doc(hidden)]
+pub mod clock_skew;
 mod collective_kind;
 mod collective_queue;
 mod default_collectives;
@@ -29,11 +31,14 @@ pub(crate) mod gpu_collectives;
 mod join;
 mod mpi;
 mod pending;
-pub(crate) mod rank_env;
+#[doc(hidden)]
+pub mod rank_env;
 mod rendezvous;
-pub(crate) mod shm;
+#[doc(hidden)]
+pub mod shm;
 mod solo;
-pub(crate) mod stats;
+#[doc(hidden)]
+pub mod stats;
 pub mod threads;
 mod wire;
 
@@ -42,12 +47,13 @@ pub use collective_queue::CpuCommunicator;
 pub(crate) use collective_queue::{GRACE, SHORT_BYTES};
 pub(crate) use fingerprint::content_of;
 pub use join::from_env;
-#[cfg(feature = "cli")]
-pub(crate) use mpi::found_library as mpi_library;
+#[doc(hidden)]
+pub use mpi::found_library as mpi_library;
 pub(crate) use mpi::{InterHostTransfer, UniformHosts};
 pub use pending::Pending;
 pub use rank_env::RankEnv;
-pub(crate) use shm::rank_state::RankFault;
+#[doc(hidden)]
+pub use shm::rank_state::RankFault;
 pub use solo::SoloCommunicator;
 pub use stats::bandwidth::Bandwidth;
 pub(crate) use stats::bandwidth::{size_text, trimmed_mean};

@@ -30,27 +30,34 @@ use std::time::Duration;
 use crate::error::{Error, RankEnvError, Result};
 
 /// File descriptor of the memory that the ranks share.
-pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
+#[doc(hidden)]
+pub const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
 /// How long a rank waits for the others, in milliseconds.
-pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
+#[doc(hidden)]
+pub const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
 
 /// Set where the launcher has bound each rank to cores of its own.
-pub(crate) const BOUND: &str = "CANDLE_ZERO_BOUND";
+#[doc(hidden)]
+pub const BOUND: &str = "CANDLE_ZERO_BOUND";
 
 /// `mpi` where zerorun lets MPI join the ranks of one host too.
-pub(crate) const BACKEND: &str = "CANDLE_ZERO_BACKEND";
+#[doc(hidden)]
+pub const BACKEND: &str = "CANDLE_ZERO_BACKEND";
 
 /// A rank's number among the processes of its namespace, by PMIx.
 const PMIX_RANK: &str = "PMIX_RANK";
 
 /// The socket to the launcher through which an MPI library meets the other ranks, as MPICH's process managers have it.
-pub(crate) const PMI_FD: &str = "PMI_FD";
+#[doc(hidden)]
+pub const PMI_FD: &str = "PMI_FD";
 
 /// The script as it was typed behind `zerorun`, by which a rank names its command line.
-pub(crate) const SCRIPT: &str = "ZERORUN_SCRIPT";
+#[doc(hidden)]
+pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 
 /// DeepSpeed's default for `init_distributed`.
-pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+#[doc(hidden)]
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";
 /// DeepSpeed's and torchrun's default.
 const DEFAULT_PORT: u16 = 29500;

@@ -34,4 +34,5 @@ pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;
 pub use source::ConfigSource;
-pub(crate) use source::{CheckOutcome, check, read_file, read_value};
+#[doc(hidden)]
+pub use source::{CheckOutcome, check, read_file, read_value};

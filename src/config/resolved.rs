@@ -260,12 +260,14 @@ impl ZeroConfig {
     }
 
     /// `offload_optimizer`, where optimizer state goes to files.
-    pub(crate) fn optimizer_files(&self) -> Option<&OffloadOptimizer> {
+    #[doc(hidden)]
+    pub fn optimizer_files(&self) -> Option<&OffloadOptimizer> {
         self.offload_optimizer.as_ref().filter(|section| section.to.nvme_path().is_some())
     }
 
     /// `offload_param`, where parameter shards go to files.
-    pub(crate) fn param_files(&self) -> Option<&OffloadParam> {
+    #[doc(hidden)]
+    pub fn param_files(&self) -> Option<&OffloadParam> {
         self.offload_param.as_ref().filter(|section| section.to.nvme_path().is_some())
     }
 }

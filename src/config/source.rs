@@ -67,7 +67,8 @@ impl Config {
 }
 
 /// The result of checking a configuration, whether it loads or not.
-pub(crate) struct CheckOutcome {
+#[doc(hidden)]
+pub struct CheckOutcome {
     /// The notes about it.
     pub notes: Vec<ConfigNote>,
     /// The configuration, or what is wrong with it.
@@ -75,7 +76,8 @@ pub(crate) struct CheckOutcome {
 }
 
 /// Reads, checks and resolves the bytes of a file.
-pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> CheckOutcome {
+#[doc(hidden)]
+pub fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> CheckOutcome {
     let origin = path.display().to_string();
     let root = match read(&origin, bytes) {
         Ok(root) => root,
@@ -90,7 +92,8 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
 }
 
 /// Reads a file, but no more of it than the reader would look at.
-pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
+#[doc(hidden)]
+pub fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
     files::open(path)
@@ -100,7 +103,8 @@ pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
 }
 
 /// The values of a file as they stand there, without comments.
-pub(crate) fn read_value(path: &Path) -> Result<Value> {
+#[doc(hidden)]
+pub fn read_value(path: &Path) -> Result<Value> {
     Ok(read(&path.display().to_string(), &read_file(path)?)?.to_value())
 }
 

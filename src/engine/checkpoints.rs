@@ -228,12 +228,14 @@ impl<M> Engine<M> {
     }
 
     /// Names of the parameters, in order of registration.
-    pub(crate) fn parameter_names(&self) -> Vec<String> {
+    #[doc(hidden)]
+    pub fn parameter_names(&self) -> Vec<String> {
         self.core.params().iter().map(|param| param.name.clone()).collect()
     }
 
     /// Collective: a whole parameter in f32, by its place among the names.
-    pub(crate) fn whole_parameter(&self, param: usize) -> Result<Flat> {
+    #[doc(hidden)]
+    pub fn whole_parameter(&self, param: usize) -> Result<Flat> {
         self.core.whole_f32(param)
     }
 

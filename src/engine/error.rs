@@ -386,7 +386,29 @@ pub enum EngineError {
         /// What the ledger holds there, by kind.
         held: String,
     },
+    /// A run that changed nothing.
+    #[error(
+        "nothing was learned: {} skipped, because gradients were not finite; {}, or train in bf16",
+        if *steps == 1 { "the only step was".into() } else { format!("all {steps} steps were") },
+        remedy_of_overflow(*adapts)
+    )]
+    NothingLearned {
+        /// Its steps.
+        steps: u64,
+        /// Whether the loss scale adapts itself.
+        adapts: bool,
+    },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]
     Stopped(String),
+}
+
+/// What helps where all gradients overflow.
+fn remedy_of_overflow(adapts: bool) -> &'static str {
+    match adapts {
+        true => {
+            "the loss scale was still falling: take more steps, or begin with a smaller one (fp16.initial_scale_power)"
+        }
+        false => "let the loss scale adapt itself (fp16.loss_scale 0) or give a smaller one",
+    }
 }

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 
 /// The environment variable that has the first step look at every parameter, write what it finds into the file that it names,
 /// and end the run.
-pub(crate) const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
+#[doc(hidden)]
+pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
     /// The forward of an engine that this thread runs, and which of its repetitions.

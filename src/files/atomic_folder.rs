@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// A folder under construction. What is dropped before it is finished leaves nothing.
 #[derive(Debug)]
-pub(crate) struct AtomicFolder {
+pub struct AtomicFolder {
     /// It goes with this.
     _scratch: ScratchFolder,
     new: PathBuf,
@@ -108,7 +108,7 @@ impl AtomicFolder {
 
 /// Whether an existing folder can only be written into: it is where a disk is mounted, this process runs in it, or the folder
 /// around it is read-only for this user.
-pub(crate) fn must_stay(out: &Path) -> bool {
+pub fn must_stay(out: &Path) -> bool {
     let Ok(here) = out.metadata() else { return false };
     let id = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
     let parent = folder_of(out);
@@ -124,7 +124,7 @@ pub(super) fn may_write(folder: &Path) -> bool {
 
 /// A file under construction. What is dropped before it is finished leaves nothing.
 #[derive(Debug)]
-pub(crate) struct AtomicFile {
+pub struct AtomicFile {
     file: File,
     scratch: ScratchFolder,
     out: PathBuf,
@@ -164,7 +164,7 @@ impl AtomicFile {
 }
 
 /// The folder that `out` means, if it is absent or empty; else why it cannot be written to.
-pub(crate) fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
+pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
     // What a link names is replaced, not the link.
     let out = match out.symlink_metadata() {
         Ok(_) => match out.canonicalize() {

@@ -12,7 +12,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// [`OutputError::Refused`] where no file can be made, [`OutputError::NoSpace`] where it would not fit.
-pub(crate) fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
+pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     let file = tempfile::tempfile_in(folder).map_err(|e| refused(folder, &e))?;
     if reserves(&file, folder, bytes) {
         return Ok(());

@@ -21,7 +21,7 @@ static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It goes when this is dropped.
 #[derive(Debug)]
-pub(crate) struct FileLock {
+pub struct FileLock {
     file: File,
     path: PathBuf,
     /// False where the file system knows no locks.
@@ -30,14 +30,14 @@ pub(crate) struct FileLock {
 
 /// A folder that this process has locked; free again when it is dropped.
 #[derive(Debug)]
-pub(crate) struct FolderLock {
+pub struct FolderLock {
     file: FileLock,
     /// Device and number of the folder.
     folder: (u64, u64),
 }
 
 /// What came of asking for a folder.
-pub(crate) enum FolderLockOutcome {
+pub enum FolderLockOutcome {
     /// It is this process's now.
     Held(FolderLock),
     /// It is another one's, whose number the system may tell.
@@ -171,7 +171,7 @@ impl FileLock {
 }
 
 /// Removes locks that jobs that died have left in a folder under such names: empty files of this user's that nobody has locked.
-pub(crate) fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
+pub fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == me;

@@ -16,7 +16,7 @@ const MOST: u64 = 1 << 24;
 /// Digests of the files of each of a run's folders, by the folders' parts in the run and the files' names. In the moment in
 /// which new files take the place of older ones, both.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct OutputDigests {
+pub struct OutputDigests {
     /// Where it is remembered beyond the process.
     file: Option<PathBuf>,
     of: DigestsByPart,

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 /// How an input is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum InputKind {
+pub enum InputKind {
     /// A file.
     File,
     /// A folder of which files of a model's kinds are read, or such a file.
@@ -37,7 +37,7 @@ pub(crate) enum InputKind {
 
 /// How an output is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum OutputKind {
+pub enum OutputKind {
     /// A folder that appears whole, and belongs to this run alone.
     Folder,
     /// A file that appears whole.
@@ -52,7 +52,7 @@ pub(crate) enum OutputKind {
 
 /// What a run reads and writes.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct RunPaths {
+pub struct RunPaths {
     reads: Vec<NamedPath<InputKind>>,
     writes: Vec<NamedPath<OutputKind>>,
 }
@@ -73,7 +73,7 @@ struct NamedResolvedPath<'a, K> {
 
 /// Outputs that are this job's until it is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct OutputLocks {
+pub struct OutputLocks {
     _locks: Vec<FileLock>,
 }
 

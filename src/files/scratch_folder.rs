@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// How their names begin, unless somebody says otherwise.
-pub(crate) const WRITING: &str = ".candle-zero-writing-";
+pub const WRITING: &str = ".candle-zero-writing-";
 /// The file that says what the folder is.
 const MARK: &str = ".candle-zero-unfinished";
 const TEXT: &str =
@@ -20,7 +20,7 @@ const UNIQUE: usize = 6;
 
 /// A folder for files that are not complete yet. It goes when this is dropped, with all that is in it.
 #[derive(Debug)]
-pub(crate) struct ScratchFolder {
+pub struct ScratchFolder {
     path: PathBuf,
     /// Locked, where the file system knows that.
     folder: File,
@@ -92,7 +92,7 @@ impl Drop for ScratchFolder {
 }
 
 /// Removes what jobs that died have left in `parent` under names that begin with `prefix`. What cannot be removed stays.
-pub(crate) fn sweep(parent: &Path, prefix: &str) {
+pub fn sweep(parent: &Path, prefix: &str) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();

@@ -5,14 +5,14 @@ use std::ffi::OsString;
 use std::sync::OnceLock;
 
 /// The environment variable that forces the level of every kernel of this process.
-pub(crate) const SIMD: &str = "CANDLE_ZERO_SIMD";
+pub const SIMD: &str = "CANDLE_ZERO_SIMD";
 
 /// The variable's value for the best level; the same as nothing.
-pub(crate) const AUTO: &str = "auto";
+pub const AUTO: &str = "auto";
 
 /// A set of vector instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum InstructionSet {
+pub enum InstructionSet {
     /// The instructions of every CPU of the architecture. Its kernels give the same bits on every machine.
     Portable,
     /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that come with them.
@@ -39,7 +39,7 @@ impl InstructionSet {
     ];
 
     /// As `CANDLE_ZERO_SIMD` names it.
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
@@ -52,7 +52,7 @@ impl InstructionSet {
     }
 
     /// The levels that this CPU has, widest first.
-    pub(crate) fn available() -> impl Iterator<Item = Self> {
+    pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.iter().copied().filter(|level| level.is_available())
     }
 
@@ -102,7 +102,7 @@ impl InstructionSet {
 ///
 /// # Errors
 /// `CANDLE_ZERO_SIMD` names no level, or one that this CPU lacks.
-pub(crate) fn checked_level() -> Result<InstructionSet, KernelError> {
+pub fn checked_level() -> Result<InstructionSet, KernelError> {
     static LEVEL: OnceLock<Result<InstructionSet, KernelError>> = OnceLock::new();
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
 }

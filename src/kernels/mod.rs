@@ -32,7 +32,7 @@ pub(crate) mod vector;
 mod worker_pool;
 
 pub(crate) use element::Element;
-pub(crate) use instruction_set::{AUTO, InstructionSet, SIMD, checked_level};
+pub use instruction_set::{AUTO, InstructionSet, SIMD, checked_level};
 
 /// A buffer of `len` elements for a kernel that writes all of them; what is in it before is not to be relied on.
 pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {

@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// The `model_type` of the encoder that is known.
-pub(crate) const BERT: &str = "bert";
+#[doc(hidden)]
+pub const BERT: &str = "bert";
 
 /// The shape of a BERT (Devlin et al. 2018) with a head that classifies sequences. The sizes have the names of `config.json`.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,7 +67,8 @@ impl BertConfig {
     }
 
     /// What the content of `file` describes.
-    pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
+    #[doc(hidden)]
+    pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         let empty = Map::new();
         let keys = JsonKeys::new(file, "", content.as_object().unwrap_or(&empty));
         match keys.get("model_type").and_then(Value::as_str) {

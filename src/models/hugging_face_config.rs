@@ -32,12 +32,14 @@ impl DecoderConfig {
     }
 
     /// The content of a `config.json`.
-    pub(crate) fn parse(path: &Path) -> Result<Value> {
+    #[doc(hidden)]
+    pub fn parse(path: &Path) -> Result<Value> {
         parse(path)
     }
 
     /// What the content of `file` describes.
-    pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
+    #[doc(hidden)]
+    pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         read(content, file)
     }
 

@@ -99,7 +99,8 @@ impl<'a> JsonKeys<'a> {
 }
 
 /// A value for a message.
-pub(crate) fn shortened(value: &Value) -> String {
+#[doc(hidden)]
+pub fn shortened(value: &Value) -> String {
     const MOST: usize = 60;
     let text = value.to_string();
     match text.char_indices().nth(MOST) {

@@ -23,14 +23,15 @@ mod session;
 
 pub use activation_bytes::ActivationPass;
 pub use bert::{Bert, BertBlock};
-pub(crate) use bert_config::BERT;
-pub use bert_config::BertConfig;
+#[doc(hidden)]
+pub use bert_config::{BERT, BertConfig};
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;
 pub use decoder_config::{BlockConfig, DecoderConfig, NormKind, ParameterNaming};
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
-pub(crate) use json_keys::shortened;
+#[doc(hidden)]
+pub use json_keys::shortened;
 pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
@@ -42,7 +43,8 @@ pub use session::Session;
 ///
 /// # Errors
 /// An unknown name; the message lists the known ones.
-pub(crate) fn preset_named(name: &str) -> crate::Result<&'static str> {
+#[doc(hidden)]
+pub fn preset_named(name: &str) -> crate::Result<&'static str> {
     let names: Vec<&str> = GptConfig::preset_names().chain(LlamaConfig::preset_names()).collect();
     config_checks::find_preset(&names, |known| known, name).copied()
 }

@@ -23,7 +23,7 @@ pub use metrics::MetricsWriter;
 pub(crate) use monitors::{MonitorOpener, Monitors};
 pub use process_memory::{available_memory, process_limit, rss_bytes, rss_peak_bytes};
 pub use progress::Progress;
-pub(crate) use prometheus::PORT as PROMETHEUS_PORT;
-pub use prometheus::Prometheus;
+#[doc(hidden)]
+pub use prometheus::{PORT as PROMETHEUS_PORT, Prometheus};
 pub use tensorboard::TensorBoard;
 pub(crate) use throughput::ThroughputTimer;

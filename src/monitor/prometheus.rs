@@ -14,7 +14,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The environment variable with the port, which `zerorun --prometheus` sets.
-pub(crate) const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
+#[doc(hidden)]
+pub const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
 
 /// How long one client may take, and the longest request.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -117,7 +117,8 @@ pub fn is_adapter(parameter: &str) -> bool {
 }
 
 /// The projection whose adapter this parameter belongs to.
-pub(crate) fn adapted_module(parameter: &str) -> Option<&str> {
+#[doc(hidden)]
+pub fn adapted_module(parameter: &str) -> Option<&str> {
     [A, B, MAGNITUDE].iter().find_map(|end| parameter.strip_suffix(end))
 }
 

@@ -8,7 +8,8 @@ use std::ops::Range;
 
 /// s B A for a weight of `inputs` and `outputs`.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LowRankUpdate<'a> {
+#[doc(hidden)]
+pub struct LowRankUpdate<'a> {
     pub layout: WeightLayout,
     pub inputs: usize,
     pub outputs: usize,

@@ -38,6 +38,7 @@ mod columns;
 pub mod composed;
 mod convolution;
 mod cross_entropy;
+mod dpo;
 mod dropout;
 mod embedding;
 pub(crate) mod error;
@@ -50,7 +51,8 @@ mod linear_options;
 mod linear_product;
 mod lora;
 mod lora_config;
-pub(crate) mod low_rank_update;
+#[doc(hidden)]
+pub mod low_rank_update;
 mod matmul;
 mod norm;
 mod norm_options;
@@ -76,13 +78,15 @@ pub use cross_entropy::{
     LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
     linear_log_probabilities,
 };
+pub use dpo::{DpoLoss, Rewards, dpo_loss};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
 pub use key_value_cache::KeyValueCache;
 pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, LinearEpilogue, WeightLayout};
 pub use lora::without_adapters;
-pub(crate) use lora_config::adapted_module;
+#[doc(hidden)]
+pub use lora_config::adapted_module;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
 pub use matmul::matmul;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};
@@ -110,6 +114,7 @@ pub(crate) fn normal(std: f64) -> candle_nn::Init {
 
 /// A user error as Candle's error type, which models and layers return. Without Candle's backtrace: the message says
 /// what is wrong with the input, not where the program stood.
-pub(crate) fn refuse(error: crate::Error) -> candle_core::Error {
+#[doc(hidden)]
+pub fn refuse(error: crate::Error) -> candle_core::Error {
     candle_core::Error::Wrapped(Box::new(error))
 }

@@ -15,12 +15,14 @@ struct CgroupLimit {
 }
 
 /// Bytes that this process could still take, the page cache included; 0 where the system does not say.
-pub(crate) fn available_memory() -> u64 {
+#[doc(hidden)]
+pub fn available_memory() -> u64 {
     available(&read_file)
 }
 
 /// The limit of memory that the control groups of this process set, if they do.
-pub(crate) fn group_limit() -> Option<u64> {
+#[doc(hidden)]
+pub fn group_limit() -> Option<u64> {
     tightest(&groups(&read_file), |group| group.limit)
 }
 

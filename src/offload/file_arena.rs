@@ -61,7 +61,8 @@ fn works(direct: &File) -> bool {
 }
 
 /// The same file, which is empty, around the page cache: where that works.
-pub(crate) fn open_direct(cached: &File) -> Option<File> {
+#[doc(hidden)]
+pub fn open_direct(cached: &File) -> Option<File> {
     // A path of its own to the same file: the flag would otherwise hold for both.
     let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
     files::open_direct(again).filter(works)

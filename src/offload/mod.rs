@@ -30,10 +30,11 @@
 //! | `disk_bench.rs` | how fast all that is on a given folder |
 
 mod aligned_buffer;
-mod available_memory;
+#[doc(hidden)]
+pub mod available_memory;
 mod disk_access;
-#[cfg(feature = "cli")]
-pub(crate) mod disk_bench;
+#[doc(hidden)]
+pub mod disk_bench;
 pub(crate) mod error;
 mod file_arena;
 mod file_io;
@@ -49,12 +50,14 @@ pub use disk_access::DiskAccess;
 pub use offload_report::OffloadReport;
 
 pub(crate) use aligned_buffer::{ALIGN, AlignedBuffer};
-pub(crate) use available_memory::available_memory;
-#[cfg(feature = "cli")]
-pub(crate) use available_memory::group_limit;
-pub(crate) use file_arena::{FileExtent, open_direct};
+#[doc(hidden)]
+pub use available_memory::{available_memory, group_limit};
+pub(crate) use file_arena::FileExtent;
+#[doc(hidden)]
+pub use file_arena::open_direct;
 pub(crate) use file_io::{FileIo, FileTransfer, UNWRITTEN, block_size, threads};
-pub(crate) use offload_folder::{free as free_space, is_memory};
+#[doc(hidden)]
+pub use offload_folder::{free as free_space, is_memory};
 pub(crate) use offload_store::{OffloadStore, StateFileContent};
 pub(crate) use spill_file::SpilledTensor;
 pub(crate) use state_files::StateFiles;

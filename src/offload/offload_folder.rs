@@ -234,13 +234,15 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
 
 /// Bytes that this user may still write to the disk of `path`, or to that of what it would be in; 0 where it does not
 /// say.
-pub(crate) fn free(path: &Path) -> u64 {
+#[doc(hidden)]
+pub fn free(path: &Path) -> u64 {
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
     rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
 /// Whether the files of a folder lie in memory.
-pub(crate) fn is_memory(path: &Path) -> bool {
+#[doc(hidden)]
+pub fn is_memory(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]

@@ -14,10 +14,9 @@ mod weight_source;
 
 pub use model_buffer::BufferSync;
 pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_needless};
-pub(crate) use weight_file::check_finite;
-pub(crate) use weight_files::WeightFiles;
-#[cfg(feature = "hub")]
-pub(crate) use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
+pub use weight_file::check_finite;
+pub use weight_files::WeightFiles;
+pub use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 pub use weight_source::{InitialValues, WeightSource};
 
 use crate::layout::{ShardCut, ShardMesh};

@@ -98,7 +98,7 @@ fn described_length(start: &[u8]) -> Option<u64> {
 ///
 /// # Errors
 /// [`ParamError::NotFinite`] with the first one that is.
-pub(crate) fn check_finite(path: &Path, name: &str, first: usize, values: &[f32]) -> Result<()> {
+pub fn check_finite(path: &Path, name: &str, first: usize, values: &[f32]) -> Result<()> {
     if !has_non_finite(FlatRef::F32(values)) {
         return Ok(());
     }

@@ -12,8 +12,8 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 /// The weights in a folder of Hugging Face.
-pub(crate) const FILE_OF_FOLDER: &str = "model.safetensors";
-pub(crate) const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
+pub const FILE_OF_FOLDER: &str = "model.safetensors";
+pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
 /// Bytes of an index: a line of some hundred for each tensor.
 const MAX_INDEX: u64 = 256 << 20;
@@ -168,7 +168,7 @@ fn names_in_files(parameter: &str) -> Vec<String> {
 }
 
 /// The files of tensors, by the index at `path`.
-pub(crate) fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
+pub fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
     let bad = |why: String| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why });
     let bytes =
         files::read(path, MAX_INDEX).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;

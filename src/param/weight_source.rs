@@ -119,3 +119,16 @@ impl WeightSource {
         if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
     }
 }
+impl InitialValues for WeightFiles {
+    fn has(&self, name: &str) -> bool {
+        self.find(name).is_some()
+    }
+
+    fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+        self.values(name, shape, range)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint()
+    }
+}

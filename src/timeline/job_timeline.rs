@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 pub(super) const PART: &str = "part-";
 
 /// A job that is recorded. Its parts are gone when it is dropped.
-pub(crate) struct JobTimeline {
+pub struct JobTimeline {
     file: PathBuf,
     parts: ScratchFolder,
     zero: u64,

@@ -18,16 +18,16 @@ mod thread_state;
 mod trace;
 
 pub(crate) use event::{EventCategory, TimelineLane};
-pub(crate) use job_timeline::JobTimeline;
+pub use job_timeline::JobTimeline;
 pub(crate) use recorder::TimelineRecorder;
 pub(crate) use thread_state::{
     CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
 };
 
 /// Where this process alone writes its timeline.
-pub(crate) const FILE: &str = "CANDLE_ZERO_TIMELINE";
+pub const FILE: &str = "CANDLE_ZERO_TIMELINE";
 /// The folder in which `zerorun` expects the parts of its ranks.
-pub(crate) const PARTS: &str = "CANDLE_ZERO_TIMELINE_PARTS";
+pub const PARTS: &str = "CANDLE_ZERO_TIMELINE_PARTS";
 
 /// Nanoseconds of the clock that all processes of this machine share.
 fn now() -> u64 {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// The content of a trace.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct TraceSummary {
+pub struct TraceSummary {
     file: PathBuf,
     pub events: usize,
     pub ranks: usize,

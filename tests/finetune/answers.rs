@@ -3,9 +3,9 @@
 use crate::fixtures::{base, copy, path};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::finetune::{BaseModel, Conversation, GeneratedText, Generator, Sampling, Template, Tokenizer};
 use candle_zero::models::Decoder;
 use candle_zero::{Engine, Result};
+use candle_zero_finetune::{BaseModel, Conversation, GeneratedText, Generator, Sampling, Template, Tokenizer};
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::path::Path;

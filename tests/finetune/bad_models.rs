@@ -2,8 +2,8 @@
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};
-use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig};
+use candle_zero_finetune::BaseModel;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::path::Path;

@@ -1,14 +1,15 @@
 //! Conversations of five models: their text to the byte, ids and targets to the token, as transformers has them.
 
+use crate::support::processes::repository;
 use crate::support::skips;
-use candle_zero::finetune::{Conversation, Sample, SpecialTokens, Template, Tokenizer};
+use candle_zero_finetune::{Conversation, Sample, SpecialTokens, Template, Tokenizer};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 const NAMES: [&str; 5] = ["tiny", "smollm2", "qwen3", "llama3", "gemma3"];
 
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune")
+    repository().join("tests/fixtures/finetune")
 }
 
 fn recorded(name: &str) -> Value {

@@ -5,12 +5,12 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
-use candle_zero::finetune::{
+use candle_zero::models::Bert;
+use candle_zero::{Engine, Result};
+use candle_zero_finetune::{
     BaseModel, Batches, Columns, DataOptions, Dataset, EncoderBase, LabelledTexts, RowBatch, Scores, SequencePacking,
     Source, Task, Tokenizer, Truncation, labels_of,
 };
-use candle_zero::models::Bert;
-use candle_zero::{Engine, Result};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::io::Write as _;

@@ -1,14 +1,15 @@
 //! Data files as samples and rows: forms, notes, the cache, packing.
 
+use crate::support::processes::repository;
 use candle_zero::Error;
 use candle_zero::data::BatchShape;
-use candle_zero::error::FinetuneError;
-use candle_zero::finetune::{
+use candle_zero_finetune::error::FinetuneError;
+use candle_zero_finetune::{
     Batches, Conversation, DataOptions, Dataset, NO_TARGET, RecordFormat, Sample, SequencePacking, Source, Task,
     Template, Tokenizer, Truncation, show,
 };
 use proptest::prelude::*;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -21,7 +22,7 @@ pub(crate) struct Desk {
 
 impl Desk {
     pub(crate) fn new() -> Self {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+        let model = repository().join("tests/fixtures/finetune/models/llama");
         let tokenizer = Tokenizer::open(&model).unwrap();
         let template = Template::open(&model, &tokenizer).unwrap();
         Self { folder: tempfile::tempdir().unwrap(), tokenizer, template }
@@ -193,7 +194,7 @@ fn wrong_data_is_refused_with_what_to_do() {
     let error = desk.try_prepare(&[missing], &generate).unwrap_err();
     assert!(matches!(error, Error::Io { action: "read", .. }), "{error}");
     let weight = Source::parse("x.jsonl:0").unwrap_err();
-    assert!(matches!(weight, Error::Finetune(FinetuneError::Weight { .. })));
+    assert!(matches!(weight.downcast_ref(), Some(FinetuneError::Weight { .. })));
     insta::assert_snapshot!(said.join("\n"));
 }
 

@@ -1,9 +1,9 @@
 //! What the records of other people's files say is learned, or the user is told: keys, forms, templates.
 
 use super::data::Desk;
-use candle_zero::finetune::{Columns, DataOptions, Dataset, Source, Task, Template, Tokenizer, labels_of, show};
+use crate::support::processes::repository;
+use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Task, Template, Tokenizer, labels_of, show};
 use proptest::prelude::*;
-use std::path::Path;
 
 /// Messages between marks, and nothing of tools.
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
@@ -454,7 +454,7 @@ fn the_end_of_an_answer_is_learned_or_missing_by_name() {
 #[test]
 fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let desk = Desk::new();
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+    let model = repository().join("tests/fixtures/finetune/models/llama");
     let folder = tempfile::tempdir().unwrap();
     std::fs::copy(model.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
     let config = r#"{"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "add_bos_token": true}"#;
@@ -473,7 +473,7 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
 
 #[test]
 fn a_template_for_tools_is_taken_where_there_are_tools() {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+    let model = repository().join("tests/fixtures/finetune/models/llama");
     let desk = Desk::new();
     let tools = r#", "tools": [{"type": "function", "function": {"name": "fly"}}]"#;
     let talk = |more: &str| format!("{{\"messages\": [{}, {}]{more}}}", turn("user", "a"), turn("assistant", "b"));

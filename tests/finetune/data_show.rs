@@ -1,7 +1,7 @@
 //! `zerorun data show`, and the cache that it shares with other processes.
 
-use crate::support::processes::{start, stderr, stdout, zerorun};
-use std::path::{Path, PathBuf};
+use crate::support::processes::{repository, start, stderr, stdout, zerorun};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -22,7 +22,7 @@ impl Desk {
 
     /// The tool on files of this folder, with the tiny tokenizer.
     fn show(&self, words: &[&str]) -> Command {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+        let model = repository().join("tests/fixtures/finetune/models/llama");
         let mut command = zerorun();
         command.current_dir(self.0.path()).env("XDG_CACHE_HOME", self.0.path().join("home"));
         command.args(["data", "show"]).arg(model).args(words);

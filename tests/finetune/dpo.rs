@@ -3,10 +3,10 @@
 use crate::fixtures::{base, json as record, numbers, path};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::finetune::{AdaptedValues, Adapter, dpo_loss};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::{Sequences, is_adapter, without_adapters};
 use candle_zero::{Engine, Result};
+use candle_zero_finetune::{AdaptedValues, Adapter, dpo_loss};
 use serde_json::{Value, json};
 use std::sync::Arc;
 

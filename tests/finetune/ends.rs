@@ -3,8 +3,8 @@
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};
 use crate::support::processes::{stderr, stdout, wait_up_to};
-use candle_zero::finetune::Adapter;
 use candle_zero::serde_json::{Value, from_str, json};
+use candle_zero_finetune::Adapter;
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 use std::process::Stdio;

@@ -1,7 +1,8 @@
 //! The models and records in tests/fixtures/finetune, which come from transformers.
 
+use crate::support::processes::repository;
 use candle_core::{Device, Tensor};
-use candle_zero::finetune::BaseModel;
+use candle_zero_finetune::BaseModel;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 pub const MODELS: [&str; 9] = ["gpt2", "llama", "llama32", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
 pub fn path(name: impl AsRef<Path>) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune").join(name)
+    repository().join("tests/fixtures/finetune").join(name)
 }
 
 pub fn json(name: impl AsRef<Path>) -> Value {

@@ -3,8 +3,8 @@
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{DType, Device};
-use candle_zero::finetune::{BaseModel, Generator, Tokenizer};
 use candle_zero::models::Decoder;
+use candle_zero_finetune::{BaseModel, Generator, Tokenizer};
 use serde_json::json;
 use std::io::Write as _;
 use std::path::Path;

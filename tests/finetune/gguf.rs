@@ -4,8 +4,8 @@ use crate::fixtures::{base, json, tensors};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig, RotaryScaling};
+use candle_zero_finetune::BaseModel;
 use std::collections::BTreeMap;
 use std::path::Path;
 

@@ -5,7 +5,7 @@ use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use candle_zero::finetune::{BaseModel, Conversation, GgufFormat, MergedModel, Template, Tokenizer};
+use candle_zero_finetune::{BaseModel, Conversation, GgufFormat, MergedModel, Template, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 use std::collections::HashMap;

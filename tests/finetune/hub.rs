@@ -4,7 +4,7 @@
 use crate::fixtures::path;
 use crate::hub_server::{COMMIT, Faults, NAME, Server, TOKEN, digest};
 use crate::support::processes::{start, stderr, stdout, zerorun};
-use candle_zero::finetune::{Adapter, BaseModel};
+use candle_zero_finetune::{Adapter, BaseModel};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;

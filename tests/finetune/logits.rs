@@ -2,8 +2,8 @@
 
 use crate::fixtures::{MODELS, base, copy, far, ids, json, path, tensors};
 use candle_core::{DType, Device};
-use candle_zero::finetune::BaseModel;
 use candle_zero::models::{Decoder, DecoderConfig};
+use candle_zero_finetune::BaseModel;
 
 /// Of a README beside the records: absolute.
 const LOGITS: f32 = 1e-4;

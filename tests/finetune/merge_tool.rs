@@ -3,7 +3,7 @@
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::DType;
-use candle_zero::finetune::BaseModel;
+use candle_zero_finetune::BaseModel;
 use std::path::Path;
 use std::process::Output;
 

@@ -4,7 +4,7 @@ use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, zerorun};
 use candle_zero::comm::threads;
 use candle_zero::error::{Error, OutputError};
-use candle_zero::finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod, ValidationData};
+use candle_zero_finetune::{FineTune, Options, PreparedRun, Source, TrainingLength, TuningMethod, ValidationData};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};

@@ -1,11 +1,12 @@
 //! Parquet files as data: what pyarrow wrote (`scripts/record_parquet.py`), beside the same rows as JSON lines.
 
 use crate::data::Desk;
-use candle_zero::finetune::{DataOptions, Dataset, RecordFormat, Sample, Source, Task, show};
-use std::path::{Path, PathBuf};
+use crate::support::processes::repository;
+use candle_zero_finetune::{DataOptions, Dataset, RecordFormat, Sample, Source, Task, show};
+use std::path::PathBuf;
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/parquet").join(name)
+    repository().join("tests/fixtures/finetune/parquet").join(name)
 }
 
 fn source(path: PathBuf) -> Source {

@@ -3,11 +3,11 @@
 use crate::fixtures::{base, far, tensors, values};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
-use candle_zero::finetune::{AdaptedValues, is_quantized};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero::nn::is_adapter;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 use candle_zero::{Engine, Result};
+use candle_zero_finetune::{AdaptedValues, is_quantized};
 use serde_json::{Value, json};
 use std::sync::Arc;
 

@@ -4,11 +4,11 @@
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_zero::comm::threads;
-use candle_zero::finetune::{
+use candle_zero::{Result, serde_json::json};
+use candle_zero_finetune::{
     Adapter, BaseModel, CheckpointOptions, FineTune, LrDecay, Objective, Options, PreparedRun, Source, StepReport,
     StopReason, TrainingLength, TuningMethod, ValidationData, WarmupLength,
 };
-use candle_zero::{Result, serde_json::json};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 use std::process::Stdio;

@@ -1,7 +1,9 @@
 //! Ranks of one host that are started one by one with torchrun's variables: the bits of `zerorun`, and errors that name the rank.
 
 use crate::mpi::steps;
-use crate::support::processes::{as_program, example, free_port, send, start, stderr, wait_for, wait_up_to, zerorun};
+use crate::support::processes::{
+    as_program, example, free_port, repository, send, start, stderr, wait_for, wait_up_to, zerorun,
+};
 use candle_zero::comm::{self, RankEnv};
 use rustix::process::Signal;
 use std::path::Path;
@@ -59,7 +61,7 @@ fn said(rank: Child) -> String {
 #[test]
 fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
-    let config = format!("{}/ds_configs/zero3.json", env!("CARGO_MANIFEST_DIR"));
+    let config = format!("{}/ds_configs/zero3.json", repository().display());
     for (ranks, local) in [(2, true), (4, false)] {
         let metrics = |name: &str| folder.path().join(format!("{name}-{ranks}.jsonl"));
         let training = |command: &mut Command, name: &str| {

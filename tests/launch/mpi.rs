@@ -2,7 +2,7 @@
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
 use crate::support::processes::{
-    as_program, example, free_port, program, runs, start, stderr, stdout, wait_up_to, zerorun,
+    as_program, example, free_port, program, repository, runs, start, stderr, stdout, wait_up_to, zerorun,
 };
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
@@ -51,7 +51,7 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
 
 /// The bundled configuration of a stage.
 fn config(stage: usize) -> String {
-    format!("{}/ds_configs/zero{stage}.json", env!("CARGO_MANIFEST_DIR"))
+    format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
 
 /// Trains `nano` for three steps, started by `start`, at a stage.
@@ -345,7 +345,7 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
         let told = stderr(&output);
         assert!(told.contains(&format!("--launcher {other} needs that library's mpirun on the PATH")), "{told}");
     });
-    let mut without = Command::new(env!("CARGO_BIN_EXE_zerorun"));
+    let mut without = Command::new(crate::support::processes::launcher());
     without.env("PATH", "/no/such").arg("--hostfile").arg(&file).args(["--num_nodes", "2", "--launcher", "openmpi"]);
     let told = stderr(&without.arg(&train_gpt).output().unwrap());
     insta::assert_snapshot!(told.trim_end(), @"zerorun: --launcher openmpi needs that library's mpirun on the PATH: No such file or directory (os error 2); install it, put its folder first in PATH, or give another --launcher");

@@ -1,7 +1,9 @@
 //! The port at which the launchers of several hosts meet: who is let in, where it is open, and what strangers can do there.
 
 use crate::nodes::{ARGS, ended, host_folder, launcher_in, said};
-use crate::support::processes::{free_port, program, send, start, stderr, stdout, wait_up_to, zerorun, zerorun_within};
+use crate::support::processes::{
+    free_port, launcher, program, send, start, stderr, stdout, wait_up_to, zerorun, zerorun_within,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -257,7 +259,7 @@ impl Pair {
 
     fn launcher(&self, node: usize, port: u16) -> Child {
         // The launcher is this process itself, and not a child of `env`.
-        let mut command = Command::new(env!("CARGO_BIN_EXE_zerorun"));
+        let mut command = Command::new(launcher());
         command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
         command.args(["--master_port", &port.to_string(), "--max_restarts", "2"]).arg(&self.script);
         start(command.env("DIR", self.folder.path()).envs(self.secret.then_some(("CANDLE_ZERO_SECRET", SECRET))))

@@ -3,7 +3,7 @@
 
 use crate::mpi::train;
 use crate::nodes::{cluster, done};
-use crate::support::processes::{as_program, example, program, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{as_program, example, program, repository, start, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::skipped;
 use crate::support::slurm::Slurm;
 use candle_zero::comm::RankEnv;
@@ -112,7 +112,7 @@ fn a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without() {
 fn all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left() {
     let Some(slurm) = slurm(all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
-    let (config, metrics) = (format!("{}/ds_configs/zero3.json", env!("CARGO_MANIFEST_DIR")), folder.path().join("m"));
+    let (config, metrics) = (format!("{}/ds_configs/zero3.json", repository().display()), folder.path().join("m"));
     let mut srun = four_tasks(&slurm, "-K --ntasks-per-node=2");
     srun.arg(train_gpt).args(["--model", "nano", "--steps", "100000", "--sample", "0", "--ds_config", &config]);
     let srun = start(srun.arg("--metrics").arg(&metrics));

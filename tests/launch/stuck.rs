@@ -4,7 +4,7 @@ use std::process::{Child, ExitStatus};
 use std::time::Duration;
 
 use crate::support::processes::{
-    as_program, pids, program, runs, send, start, stderr, wait_for, wait_until_gone, zerorun,
+    as_program, pids, program, repository, runs, send, start, stderr, wait_for, wait_until_gone, zerorun,
 };
 use candle_zero::comm;
 use candle_zero::comm::RankEnv;
@@ -83,11 +83,12 @@ fn output_that_cannot_be_written_is_an_error_with_a_message() {
     let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "talks", "echo hello; exit 0");
+    let train_gpt = repository().join("examples/train_gpt.rs").display().to_string();
     for (words, code) in [
         (vec!["-n", "2", program.to_str().unwrap()], 1),
         (vec!["schema"], 2),
         (vec!["report"], 1),
-        (vec!["--print_package", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/train_gpt.rs")], 1),
+        (vec!["--print_package", &train_gpt], 1),
     ] {
         let output = zerorun().args(&words).stdout(full()).output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{words:?}: {}", stderr(&output));

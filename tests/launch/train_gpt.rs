@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use crate::support::processes::{example, stderr, stdout, zerorun};
+use crate::support::processes::{example, repository, stderr, stdout, zerorun};
 use crate::support::skips::skipped;
 use serde_json::{Value, json};
 
@@ -279,7 +279,7 @@ fn rank_0_prints_a_sample_to_stdout_and_plain_progress_goes_to_stderr() {
 #[test]
 fn every_bundled_configuration_trains() {
     let folder = Folder::new(0);
-    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("ds_configs");
+    let bundled = repository().join("ds_configs");
     let mut dtypes = [false; 2];
     for entry in std::fs::read_dir(bundled).unwrap() {
         let path = entry.unwrap().path();
@@ -313,7 +313,7 @@ fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
         for name in ["CARGO_TARGET_DIR", "RUSTFLAGS"] {
             command.envs(std::env::var_os(name).map(|value| (name, value)));
         }
-        command.current_dir(env!("CARGO_MANIFEST_DIR")).args(["-n", "2", "examples/train_gpt.rs"]).args(SMALL);
+        command.current_dir(repository()).args(["-n", "2", "examples/train_gpt.rs"]).args(SMALL);
         command
             .arg("--ds_config")
             .arg(folder.path("ds_config.json"))

@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -26,14 +27,14 @@ pub fn zerorun() -> Command {
     // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored
     // signals ignored.
     let mut command = Command::new("env");
-    command.args(["--default-signal=INT,HUP", env!("CARGO_BIN_EXE_zerorun")]);
+    command.arg("--default-signal=INT,HUP").arg(launcher());
     clean(command)
 }
 
 /// The same under a limit of the shell, as `-v 90000`.
 pub fn zerorun_within(limit: &str) -> Command {
     let mut command = Command::new("sh");
-    command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_zerorun")]);
+    command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh"]).arg(launcher());
     clean(command)
 }
 
@@ -57,8 +58,29 @@ fn clean(mut command: Command) -> Command {
     command
 }
 
-/// The executable of one of the examples, built in the way in which this test was built.
+/// The repository's folder: tests of all packages use it.
+pub fn repository() -> &'static Path {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.ancestors().find(|folder| folder.join("ds_configs").is_dir()).unwrap()
+}
+
+/// The executable of `zerorun`. Cargo builds it for the tests of its own package only; for those of the others it is built
+/// here.
+pub fn launcher() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    match option_env!("CARGO_BIN_EXE_zerorun") {
+        Some(path) => Path::new(path),
+        None => BUILT.get_or_init(|| built("crates/zerorun", "zerorun")),
+    }
+}
+
+/// The executable of one of the examples.
 pub fn example(name: &str) -> PathBuf {
+    built("examples", name)
+}
+
+/// A program of a package of this repository, built in the way in which this test was built.
+fn built(package: &str, name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // TARGET/PROFILE/deps/TEST
     let built = test.ancestors().nth(2).unwrap();
@@ -67,7 +89,7 @@ pub fn example(name: &str) -> PathBuf {
         profile => profile,
     };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--quiet", "--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/Cargo.toml")]);
+    cargo.args(["build", "--quiet", "--manifest-path"]).arg(repository().join(package).join("Cargo.toml"));
     cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
     if cfg!(feature = "cuda") {
         cargo.args(["--features", "cuda"]);

@@ -1,6 +1,6 @@
 //! `zerorun inspect` and `zerorun consolidate` on checkpoints that engines have saved.
 
-use crate::support::processes::{stderr, stdout, zerorun};
+use crate::support::processes::{repository, stderr, stdout, zerorun};
 use crate::support::tiny::{Shape, Tiny, config};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -497,7 +497,7 @@ fn for_transformers<M: 'static>(
 #[test]
 fn import_writes_a_checkpoint_that_verifies_and_its_exit_code_says_what_is_wrong() {
     let dir = folder();
-    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/deepspeed/zero3_f32_tiny/checkpoint");
+    let sample = repository().join("tests/fixtures/deepspeed/zero3_f32_tiny/checkpoint");
     let out = dir.path().join("out");
     let import = |from: &Path, more: &[&str]| zerorun().arg("import").arg(from).arg(&out).args(more).output().unwrap();
     let done = import(&sample, &["--as", "taken"]);

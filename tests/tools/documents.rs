@@ -1,10 +1,11 @@
 //! The lists that lead a newcomer are whole: README's table of the sources and the indexes of the documents.
 
+use crate::support::processes::repository;
 use std::path::Path;
 
 /// The `wanted` names in `folder`, relative to the package.
 fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let folder = repository().join(folder);
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().filter_map(|entry| wanted(&entry.unwrap().path())).collect();
     names.sort();
@@ -12,7 +13,7 @@ fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> 
 }
 
 fn text(file: &str) -> String {
-    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+    std::fs::read_to_string(repository().join(file)).unwrap()
 }
 
 fn file_name(path: &Path) -> String {

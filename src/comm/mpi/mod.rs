@@ -23,7 +23,6 @@ mod inter_host;
 mod intra_host;
 mod library;
 mod link;
-#[cfg(feature = "cli")]
 mod message_bench;
 mod partial_sum;
 mod peer_status;
@@ -51,8 +50,8 @@ use topology::HostTopology;
 ///
 /// # Errors
 /// None is found, it cannot be loaded, or it lacks a function.
-#[cfg(feature = "cli")]
-pub(crate) fn found_library() -> std::result::Result<String, CommError> {
+#[doc(hidden)]
+pub fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::MpiLibrary::find()?.name())
 }
 
@@ -163,7 +162,6 @@ impl MpiRank {
 }
 
 /// This process, once it has joined.
-#[cfg(feature = "cli")]
 pub(super) fn entered() -> Option<&'static MpiRank> {
     ENTERED.get()
 }

@@ -16,5 +16,6 @@ pub(in crate::comm) mod partition;
 pub(in crate::comm) mod pieces;
 pub(in crate::comm) mod quantized;
 pub(in crate::comm) mod rank_state;
-pub(crate) mod region;
+#[doc(hidden)]
+pub mod region;
 mod streaming_copy;

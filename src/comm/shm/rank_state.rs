@@ -26,7 +26,8 @@ pub(crate) enum RankState {
 
 /// The action of the first rank to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RankFault {
+#[doc(hidden)]
+pub enum RankFault {
     /// Its process ended badly.
     Died = 1,
     /// It gave up after an error of its own.
@@ -98,7 +99,8 @@ impl SharedMemoryRegion {
     }
 
     /// The failure from which all others follow, if there is one: the rank, and what it did.
-    pub(crate) fn first_failure(&self) -> Option<(usize, RankFault)> {
+    #[doc(hidden)]
+    pub fn first_failure(&self) -> Option<(usize, RankFault)> {
         let value = self.first_failure_word().load(Ordering::Acquire);
         let fault = RankFault::ALL.into_iter().find(|fault| *fault as u64 == value & 0xff)?;
         let rank = (value >> 8).checked_sub(1)? as usize;
@@ -111,7 +113,8 @@ impl SharedMemoryRegion {
     }
 
     /// Why `rank` has given up, in its own words.
-    pub(crate) fn last_words(&self, rank: usize) -> Option<String> {
+    #[doc(hidden)]
+    pub fn last_words(&self, rank: usize) -> Option<String> {
         match self.state(rank) {
             RankState::Aborted(why) => Some(why),
             _ => None,

@@ -3,5 +3,5 @@
 pub(in crate::comm) mod bandwidth;
 pub(in crate::comm) mod comm_log;
 pub(in crate::comm) mod counters;
-#[cfg(feature = "cli")]
-pub(crate) mod network_bench;
+#[doc(hidden)]
+pub mod network_bench;

@@ -17,7 +17,8 @@ const MOST_ROUNDS: f64 = 200.0;
 
 /// What was measured, as all ranks know it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct NetworkMeasurement {
+#[doc(hidden)]
+pub struct NetworkMeasurement {
     /// Ranks of each host.
     pub hosts: Vec<usize>,
     /// Seconds that a few bytes take from one host to another.
@@ -36,7 +37,8 @@ pub(crate) struct NetworkMeasurement {
 
 /// One measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(crate) struct TransferMeasurement {
+#[doc(hidden)]
+pub struct TransferMeasurement {
     /// Bytes that came into the host that got the most.
     pub into_a_host: f64,
     /// Seconds until the last rank was done.
@@ -54,7 +56,8 @@ impl TransferMeasurement {
 ///
 /// # Errors
 /// Those of collectives.
-pub(crate) fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
+#[doc(hidden)]
+pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
     let firsts = comm.gather_f64(vec![comm.ranks_here().start as f64]).wait()?;
     let mut hosts: Vec<(f64, usize)> = Vec::new();
     for first in firsts.into_iter().flatten() {

@@ -1,0 +1,541 @@
+//! Which bytes of the text that a chat template renders are the assistant's.
+//!
+//! Neither of the usual ways is right. The conversation up to a message does not always render as a prefix of the whole
+//! (Qwen3 writes its thoughts for the last answer alone), and the text of a marker (`<|im_end|>`) may stand in what a user
+//! says. So contents are traced: a second rendering has private characters in them, and where it is the same text but for
+//! these, they tell where each content begins and ends. From there:
+//!
+//! - an answer begins after the first header of an answer since the message before it. What a header is, the template
+//!   says itself: it is what `add_generation_prompt` adds, or what stands between a question and its answer in a probe;
+//! - it ends with the first special token after its content, that of a probe's answer where it is there; of templates whose
+//!   answers end with other text, with that.
+//!
+//! With generation markers the template says it itself; the contents then tell which message a stretch belongs to. In both
+//! ways they tell which texts of a message are not in the text at all ([`super::omitted_texts`]).
+
+use super::conversation::{Conversation, SAID, field};
+use crate::error::FinetuneError;
+use minijinja::value::{Value, ValueKind};
+use std::ops::Range;
+
+/// Before and after what generation markers enclose.
+pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
+
+/// Renders a conversation as text.
+pub(super) trait ChatRenderer {
+    /// The text of `messages` in place of the conversation's, with marks where generation markers stand if `marked`.
+    fn render_messages(
+        &self,
+        messages: &[Value],
+        conversation: &Conversation,
+        add_generation_prompt: bool,
+        marked: bool,
+    ) -> Result<String, FinetuneError>;
+}
+
+/// The text of a conversation, where there is one.
+fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bool) -> Option<String> {
+    template.render_messages(&conversation.messages, conversation, prompt, false).ok()
+}
+
+/// A conversation as its template renders it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RenderedConversation {
+    /// The text.
+    pub text: String,
+    /// The stretches of its bytes that the assistant is to learn: all that stands after the header of its turns, up to
+    /// and with the token that ends them. In order, without overlap.
+    pub targets: Vec<Range<usize>>,
+}
+
+/// The text and its targets, and what is known of the messages in it.
+#[derive(Debug)]
+pub(crate) struct TracedConversation {
+    pub rendered: RenderedConversation,
+    /// The message of each target, where it is known.
+    pub owners: Vec<Option<usize>>,
+    /// Messages that are learned without their end.
+    pub endless: Vec<usize>,
+    pub(super) trace: Option<MessageTrace>,
+}
+
+/// Where the texts of messages stand in the rendered one.
+#[derive(Debug)]
+pub(super) struct MessageTrace {
+    points: Vec<MessageBoundary>,
+    pub marked_texts: Vec<MarkedText>,
+}
+
+/// How the turns of a template's text begin and end.
+#[derive(Debug, Clone, Default)]
+pub(super) struct TurnMarkers {
+    /// What an answer stands after, the first that is found.
+    headers: Vec<String>,
+    /// The special token that ends an answer, or the text.
+    end: Option<String>,
+    /// The texts of all special tokens.
+    special: Vec<String>,
+}
+
+impl TurnMarkers {
+    /// Asks `template` for the text of short conversations, with these variables.
+    pub(super) fn of(template: &impl ChatRenderer, special: Vec<String>, variables: &[(String, Value)]) -> Self {
+        let prompt = prompt(template, variables);
+        let probe =
+            [("user", "Aquestion"), ("assistant", "Ananswer"), ("user", "Bquestion"), ("assistant", "Bnanswer")];
+        let text = text_of(template, &with(Conversation::new(probe), variables), false);
+        let between = |from: &str, to: &str| {
+            let text = text.as_ref()?;
+            let start = text.find(from)? + from.len();
+            Some(text[start..start + text[start..].find(to)?].to_string())
+        };
+        let (before_answer, after_answer) = (between("Aquestion", "Ananswer"), between("Ananswer", "Bquestion"));
+        let last = text.as_ref().and_then(|text| Some(&text[text.find("Bnanswer")? + "Bnanswer".len()..]));
+        let end = after_answer.as_ref().and_then(|text| {
+            let token = first_of(text, &special).map(|(_, token)| token.to_string());
+            token.or_else(|| constant_end(text, last?))
+        });
+        let mut headers: Vec<String> = prompt.iter().cloned().collect();
+        if let Some(before) = before_answer {
+            // Without a token that ends the question.
+            let ended = end.as_ref().and_then(|end| before.strip_prefix(end.as_str())).unwrap_or(&before);
+            let own = ended.trim_start();
+            let shared = prompt.as_deref().map_or(0, |prompt| overlap(&before, prompt));
+            headers.push(match shared {
+                0 => own.to_string(),
+                shared => before[before.len() - shared..].to_string(),
+            });
+        }
+        headers.retain(|header| !header.trim().is_empty());
+        headers.dedup();
+        Self { headers, end, special }
+    }
+
+    pub(super) fn special_texts(&self) -> Vec<String> {
+        self.special.clone()
+    }
+}
+
+/// The text that ends an answer within a conversation and at its end, without white space behind it: a sign in brackets, or
+/// all that is the same.
+fn constant_end(within: &str, last: &str) -> Option<String> {
+    let same = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
+    let same = &within[..same.map(|((at, c), _)| at + c.len_utf8()).last()?];
+    let sign = same.trim_start();
+    let close = match sign.chars().next()? {
+        '<' => sign.find('>'),
+        '[' => sign.find(']'),
+        _ => None,
+    };
+    let end = close.map_or(same.trim_end(), |close| &same[..same.len() - sign.len() + close + 1]);
+    Some(end.to_string())
+}
+
+/// A conversation with these variables.
+fn with(conversation: Conversation, variables: &[(String, Value)]) -> Conversation {
+    Conversation { variables: variables.to_vec(), ..conversation }
+}
+
+/// What `add_generation_prompt` adds to a question.
+fn prompt(template: &impl ChatRenderer, variables: &[(String, Value)]) -> Option<String> {
+    let question = with(Conversation::new([("user", "question")]), variables);
+    let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
+    with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
+}
+
+/// The most bytes that stand at the end of `a` and the start of `b`.
+fn overlap(a: &str, b: &str) -> usize {
+    (1..=a.len().min(b.len())).rev().find(|n| b.is_char_boundary(*n) && a.ends_with(&b[..*n])).unwrap_or(0)
+}
+
+/// The first of `words` in `text`, the longest of those that begin there, and where it begins.
+fn first_of<'a>(text: &str, words: &'a [String]) -> Option<(usize, &'a str)> {
+    let found = words.iter().filter(|word| !word.is_empty()).filter_map(|word| Some((text.find(word.as_str())?, word)));
+    found.min_by_key(|(at, word)| (*at, usize::MAX - word.len())).map(|(at, word)| (at, word.as_str()))
+}
+
+/// Where private characters are put into a content.
+#[derive(Debug, Clone, Copy)]
+enum MarkPlacement {
+    /// Around all of it.
+    Around,
+    /// Around all but the white space at its ends, which templates take away.
+    Inside,
+    /// One in its middle, for templates that look at its ends.
+    Middle,
+    /// Around it where it is not empty, and around the names of called tools, for templates that look whether it is.
+    Filled,
+}
+
+const MARK_PLACEMENTS: [MarkPlacement; 4] =
+    [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
+
+/// Keys of messages whose texts templates compare, and do not write.
+const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
+
+/// The text of a conversation and its targets, by tracing the contents of its messages.
+pub(super) fn find(
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
+    conversation: &Conversation,
+) -> Result<TracedConversation, FinetuneError> {
+    let text = template.render_messages(&conversation.messages, conversation, false, false)?;
+    let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
+    let trace = traced(template, turns, conversation, &text)?;
+    let (mut targets, mut endless) = (vec![], vec![]);
+    for answer in answers {
+        let (target, has_end) = turns
+            .target(&text, &trace.points, answer)
+            .ok_or(FinetuneError::Spans { message: answer + 1, reason: "the template does not write its content" })?;
+        targets.push((target, answer));
+        if !has_end {
+            endless.push(answer);
+        }
+    }
+    targets.sort_by_key(|(target, _)| target.start);
+    if let Some(pair) = targets.windows(2).find(|pair| pair[0].0.end > pair[1].0.start) {
+        let reason = "its text and that of another message lie in each other";
+        return Err(FinetuneError::Spans { message: pair[0].1 + 1, reason });
+    }
+    let (targets, owners) = targets.into_iter().map(|(target, answer)| (target, Some(answer))).unzip();
+    Ok(TracedConversation { rendered: RenderedConversation { text, targets }, owners, endless, trace: Some(trace) })
+}
+
+/// The same of a template whose generation markers say what the targets are.
+pub(super) fn of_markers(
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
+    conversation: &Conversation,
+) -> Result<TracedConversation, FinetuneError> {
+    let rendered = enclosed(&template.render_messages(&conversation.messages, conversation, false, true)?)?;
+    let trace = traced(template, turns, conversation, &rendered.text).ok();
+    let owners: Vec<Option<usize>> = match &trace {
+        Some(trace) => rendered.targets.iter().map(|block| trace.owner(conversation, block)).collect(),
+        None => counted(template, conversation, rendered.targets.len()),
+    };
+    let has_end = |trace: &MessageTrace, message: usize| {
+        let own = rendered.targets.iter().zip(&owners).filter(|(_, owner)| **owner == Some(message));
+        let end = own.map(|(block, _)| block.end).max();
+        let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
+        end.zip(last).is_none_or(|(end, last)| end > last)
+    };
+    let endless = trace.iter().flat_map(|trace| {
+        (0..conversation.len()).filter(|i| conversation.is_assistant(*i) && !has_end(trace, *i)).collect::<Vec<_>>()
+    });
+    let endless = endless.collect();
+    Ok(TracedConversation { rendered, owners, endless, trace })
+}
+
+/// The messages of so many marked stretches, by how many there are up to each answer.
+fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
+    let mut owners = vec![];
+    for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
+        let text = template.render_messages(&conversation.messages[..=answer], conversation, false, true);
+        let Ok(rendered) = text.and_then(|text| enclosed(&text)) else { break };
+        owners.resize(rendered.targets.len().max(owners.len()), Some(answer));
+    }
+    if owners.len() == stretches { owners } else { vec![None; stretches] }
+}
+
+/// Where the texts of all messages stand in the rendered one.
+fn traced(
+    template: &impl ChatRenderer,
+    turns: &TurnMarkers,
+    conversation: &Conversation,
+    text: &str,
+) -> Result<MessageTrace, FinetuneError> {
+    let count = conversation.len();
+    let Some(first) = (0..count).find(|i| conversation.is_assistant(*i)) else {
+        return Ok(MessageTrace { points: vec![], marked_texts: vec![] });
+    };
+    let uncertain = |message: usize, reason| FinetuneError::Spans { message: message + 1, reason };
+    let marks =
+        MarkCharacters::for_text(text).ok_or(uncertain(first, "it holds private characters of planes 15 and 16"))?;
+    let trace = |places: &[Option<MarkPlacement>]| trace(template, conversation, text, marks, places);
+    let has = |trace: &MessageTrace, i: usize| {
+        !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
+    };
+    // The first place that leaves the text as it is, with something of each answer.
+    let all = MARK_PLACEMENTS.iter().filter_map(|place| trace(&vec![Some(*place); count]));
+    if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
+        return Ok(trace);
+    }
+    // Each message by itself, at best with something of it.
+    let alone = |message: usize, place: MarkPlacement| {
+        let mut places = vec![None; count];
+        places[message] = Some(place);
+        trace(&places).map(|trace| (place, has(&trace, message)))
+    };
+    let places = (0..count).map(|i| {
+        let found: Vec<_> = MARK_PLACEMENTS.into_iter().filter_map(|place| alone(i, place)).collect();
+        found.iter().find(|(_, has)| *has).or(found.first()).map(|(place, _)| *place)
+    });
+    let places: Vec<Option<MarkPlacement>> = places.collect();
+    let lost = (0..count).filter(|i| places[*i].is_none());
+    let matters = |i: &usize| conversation.is_assistant(*i) || turns.is_imitated_by(&conversation.messages[*i]);
+    if let Some(lost) = lost.clone().find(matters) {
+        return Err(uncertain(lost, "the template changes its content"));
+    }
+    trace(&places).ok_or(uncertain(first, "the template changes its content"))
+}
+
+impl MessageTrace {
+    /// The answer that a marked stretch belongs to: the one whose content is in it, or else that is next to it.
+    fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
+        let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
+        let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
+        let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
+            // At a border of two, that which it has more of.
+            (point.at == block.start || point.at == block.end, point.message)
+        });
+        let before =
+            || self.points.iter().filter(|point| point.at <= block.start).max_by_key(|point| (point.at, point.message));
+        let after =
+            || self.points.iter().filter(|point| point.at >= block.end).min_by_key(|point| (point.at, point.message));
+        let beside = || before().filter(is_answer).or_else(|| after().filter(is_answer));
+        within.or_else(beside).map(|point| point.message)
+    }
+}
+
+/// An end of a message's content, or a part of it, in the text.
+#[derive(Debug, Clone, Copy)]
+struct MessageBoundary {
+    message: usize,
+    at: usize,
+}
+
+impl TurnMarkers {
+    /// Whether a message has the text of a header in it.
+    fn is_imitated_by(&self, message: &Value) -> bool {
+        let text = message.to_string();
+        self.headers.iter().any(|header| text.contains(header.trim()))
+    }
+
+    /// The bytes of an answer in the text, from the points of all messages, and whether its end is among them.
+    fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
+        let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
+        let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
+        let (first, last) = (own().min()?, own().max()?);
+        let before = others().filter(|at| *at <= first).max().unwrap_or(0);
+        let after = others().filter(|at| *at > last).min().unwrap_or(text.len());
+        let headed = |header: &String| Some(before + text[before..first].find(header.as_str())? + header.len());
+        let start = self.headers.iter().find_map(headed).unwrap_or(first);
+        let tail = &text[last..after];
+        let usual = self.end.as_ref().and_then(|end| Some(tail.find(end.as_str())? + end.len()));
+        let any = || first_of(tail, &self.special).map(|(at, token)| at + token.len());
+        let end = usual.or_else(any).filter(|end| *end > 0);
+        Some((start..last + end.unwrap_or(0), end.is_some()))
+    }
+}
+
+/// Private characters that a text does not have.
+#[derive(Debug, Clone, Copy)]
+struct MarkCharacters {
+    /// The first of them; a plane has 65,534.
+    base: u32,
+    /// The byte that their UTF-8 begins with.
+    lead: u8,
+}
+
+impl MarkCharacters {
+    /// Of plane 16, else of plane 15.
+    fn for_text(text: &str) -> Option<Self> {
+        let planes = [Self { base: 0x10_0000, lead: 0xF4 }, Self { base: 0xF_0000, lead: 0xF3 }];
+        planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
+    }
+
+    /// Mark `n`; more than a plane holds are all its last one.
+    fn char(self, n: usize) -> char {
+        char::from_u32(self.base + n.min(0xFFFD) as u32).unwrap_or(char::MAX)
+    }
+
+    /// The text without marks, and the place and number of each.
+    fn take_out(self, marked: &str) -> (String, Vec<(usize, usize)>) {
+        let (mut text, mut found) = (String::with_capacity(marked.len()), vec![]);
+        let mut rest = marked;
+        while let Some(at) = rest.bytes().position(|byte| byte == self.lead) {
+            text.push_str(&rest[..at]);
+            let c = rest[at..].chars().next().unwrap_or_default();
+            match u32::from(c).checked_sub(self.base).filter(|n| *n <= 0xFFFD) {
+                Some(n) => found.push((text.len(), n as usize)),
+                None => text.push(c),
+            }
+            rest = &rest[at + c.len_utf8()..];
+        }
+        text.push_str(rest);
+        (text, found)
+    }
+}
+
+/// A text in a message, and where it was marked.
+#[derive(Debug)]
+pub(super) struct MarkedText {
+    pub message: usize,
+    /// The key of the message that it belongs to.
+    pub key: String,
+    pub text: String,
+    /// What stands before and after a mark in the middle.
+    halves: Option<(String, String)>,
+    /// Where its marks stand in the rendered text.
+    found: [Option<usize>; 2],
+}
+
+impl MarkedText {
+    /// Where it begins and ends in the rendered text, where both are there.
+    pub(super) fn place(&self) -> Option<Range<usize>> {
+        match (&self.halves, self.found) {
+            (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
+            (None, [Some(start), Some(end)]) if start <= end => Some(start..end),
+            _ => None,
+        }
+    }
+
+    /// Whether any end of it is in the rendered text.
+    pub(super) fn is_there(&self) -> bool {
+        self.found.iter().any(Option::is_some)
+    }
+}
+
+/// Texts of a message that a template may write, with the message's key that each belongs to.
+pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
+    let mut all = vec![];
+    mark_message(message, is_assistant, MarkPlacement::Around, &mut |key, text| {
+        all.push((key.to_string(), text.to_string()));
+        String::new()
+    });
+    all
+}
+
+/// Renders with marks in the messages that have a place, and gives where these stand; nothing where the text is another.
+fn trace(
+    template: &impl ChatRenderer,
+    conversation: &Conversation,
+    text: &str,
+    marks: MarkCharacters,
+    places: &[Option<MarkPlacement>],
+) -> Option<MessageTrace> {
+    let mut marked_texts: Vec<MarkedText> = vec![];
+    let mut marked = Vec::with_capacity(places.len());
+    for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
+        marked.push(match place {
+            None => message.clone(),
+            Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |key, text| {
+                let pair = [0, 1].map(|end| marks.char(2 * marked_texts.len() + end));
+                let (content, halves) = mark_text(text, *place, pair);
+                marked_texts.push(MarkedText {
+                    message: i,
+                    key: key.into(),
+                    text: text.into(),
+                    halves,
+                    found: [None; 2],
+                });
+                content
+            }),
+        });
+    }
+    // More than there are marks.
+    if marked_texts.len() > 0x7000 {
+        return None;
+    }
+    let (without, found) = marks.take_out(&template.render_messages(&marked, conversation, false, false).ok()?);
+    if without != text {
+        return None;
+    }
+    let mut points = vec![];
+    for (at, n) in found {
+        let marked_text = marked_texts.get_mut(n / 2)?;
+        marked_text.found[n % 2].get_or_insert(at);
+        let MarkedText { message, halves, .. } = marked_text;
+        let mut push = |at| points.push(MessageBoundary { message: *message, at });
+        match halves {
+            None => push(at),
+            Some((head, tail)) => {
+                let (before, after) = (&text[..at], &text[at..]);
+                let head = [head.as_str(), head.trim_start()].into_iter().find(|head| before.ends_with(head))?;
+                let tail = [tail.as_str(), tail.trim_end()].into_iter().find(|tail| after.starts_with(tail))?;
+                push(at - head.len());
+                push(at + tail.len());
+            }
+        }
+    }
+    Some(MessageTrace { points, marked_texts })
+}
+
+/// A message with its texts changed by `mark`, which is told the key that they belong to.
+fn mark_message(
+    message: &Value,
+    is_assistant: bool,
+    place: MarkPlacement,
+    mark: &mut dyn FnMut(&str, &str) -> String,
+) -> Value {
+    let keys = message.try_iter().into_iter().flatten();
+    let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
+    let fields = keys.map(|key| {
+        let name = key.as_str().unwrap_or_default();
+        let value = field(message, name);
+        let value = if said(&key) { mark_value(&value, place, &mut |text| mark(name, text)) } else { value };
+        (key, value)
+    });
+    Value::from_pairs(fields)
+}
+
+/// A value with the texts in it changed by `mark`.
+fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) -> String) -> Value {
+    match value.kind() {
+        ValueKind::String => Value::from(mark(value.as_str().unwrap_or_default())),
+        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| mark_value(&item, place, mark)).collect(),
+        ValueKind::Map => {
+            let fields = value.try_iter().into_iter().flatten().map(|key| {
+                let name = key.as_str().unwrap_or_default();
+                let inner = value.get_item(&key).unwrap_or_default();
+                let is_called = name == "name" && matches!(place, MarkPlacement::Filled);
+                let kept = NOT_MARKED.contains(&name) && !is_called;
+                let inner = if kept { inner } else { mark_value(&inner, place, mark) };
+                (key, inner)
+            });
+            Value::from_pairs(fields)
+        }
+        _ => value.clone(),
+    }
+}
+
+/// A content with marks in it, and its halves where there is one in the middle.
+fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
+    let core = content.trim();
+    match place {
+        MarkPlacement::Filled if content.is_empty() => (String::new(), None),
+        MarkPlacement::Around | MarkPlacement::Filled => (format!("{open}{content}{close}"), None),
+        MarkPlacement::Inside if core.is_empty() => (format!("{content}{open}{close}"), None),
+        MarkPlacement::Inside => {
+            let start = content.len() - content.trim_start().len();
+            let (head, tail) = (&content[..start], &content[start + core.len()..]);
+            (format!("{head}{open}{core}{close}{tail}"), None)
+        }
+        MarkPlacement::Middle => {
+            let middle = (0..=content.len() / 2).rev().find(|at| content.is_char_boundary(*at)).unwrap_or(0);
+            let (head, tail) = content.split_at(middle);
+            (format!("{head}{open}{tail}"), Some((head.into(), tail.into())))
+        }
+    }
+}
+
+/// The text and the targets of a rendering in which generation markers left their characters.
+fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
+    let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
+    let mut rest = marked;
+    while let Some(at) = rest.find(GENERATION) {
+        text.push_str(&rest[..at]);
+        let c = rest[at..].chars().next().unwrap_or_default();
+        match (c == GENERATION[0], begun.take()) {
+            (true, None) => begun = Some(text.len()),
+            (false, Some(start)) => targets.push(start..text.len()),
+            _ => return Err(FinetuneError::GenerationMarkers),
+        }
+        rest = &rest[at + c.len_utf8()..];
+    }
+    text.push_str(rest);
+    match begun {
+        None => Ok(RenderedConversation { text, targets }),
+        Some(_) => Err(FinetuneError::GenerationMarkers),
+    }
+}

@@ -1,0 +1,126 @@
+//! Messages between a user and the assistant.
+
+use crate::error::FinetuneError;
+use crate::error::Result;
+use minijinja::value::{Value, ValueKind};
+
+/// Messages of a system, users, the assistant and tools, and the tools that may be called, as a chat template takes them.
+#[derive(Debug, Clone)]
+pub struct Conversation {
+    /// Objects with a role, in order; nothing else of them is fixed.
+    pub(crate) messages: Vec<Value>,
+    /// A list of descriptions of tools, or none.
+    pub(crate) tools: Value,
+    /// Variables that it sets for the template.
+    pub(crate) variables: Vec<(String, Value)>,
+}
+
+impl Conversation {
+    /// Messages by role (`system`, `user`, `assistant`) and content.
+    ///
+    /// ```
+    /// use candle_zero::finetune::Conversation;
+    ///
+    /// let conversation = Conversation::new([("user", "What is 2+2?"), ("assistant", "4")]);
+    /// assert_eq!(conversation.len(), 2);
+    /// ```
+    pub fn new<R: AsRef<str>, C: AsRef<str>>(turns: impl IntoIterator<Item = (R, C)>) -> Self {
+        let messages = turns.into_iter().map(|(role, content)| message(role.as_ref(), content.as_ref())).collect();
+        Self { messages, tools: Value::from(()), variables: vec![] }
+    }
+
+    /// No message, for templates that are asked with others.
+    pub(super) fn empty() -> Self {
+        Self { messages: vec![], tools: Value::from(()), variables: vec![] }
+    }
+
+    /// A JSON list of messages, as the chat formats of OpenAI and Hugging Face have them.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Conversation`].
+    pub fn from_json(json: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(json)
+            .map_err(|e| FinetuneError::Conversation { reason: format!("it is not JSON ({e})") })?;
+        Ok(Self::from_value(&value)?)
+    }
+
+    /// The same of a value.
+    pub(crate) fn from_value(value: &Value) -> Result<Self, FinetuneError> {
+        let wrong = |reason: String| Err(FinetuneError::Conversation { reason });
+        if value.kind() != ValueKind::Seq {
+            return wrong(format!("{} is found where the list is expected", kind(value)));
+        }
+        let messages: Vec<Value> = value.try_iter().into_iter().flatten().collect();
+        for (i, message) in messages.iter().enumerate() {
+            if message.kind() != ValueKind::Map {
+                return wrong(format!("message {} is {}", i + 1, kind(message)));
+            }
+            let role = field(message, "role");
+            if role.as_str().is_none() {
+                return wrong(format!("the role of message {} is {}", i + 1, kind(&role)));
+            }
+        }
+        match messages.is_empty() {
+            true => wrong("it is empty".into()),
+            false => Ok(Self { messages, tools: Value::from(()), variables: vec![] }),
+        }
+    }
+
+    /// Number of messages.
+    pub fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// Whether there is no message.
+    pub fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// Whether message `i` is the assistant's.
+    pub(crate) fn is_assistant(&self, i: usize) -> bool {
+        field(&self.messages[i], "role").as_str().is_some_and(|role| role == "assistant" || role == "model")
+    }
+
+    /// Whether message `i` is an answer of the assistant that says nothing.
+    pub(crate) fn is_empty_answer(&self, i: usize) -> bool {
+        let says = |key: &str| says_something(&field(&self.messages[i], key));
+        self.is_assistant(i) && !SAID.iter().any(|key| says(key))
+    }
+}
+
+/// Keys of what an assistant says.
+pub(crate) const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
+
+/// Whether there is a text in a value that is not blank, or something else than text.
+fn says_something(value: &Value) -> bool {
+    match value.kind() {
+        ValueKind::Undefined | ValueKind::None => false,
+        ValueKind::String => value.as_str().is_some_and(|text| !text.trim().is_empty()),
+        ValueKind::Seq => value.try_iter().into_iter().flatten().any(|item| match field(&item, "text") {
+            text if text.is_undefined() => says_something(&item),
+            text => says_something(&text),
+        }),
+        _ => true,
+    }
+}
+
+/// A message of one role.
+fn message(role: &str, content: &str) -> Value {
+    Value::from_pairs([("role", role), ("content", content)])
+}
+
+/// A field of an object, undefined where it is not there.
+pub(crate) fn field(object: &Value, name: &str) -> Value {
+    object.get_attr(name).unwrap_or_default()
+}
+
+/// What a value is, in words.
+pub(crate) fn kind(value: &Value) -> String {
+    match value.kind() {
+        ValueKind::Undefined => "missing".into(),
+        ValueKind::None => "null".into(),
+        ValueKind::Seq => "a list".into(),
+        ValueKind::Map => "an object".into(),
+        kind => format!("a {kind}"),
+    }
+}

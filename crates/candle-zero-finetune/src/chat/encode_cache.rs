@@ -1,0 +1,412 @@
+//! Encoding by pieces that are remembered.
+//!
+//! A general tokenizer spends most of its time on the same words again and again. Where a text can be cut so that no token
+//! crosses the cut, and no piece's tokens depend on the others, the tokens of a piece are looked up. Cuts are:
+//!
+//! - before a space that stands between a printed ASCII character and an ASCII letter, and after the end of a line
+//!   between the same;
+//! - before and after special tokens in angle brackets, which are taken out of a text before all else.
+//!
+//! A cut is used only if the tokenizer's parts prove that it changes nothing:
+//!
+//! - No added token is found across it: none has the two characters of the cut side by side, not even one that ends with the
+//!   space or begins with the end of the line, and none takes white space with it there or looks at its neighbours.
+//! - The normalizer treats both sides as it treats them alone.
+//! - Either the pre-tokenizer cuts there too, by a regular expression that is known, so that the vocabulary cannot join
+//!   what stands on the two sides; or it leaves both sides as they are, and then no token of the vocabulary has the two
+//!   characters side by side, whole words are not looked up, and no unknown character waits for its neighbour.
+//!
+//! A piece that is met for the first time is cut further where the pre-tokenizer is known to cut: where a run of ASCII
+//! letters, digits or punctuation ends. Of these smaller pieces there are few.
+//!
+//! A tokenizer of which this is not known encodes whole texts.
+
+use serde_json::Value;
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
+use tokenizers::ModelWrapper;
+use tokenizers::models::bpe::BPE;
+
+/// The ids of a text, and the bytes that each stands for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct EncodedText {
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Start and end of each token in the bytes of the text as it was given, also under a normalizer.
+    pub offsets: Vec<(usize, usize)>,
+}
+
+/// Pieces that a thread remembers, and their longest.
+const MOST_PIECES: usize = 1 << 16;
+const LONGEST: usize = 96;
+
+/// Regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those of
+/// cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 where it is spelled out.
+pub(crate) const KNOWN: [&str; 5] = [
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+];
+
+/// Where texts of a tokenizer may be cut.
+#[derive(Debug, Clone)]
+pub(super) struct SafeSplitter {
+    cuts: SafeCuts,
+    /// Special tokens in angle brackets.
+    special: HashSet<String>,
+    longest_special: usize,
+    /// Whether pieces may be cut where runs end.
+    cuts_runs: bool,
+    /// Which tokenizer it is, for what threads remember.
+    key: u64,
+}
+
+/// The kinds of cuts that are safe.
+#[derive(Debug, Clone, Copy)]
+struct SafeCuts {
+    /// Before a space, between a printed ASCII character and an ASCII letter.
+    before_spaces: bool,
+    /// After the end of a line, between the same.
+    after_lines: bool,
+}
+
+impl SafeSplitter {
+    /// The cuts of a tokenizer, as far as they are known to be safe; none if there are none.
+    pub(super) fn of(inner: &tokenizers::Tokenizer, key: u64) -> Option<Self> {
+        let ModelWrapper::BPE(model) = inner.get_model() else { return None };
+        let is_set = |affix: &Option<String>| affix.as_ref().is_some_and(|affix| !affix.is_empty());
+        if model.dropout.is_some() || is_set(&model.continuing_subword_prefix) || is_set(&model.end_of_word_suffix) {
+            return None;
+        }
+        let normalizer = serde_json::to_value(inner.get_normalizer()).ok()?;
+        if !normalizes_alone(&normalizer) {
+            return None;
+        }
+        let mut words =
+            PreTokenizerState { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
+        if !words.apply(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
+            return None;
+        }
+        let mut cuts =
+            if words.is_cut { SafeCuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
+        let added = inner.get_added_tokens_decoder();
+        let texts = || added.values().map(|token| token.content.as_str());
+        let mut special = HashSet::new();
+        for token in added.values() {
+            let text = token.content.as_str();
+            let (Some(first), Some(last)) = (text.chars().next(), text.chars().next_back()) else { return None };
+            // One that looks at what stands beside it.
+            if token.single_word {
+                return None;
+            }
+            // One that takes white space with it. What is not ASCII may become it by the normalizer.
+            cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
+            cuts.before_spaces &= !token.rstrip || is_blank(last);
+            let (spaces, lines) = parted(text, |c| !is_blank(c));
+            cuts.before_spaces &= !spaces;
+            cuts.after_lines &= !lines;
+            let is_bracketed = text.len() > 2 && first == '<' && last == '>' && text.is_ascii();
+            if is_bracketed && !token.normalized && !token.lstrip && !token.rstrip {
+                special.insert(text.to_string());
+            }
+        }
+        // No added token may begin within one of these, or be longer.
+        let ends_early = |text: &str| text.find('>').is_some_and(|at| at + 1 < text.len());
+        if texts().any(|text| text.bytes().skip(1).any(|byte| byte == b'<') || ends_early(text)) {
+            special.clear();
+        }
+        if !cuts.before_spaces && !cuts.after_lines && special.is_empty() {
+            return None;
+        }
+        let longest_special = special.iter().map(String::len).max().unwrap_or(0);
+        // Added tokens are found before the text between them is cut.
+        let is_whole =
+            |text: &str| special.contains(text) || text.is_ascii() && run_end(text.as_bytes(), 0) == text.len();
+        let takes_spaces = added.values().any(|token| token.rstrip && !token.content.ends_with(is_blank));
+        let cuts_runs = words.is_cut && !takes_spaces && texts().all(is_whole);
+        Some(Self { cuts, special, longest_special, cuts_runs, key })
+    }
+
+    /// The tokens of `text`, with those of new pieces from `encode`.
+    pub(super) fn encode<E>(
+        &self,
+        text: &str,
+        encode: impl Fn(&str) -> Result<EncodedText, E>,
+    ) -> Result<EncodedText, E> {
+        let mut known = REMEMBERED.take();
+        if known.key != self.key {
+            known = PieceCache { key: self.key, ..PieceCache::default() };
+        }
+        let tokens = text.len() / 4;
+        let mut encoded = EncodedText { ids: Vec::with_capacity(tokens), offsets: Vec::with_capacity(tokens) };
+        let mut start = 0;
+        while start < text.len() {
+            let special = self.special_at(text, start);
+            let end = special.unwrap_or_else(|| self.next_cut(text, start));
+            let cuts_runs = self.cuts_runs && special.is_none();
+            known.encode(&text[start..end], start, cuts_runs, &mut encoded, &encode)?;
+            start = end;
+        }
+        REMEMBERED.set(known);
+        Ok(encoded)
+    }
+
+    /// Where the piece that begins at `start`, and is no special token, ends.
+    fn next_cut(&self, text: &str, start: usize) -> usize {
+        let bytes = text.as_bytes();
+        let is_end =
+            |at: &usize| self.cuts.at(bytes, *at) || bytes[*at] == b'<' && self.special_at(text, *at).is_some();
+        (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
+    }
+
+    /// The end of the special token at `start`.
+    fn special_at(&self, text: &str, start: usize) -> Option<usize> {
+        let bytes = &text.as_bytes()[start..];
+        if bytes[0] != b'<' || self.special.is_empty() {
+            return None;
+        }
+        let most = bytes.len().min(self.longest_special);
+        let end = start + bytes[..most].iter().position(|byte| *byte == b'>')? + 1;
+        self.special.contains(&text[start..end]).then_some(end)
+    }
+}
+
+impl SafeCuts {
+    /// Whether a text may be cut before byte `at`, which is neither its first nor beyond its last.
+    fn at(self, bytes: &[u8], at: usize) -> bool {
+        let graphic = |at: usize| bytes[at].is_ascii_graphic();
+        match bytes[at] {
+            b' ' => self.before_spaces && graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic),
+            byte => {
+                self.after_lines && bytes[at - 1] == b'\n' && at > 1 && graphic(at - 2) && byte.is_ascii_alphabetic()
+            }
+        }
+    }
+}
+
+/// Where the smaller piece that begins at `start` ends: between a run of ASCII letters and anything ASCII but an apostrophe
+/// (of a contraction), a run of digits and anything ASCII, punctuation and a space or digit.
+fn run_end(bytes: &[u8], start: usize) -> usize {
+    let is_end = |at: &usize| match (bytes[at - 1], bytes[*at]) {
+        (_, 0x80..) => false,
+        (before, byte) if before.is_ascii_alphabetic() => !byte.is_ascii_alphabetic() && byte != b'\'',
+        (before, byte) if before.is_ascii_digit() => !byte.is_ascii_digit(),
+        (before, byte) => before.is_ascii_punctuation() && (byte == b' ' || byte.is_ascii_digit()),
+    };
+    (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
+}
+
+/// Whether a token has the two characters in it between which a text is cut before a space, and those of a cut after the end
+/// of a line; spaces and ends of lines also as vocabularies write them. `may_be_printed` tells which characters may be the
+/// printed one before a space.
+fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
+    let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
+    let pairs = || token.chars().zip(token.chars().skip(1));
+    let spaces = pairs().any(|(before, c)| is_space(c) && may_be_printed(before));
+    (spaces, pairs().any(|(before, c)| is_line(before) && may_be_alphabetic(c)))
+}
+
+fn is_space(c: char) -> bool {
+    matches!(c, ' ' | '\u{120}' | '\u{2581}')
+}
+
+/// Whether a character is no printed one, whatever normalizer made it.
+fn is_blank(c: char) -> bool {
+    is_space(c) || c.is_ascii_whitespace() || c.is_ascii_control() || c == '\u{10A}'
+}
+
+/// Whether a character is a letter of ASCII, or may be one for a normalizer.
+fn may_be_alphabetic(c: char) -> bool {
+    c.is_ascii_alphabetic() || !c.is_ascii() && !is_blank(c)
+}
+
+/// The cuts that are safe where the pre-tokenizer may leave both sides in one word.
+fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
+    // A word that is looked up as a whole is another one than its parts.
+    if model.ignore_merges {
+        return None;
+    }
+    let vocabulary = model.get_vocab();
+    let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
+    let is_mapped = words.space == '\u{120}';
+    // What the bytes become, one by one.
+    let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
+    let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
+    let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
+    // Bytes of a character, or an unknown one, joined with others: their tokens say what they are in another way.
+    let holds = |token: &String, part: &str| token.len() > part.len() && token.contains(part);
+    let is_of_bytes = |token: &String| token.len() > "<0x00>".len() && token.contains("<0x");
+    let is_of_unknown = |token: &String| model.unk_token.as_ref().is_some_and(|unknown| holds(token, unknown));
+    if vocabulary.keys().any(|token| model.byte_fallback && is_of_bytes(token) || !all_known && is_of_unknown(token)) {
+        return None;
+    }
+    // An unknown character is written with, or behind, what follows it, or is left out, and its neighbours meet: where texts
+    // are cut there is to be none.
+    let line = if is_mapped { '\u{10A}' } else { '\n' };
+    let mut cuts = SafeCuts {
+        before_spaces: all_known || ('!'..='~').all(is_known) && is_known(words.space),
+        after_lines: all_known || is_known(line) && model.unk_token.is_some(),
+    };
+    for token in vocabulary.keys() {
+        let (spaces, lines) = parted(token, |c| c.is_ascii_graphic());
+        cuts.before_spaces &= !spaces;
+        cuts.after_lines &= !lines;
+    }
+    Some(cuts)
+}
+
+/// Whether a normalizer does the same to a piece as to a whole text.
+fn normalizes_alone(normalizer: &Value) -> bool {
+    match normalizer["type"].as_str() {
+        None => normalizer.is_null(),
+        Some("NFC") => true,
+        Some("Replace") => leaves_no_space(normalizer),
+        Some("Sequence") => normalizer["normalizers"].as_array().is_some_and(|all| all.iter().all(normalizes_alone)),
+        Some(_) => false,
+    }
+}
+
+/// Whether a normalizer writes spaces as sentencepiece does.
+fn leaves_no_space(normalizer: &Value) -> bool {
+    let all = normalizer["normalizers"].as_array().map(Vec::as_slice).unwrap_or_default();
+    normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
+}
+
+/// What a text has become after some of the pre-tokenizers.
+#[derive(Debug, Clone, Copy)]
+struct PreTokenizerState {
+    /// What a space has become.
+    space: char,
+    /// Whether the text is cut by now, wherever texts are cut here and wherever [`run_end`] cuts.
+    is_cut: bool,
+}
+
+impl PreTokenizerState {
+    /// Goes on with `pre_tokenizer`. Gives false for one of which it is not known that it treats both sides of a cut as it
+    /// treats them alone.
+    fn apply(&mut self, pre_tokenizer: &Value) -> bool {
+        match pre_tokenizer["type"].as_str() {
+            None => pre_tokenizer.is_null(),
+            Some("ByteLevel") => {
+                let uses_regex = pre_tokenizer["use_regex"] != false;
+                let is_known = pre_tokenizer["add_prefix_space"] == false && (!uses_regex || self.reads_spaces());
+                self.is_cut |= uses_regex;
+                self.space = '\u{120}';
+                is_known
+            }
+            Some("Digits") => true,
+            Some("Split") if pre_tokenizer["invert"] == false => {
+                let pattern = &pre_tokenizer["pattern"];
+                // Of spaces, of which there are none any more.
+                if pattern["String"] == " " && self.space != ' ' {
+                    return true;
+                }
+                let known = pattern["Regex"].as_str().is_some_and(|regex| KNOWN.contains(&regex));
+                let is_known = known && pre_tokenizer["behavior"] == "Isolated" && self.reads_spaces();
+                self.is_cut = true;
+                is_known
+            }
+            Some("Sequence") => {
+                let all = pre_tokenizer["pretokenizers"].as_array();
+                all.is_some_and(|all| all.iter().all(|one| self.apply(one)))
+            }
+            Some(_) => false,
+        }
+    }
+
+    /// Whether a regular expression cuts before spaces now, or has no need to.
+    fn reads_spaces(&self) -> bool {
+        self.space == ' ' || self.is_cut
+    }
+}
+
+thread_local! {
+    static REMEMBERED: RefCell<PieceCache> = RefCell::default();
+}
+
+/// The pieces that a thread has encoded, with their tokens.
+#[derive(Default)]
+struct PieceCache {
+    key: u64,
+    /// Where the tokens of a piece lie in `tokens`.
+    places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
+    /// Ids, and their first and last bytes in the piece.
+    tokens: Vec<(u32, u32, u32)>,
+}
+
+impl PieceCache {
+    /// Appends the tokens of `piece`, which begins at byte `start`.
+    fn encode<E>(
+        &mut self,
+        piece: &str,
+        start: usize,
+        cuts_runs: bool,
+        encoded: &mut EncodedText,
+        encode: impl Fn(&str) -> Result<EncodedText, E>,
+    ) -> Result<(), E> {
+        if self.recall(piece, start, encoded) {
+            return Ok(());
+        }
+        let (first, mut from) = (encoded.ids.len(), 0);
+        while from < piece.len() {
+            let end = if cuts_runs { run_end(piece.as_bytes(), from) } else { piece.len() };
+            let (part, at) = (&piece[from..end], start + from);
+            let is_all = part.len() == piece.len();
+            if is_all || !self.recall(part, at, encoded) {
+                let (before, new) = (encoded.ids.len(), encode(part)?);
+                encoded.ids.extend(new.ids);
+                encoded.offsets.extend(new.offsets.into_iter().map(|(first, end)| (at + first, at + end)));
+                if !is_all {
+                    self.remember(part, at, encoded, before);
+                }
+            }
+            from = end;
+        }
+        self.remember(piece, start, encoded, first);
+        Ok(())
+    }
+
+    /// Appends the tokens of a piece that is known.
+    fn recall(&self, piece: &str, start: usize, encoded: &mut EncodedText) -> bool {
+        let Some((from, to)) = self.places.get(piece) else { return false };
+        let tokens = &self.tokens[*from as usize..*to as usize];
+        encoded.ids.extend(tokens.iter().map(|(id, ..)| *id));
+        encoded.offsets.extend(tokens.iter().map(|(_, first, end)| (start + *first as usize, start + *end as usize)));
+        true
+    }
+
+    /// Keeps the tokens of a piece, those from number `first` on.
+    fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
+        if piece.len() > LONGEST {
+            return;
+        }
+        if self.places.len() == MOST_PIECES {
+            self.places.clear();
+            self.tokens.clear();
+        }
+        let from = self.tokens.len() as u32;
+        let tokens = encoded.ids[first..].iter().zip(&encoded.offsets[first..]);
+        self.tokens.extend(tokens.map(|(id, (first, end))| (*id, (first - start) as u32, (end - start) as u32)));
+        self.places.insert(piece.into(), (from, self.tokens.len() as u32));
+    }
+}
+
+/// A fast hash of short texts, of 8 bytes at a time.
+#[derive(Default)]
+struct PieceHasher(u64);
+
+impl Hasher for PieceHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        let mut add = |word: u64| self.0 = (self.0.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (words, rest) = bytes.as_chunks::<8>();
+        words.iter().for_each(|word| add(u64::from_le_bytes(*word)));
+        add(rest.iter().fold(rest.len() as u64, |word, byte| word << 8 | u64::from(*byte)));
+    }
+
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 32
+    }
+}

@@ -1,0 +1,246 @@
+//! What chat templates expect of Python: `tojson` as transformers defines it, and values as `str` writes them.
+
+use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::{Error, ErrorKind, Output, State};
+use std::fmt::Write as _;
+
+/// Lists within lists, at most: those that hold themselves have no end.
+const DEEPEST: usize = 256;
+
+/// Bytes of a value as text, at most: one whose parts hold the same part again and again has no bound.
+const LONGEST: usize = 16 << 20;
+
+/// An error for values without an end.
+fn check(depth: usize, text: &str) -> Result<(), Error> {
+    if depth > DEEPEST {
+        let reason = format!("a value with more than {DEEPEST} lists or objects in each other");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    if text.len() > LONGEST {
+        return Err(Error::new(ErrorKind::OutOfFuel, format!("a value of more than {} MiB as text", LONGEST >> 20)));
+    }
+    Ok(())
+}
+
+/// How JSON is written: `json.dumps`'s arguments.
+struct JsonDumpFormat {
+    indent: Option<String>,
+    item: String,
+    key: String,
+    ensure_ascii: bool,
+    sort_keys: bool,
+}
+
+/// The filter `tojson` of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
+pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> {
+    let indent: Option<Value> = arguments.get("indent")?;
+    let indent = indent.filter(|indent| !indent.is_none()).map(|indent| match indent.as_str() {
+        Some(text) => text.to_string(),
+        None => " ".repeat(usize::try_from(indent).unwrap_or(0).min(100)),
+    });
+    let separators: Option<Value> = arguments.get("separators")?;
+    let separator =
+        |n: usize| -> Option<String> { Some(separators.as_ref()?.get_item_by_index(n).ok()?.as_str()?.to_string()) };
+    let json = JsonDumpFormat {
+        item: separator(0).unwrap_or_else(|| if indent.is_some() { "," } else { ", " }.into()),
+        key: separator(1).unwrap_or_else(|| ": ".into()),
+        indent,
+        ensure_ascii: arguments.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        sort_keys: arguments.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+    };
+    arguments.assert_all_used()?;
+    let mut text = String::new();
+    json.write(value, 0, &mut text)?;
+    Ok(text)
+}
+
+/// A value as `json.dumps(x, ensure_ascii=False)` writes it.
+pub(super) fn json_text(value: &Value) -> Result<String, Error> {
+    tojson(value, Kwargs::from_iter(std::iter::empty::<(String, Value)>()))
+}
+
+impl JsonDumpFormat {
+    fn write(&self, value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
+        check(depth, text)?;
+        match value.kind() {
+            ValueKind::None => text.push_str("null"),
+            ValueKind::Bool => text.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => text.push_str(&number(value, ["Infinity", "-Infinity", "NaN"])),
+            ValueKind::String => self.write_string(value.as_str().unwrap_or_default(), text),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                let write = |item: &Value, text: &mut String| self.write(item, depth + 1, text);
+                self.write_all(&items, ['[', ']'], depth, text, write)?;
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if self.sort_keys {
+                    keys.sort_by_key(ToString::to_string);
+                }
+                let write = |key: &Value, text: &mut String| {
+                    self.write_string(&checked_str(key)?, text);
+                    text.push_str(&self.key);
+                    self.write(&value.get_item(key)?, depth + 1, text)
+                };
+                self.write_all(&keys, ['{', '}'], depth, text, write)?;
+            }
+            kind => {
+                let reason = format!("{kind} is not JSON serializable");
+                return Err(Error::new(ErrorKind::InvalidOperation, reason));
+            }
+        }
+        Ok(())
+    }
+
+    fn write_all(
+        &self,
+        items: &[Value],
+        brackets: [char; 2],
+        depth: usize,
+        text: &mut String,
+        write: impl Fn(&Value, &mut String) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let line = |depth: usize, text: &mut String| {
+            if let Some(indent) = &self.indent {
+                text.push('\n');
+                text.push_str(&indent.repeat(depth));
+            }
+        };
+        text.push(brackets[0]);
+        for (i, item) in items.iter().enumerate() {
+            text.push_str(if i > 0 { &self.item } else { "" });
+            line(depth + 1, text);
+            write(item, text)?;
+        }
+        if !items.is_empty() {
+            line(depth, text);
+        }
+        text.push(brackets[1]);
+        Ok(())
+    }
+
+    fn write_string(&self, string: &str, text: &mut String) {
+        text.push('"');
+        for c in string.chars() {
+            match c {
+                '"' => text.push_str("\\\""),
+                '\\' => text.push_str("\\\\"),
+                '\n' => text.push_str("\\n"),
+                '\r' => text.push_str("\\r"),
+                '\t' => text.push_str("\\t"),
+                '\u{8}' => text.push_str("\\b"),
+                '\u{c}' => text.push_str("\\f"),
+                c if c < ' ' || self.ensure_ascii && !(' '..='\u{7e}').contains(&c) => {
+                    for unit in c.encode_utf16(&mut [0; 2]) {
+                        _ = write!(text, "\\u{unit:04x}");
+                    }
+                }
+                c => text.push(c),
+            }
+        }
+        text.push('"');
+    }
+}
+
+/// A number as Python writes it. `special` are its infinity, minus infinity and NaN.
+fn number(value: &Value, special: [&str; 3]) -> String {
+    if value.is_integer() {
+        return value.to_string();
+    }
+    let Ok(x) = f64::try_from(value.clone()) else { return value.to_string() };
+    match x {
+        x if x.is_nan() => special[2].into(),
+        f64::INFINITY => special[0].into(),
+        f64::NEG_INFINITY => special[1].into(),
+        x => float(x),
+    }
+}
+
+/// `repr` of a finite Python float: the shortest digits that give it back, with an exponent below 1e-4 and from 1e16.
+fn float(x: f64) -> String {
+    let scientific = format!("{x:e}");
+    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    match exponent.parse::<i32>().unwrap_or(0) {
+        -4..16 => format!("{x:?}"),
+        exponent => format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, exponent.abs()),
+    }
+}
+
+/// `str(value)` of Python.
+pub(crate) fn python_str(value: &Value) -> String {
+    // Without an error a value has an end.
+    checked_str(value).unwrap_or_default()
+}
+
+/// The same; an error for a value without an end.
+pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
+    match value.as_str() {
+        Some(text) => Ok(text.into()),
+        None => {
+            let mut text = String::new();
+            repr(value, 0, &mut text)?;
+            Ok(text)
+        }
+    }
+}
+
+/// `repr(value)` of Python.
+fn repr(value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
+    check(depth, text)?;
+    type WriteItem<'a> = &'a dyn Fn(&Value, &mut String) -> Result<(), Error>;
+    let sequence = |text: &mut String, brackets: [char; 2], write: WriteItem<'_>| {
+        text.push(brackets[0]);
+        for (i, item) in value.try_iter().into_iter().flatten().enumerate() {
+            text.push_str(if i > 0 { ", " } else { "" });
+            write(&item, text)?;
+        }
+        text.push(brackets[1]);
+        Ok(())
+    };
+    match value.kind() {
+        ValueKind::Undefined => {}
+        ValueKind::None => text.push_str("None"),
+        ValueKind::Bool => text.push_str(if value.is_true() { "True" } else { "False" }),
+        ValueKind::Number => text.push_str(&number(value, ["inf", "-inf", "nan"])),
+        ValueKind::String => repr_string(value.as_str().unwrap_or_default(), text),
+        ValueKind::Seq | ValueKind::Iterable => {
+            return sequence(text, ['[', ']'], &|item, text| repr(item, depth + 1, text));
+        }
+        ValueKind::Map => {
+            return sequence(text, ['{', '}'], &|key, text| {
+                repr(key, depth + 1, text)?;
+                text.push_str(": ");
+                repr(&value.get_item(key).unwrap_or_default(), depth + 1, text)
+            });
+        }
+        _ => _ = write!(text, "{value}"),
+    }
+    Ok(())
+}
+
+/// `repr` of a string: in single quotes unless it has those and no double ones.
+fn repr_string(string: &str, text: &mut String) {
+    let quote = if string.contains('\'') && !string.contains('"') { '"' } else { '\'' };
+    text.push(quote);
+    for c in string.chars() {
+        match c {
+            '\\' => text.push_str("\\\\"),
+            '\n' => text.push_str("\\n"),
+            '\r' => text.push_str("\\r"),
+            '\t' => text.push_str("\\t"),
+            c if c == quote => text.extend(['\\', c]),
+            c if c.is_control() => _ = write!(text, "\\x{:02x}", u32::from(c)),
+            c => text.push(c),
+        }
+    }
+    text.push(quote);
+}
+
+/// Writes `{{ value }}` as Python's Jinja does: nothing for what is undefined, `None`, `True`, `1e-05`.
+pub(super) fn write_value(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    match value.as_str() {
+        Some(text) => out.write_str(text)?,
+        None => out.write_str(&checked_str(value)?)?,
+    }
+    Ok(())
+}

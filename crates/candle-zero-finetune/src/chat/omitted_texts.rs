@@ -1,0 +1,168 @@
+//! The texts of a conversation that a chat template omits.
+
+use super::assistant_mask::{MarkedText, TracedConversation, texts};
+use super::conversation::{Conversation, field};
+use minijinja::value::ValueKind;
+
+/// What a template omits from a conversation.
+#[derive(Debug, Default)]
+pub(crate) struct OmittedTexts {
+    /// Answers of which nothing is written, with the keys of what they hold.
+    pub lost: Vec<(usize, String)>,
+    /// What else is not written, a sentence each.
+    pub remarks: Vec<String>,
+}
+
+/// How much of a text is written.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum TextCoverage {
+    All,
+    Some,
+    None,
+}
+
+/// What stands around thoughts.
+const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
+
+impl OmittedTexts {
+    /// Compares the texts of all messages with what was rendered.
+    pub(crate) fn of(conversation: &Conversation, traced: &TracedConversation) -> Self {
+        let mut found = Self::default();
+        for message in 0..conversation.len() {
+            match conversation.is_assistant(message) {
+                true => found.answer(conversation, traced, message),
+                false => found.other(conversation, traced, message),
+            }
+        }
+        found
+    }
+
+    fn say(&mut self, remark: impl Into<String>) {
+        let remark = remark.into();
+        if !self.remarks.contains(&remark) {
+            self.remarks.push(remark);
+        }
+    }
+
+    fn answer(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+        let TracedConversation { rendered, owners, .. } = traced;
+        let own = rendered.targets.iter().zip(owners).filter(|(_, owner)| **owner == Some(message));
+        let own: Vec<_> = own.map(|(target, _)| target.clone()).collect();
+        let is_certain = owners.iter().all(Option::is_some);
+        let learned = match is_certain {
+            true => own.iter().map(|target| &rendered.text[target.clone()]).collect::<String>(),
+            false => rendered.text.clone(),
+        };
+        let calls = field(&conversation.messages[message], "tool_calls");
+        let names = calls.try_iter().into_iter().flatten().filter_map(|call| {
+            let function = field(&call, "function");
+            Some(field(if function.is_undefined() { &call } else { &function }, "name").as_str()?.to_string())
+        });
+        let mut parts: Vec<(String, String, TextCoverage)> = names
+            .map(|name| {
+                (
+                    "tool_calls".to_string(),
+                    name.clone(),
+                    if learned.contains(&name) { TextCoverage::All } else { TextCoverage::None },
+                )
+            })
+            .collect();
+        for (key, text, marked_text) in texts_of(conversation, traced, message) {
+            let part = part(&text, marked_text, traced, &learned);
+            let is_learned = |marked_text: &MarkedText| {
+                let Some(place) = marked_text.place() else { return true };
+                own.iter().any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
+            };
+            if is_certain && part != TextCoverage::None && !own.is_empty() && !marked_text.is_none_or(is_learned) {
+                self.say(format!("have {key} that is written, but not learned"));
+            }
+            parts.push((key, text, part));
+        }
+        if parts.is_empty() {
+            return;
+        }
+        if own.is_empty() && is_certain {
+            self.say("have an answer that no {% generation %} block encloses");
+            return;
+        }
+        if parts.iter().all(|(_, _, part)| *part == TextCoverage::None) {
+            let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
+            keys.dedup();
+            self.lost.push((message, keys.join(" and ")));
+            return;
+        }
+        for (key, text, part) in parts {
+            match part {
+                TextCoverage::All => {}
+                TextCoverage::Some if key == "content" && THOUGHTS.iter().any(|tag| text.contains(tag)) => {
+                    self.say("have thoughts, up to </think>, that the template does not write");
+                }
+                TextCoverage::Some => self.say(format!("have {key} that the template does not write whole")),
+                TextCoverage::None => self.say(format!("have {key} that the template does not write")),
+            }
+        }
+    }
+
+    /// A message that is not learned.
+    fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
+        let text = &traced.rendered.text;
+        let role = field(&conversation.messages[message], "role");
+        let role = role.as_str().unwrap_or_default();
+        for (_, own, marked_text) in texts_of(conversation, traced, message) {
+            if part(&own, marked_text, traced, text) != TextCoverage::All {
+                self.say(format!("have a message of the {role} that the template does not write whole"));
+            }
+        }
+        let content = field(&conversation.messages[message], "content");
+        if content.kind() == ValueKind::Map && text.contains(&super::jinja_compat::python_str(&content)) {
+            self.say(format!("have a message of the {role} whose object is written as Python prints it, not as JSON"));
+        }
+    }
+}
+
+/// The texts of a message that are not blank, with their keys and where they were marked.
+fn texts_of<'a>(
+    conversation: &Conversation,
+    traced: &'a TracedConversation,
+    message: usize,
+) -> Vec<(String, String, Option<&'a MarkedText>)> {
+    let marked_texts =
+        traced.trace.iter().flat_map(|trace| &trace.marked_texts).filter(|marked_text| marked_text.message == message);
+    let mut all: Vec<_> = marked_texts
+        .map(|marked_text| (marked_text.key.clone(), marked_text.text.clone(), Some(marked_text)))
+        .collect();
+    if all.is_empty() {
+        let own = texts(&conversation.messages[message], conversation.is_assistant(message));
+        all = own.into_iter().map(|(key, text)| (key, text, None)).collect();
+    }
+    all.retain(|(_, text, _)| !text.trim().is_empty());
+    all
+}
+
+/// How much of a text stands at its place, or else in `within`.
+fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> TextCoverage {
+    let text = text.trim();
+    if let Some(place) = marked_text.and_then(MarkedText::place)
+        && let Some(written) = traced.rendered.text.get(place)
+    {
+        let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
+        if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
+            return TextCoverage::All;
+        }
+    }
+    let mut pieces = vec![text];
+    for tag in THOUGHTS {
+        pieces = pieces.into_iter().flat_map(|piece| piece.split(tag)).collect();
+    }
+    pieces.retain(|piece| !piece.trim().is_empty());
+    let is_there = |piece: &&str| {
+        let piece = piece.trim();
+        let json = || serde_json::to_string(piece).unwrap_or_default();
+        within.contains(piece) || within.contains(json().trim_matches('"'))
+    };
+    match pieces.iter().filter(|piece| is_there(piece)).count() {
+        count if count == pieces.len() => TextCoverage::All,
+        0 if !marked_text.is_some_and(MarkedText::is_there) => TextCoverage::None,
+        _ => TextCoverage::Some,
+    }
+}

@@ -1,0 +1,64 @@
+//! The chat templates of a model's folder: the usual one, and others by name.
+
+use super::tokenizer_files::object;
+use crate::error::{Error, Result};
+use candle_zero::files;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a template's file.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// The folder of a model's folder that may have more templates, each a file by its name.
+pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
+
+/// All templates of a model's folder by name, the usual one as `default`: those of chat_template.jinja and of the folder
+/// `additional_chat_templates`, else those of tokenizer_config.json.
+///
+/// # Errors
+/// Files that cannot be read.
+pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let read = |path: &Path| {
+        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        files::read_text(path, MOST_BYTES).map_err(wrong)
+    };
+    let (usual, mut named) = (folder.join("chat_template.jinja"), BTreeMap::new());
+    if usual.is_file() {
+        named.insert(DEFAULT.to_owned(), read(&usual)?);
+    } else {
+        let config = object(&folder.join("tokenizer_config.json"))?;
+        let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+        match config.get("chat_template") {
+            Some(serde_json::Value::Array(several)) => {
+                let both = |entry: &serde_json::Value| Some((text(entry.get("name")?)?, text(entry.get("template")?)?));
+                named.extend(several.iter().filter_map(both));
+            }
+            one => named.extend(one.and_then(text).map(|template| (DEFAULT.to_owned(), template))),
+        }
+    }
+    for path in additional_templates(folder)? {
+        if let Some(name) = path.file_stem().and_then(std::ffi::OsStr::to_str) {
+            named.insert(name.to_owned(), read(&path)?);
+        }
+    }
+    Ok(named)
+}
+
+const DEFAULT: &str = "default";
+
+/// The files of templates besides the usual one, sorted.
+///
+/// # Errors
+/// A folder that cannot be read.
+pub(crate) fn additional_templates(folder: &Path) -> Result<Vec<PathBuf>> {
+    let folder = folder.join(ADDITIONAL_TEMPLATES);
+    if !folder.is_dir() {
+        return Ok(vec![]);
+    }
+    let failed = |source| Error::Io { action: "read", path: folder.clone(), source };
+    let entries = std::fs::read_dir(&folder).map_err(failed)?.map(|entry| Ok(entry.map_err(failed)?.path()));
+    let mut found: Vec<PathBuf> = entries.collect::<Result<_>>()?;
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "jinja") && path.is_file());
+    found.sort();
+    Ok(found)
+}

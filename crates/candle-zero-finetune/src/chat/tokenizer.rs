@@ -1,0 +1,335 @@
+//! A model's tokenizer.json, with the special tokens of its configuration.
+
+use super::encode_cache::{EncodedText, SafeSplitter};
+use super::tokenizer_files::TokenizerFiles;
+use crate::error::FinetuneError;
+use crate::error::Result;
+use candle_zero::sandbox::{SandboxSubject, within};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::path::Path;
+use tokenizers::{AddedToken, NormalizedString, Normalizer as _, PostProcessorWrapper};
+
+/// The most bytes of a text that has no place where it may be cut: for each byte a tokenizer takes about a hundred.
+const MOST_TEXT: usize = 6 << 20;
+
+/// A tokenizer, as a model's folder holds it.
+///
+/// Text is encoded without tokens added around it, for a chat template has written them; a special token's text becomes
+/// that token wherever it stands, as in transformers.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    /// Without what comes after encoding: truncation, padding, added tokens, offsets that leave out white space.
+    inner: tokenizers::Tokenizer,
+    tokens: SpecialTokens,
+    splitter: Option<SafeSplitter>,
+    /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
+    around: (Vec<u32>, Vec<u32>),
+    fingerprint: u64,
+    /// Its file, for what other crates do with it.
+    subject: SandboxSubject,
+}
+
+/// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SpecialTokens {
+    named: Vec<(String, String)>,
+}
+
+impl SpecialTokens {
+    /// The tokens that a tokenizer_config.json or special_tokens_map.json names, the first object that has a name.
+    fn of(objects: &[&Map<String, Value>]) -> Self {
+        let mut named: Vec<(String, String)> = vec![];
+        for (key, value) in objects.iter().flat_map(|object| object.iter()) {
+            let is_new = || named.iter().all(|(name, _)| name != key);
+            let text = value.as_str().or_else(|| value.get("content")?.as_str());
+            if let Some(text) = text.filter(|_| key.ends_with("_token") && is_new()) {
+                named.push((key.clone(), text.into()));
+            }
+        }
+        named.sort();
+        Self { named }
+    }
+
+    /// Tokens by their names (`bos_token`, ...).
+    pub fn new<N: Into<String>, T: Into<String>>(named: impl IntoIterator<Item = (N, T)>) -> Self {
+        Self { named: named.into_iter().map(|(name, text)| (name.into(), text.into())).collect() }
+    }
+
+    /// The text of the token `name`.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.named.iter().find(|(key, _)| key == name).map(|(_, text)| text.as_str())
+    }
+
+    /// All of them, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.named.iter().map(|(name, text)| (name.as_str(), text.as_str()))
+    }
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer at `path`: tokenizer.json, and tokenizer_config.json and special_tokens_map.json where they are there,
+    /// of a folder; in its place vocab.txt of a BERT, or vocab.json and merges.txt of a GPT-2; what a GGUF file holds, for such
+    /// a file and for a folder with one and no tokenizer.
+    ///
+    /// # Errors
+    /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];
+    /// [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding token that the tokenizer does not have; of a GGUF file,
+    /// a kind of tokenizer that is not known.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let TokenizerFiles { path, tokenizer: bytes, config, special: map } = TokenizerFiles::read(path.as_ref())?;
+        let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
+        let subject = SandboxSubject::new(path.display().to_string());
+        let load = || -> tokenizers::Result<_> {
+            let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
+            inner.with_padding(None).with_truncation(None)?;
+            if let Some(problem) = problem_of_added_tokens(&inner)? {
+                return Err(problem.into());
+            }
+            let around = added_around(&inner)?;
+            inner.with_post_processor(None::<PostProcessorWrapper>);
+            Ok((inner, around))
+        };
+        let loaded =
+            within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
+        let (inner, mut around) = loaded.map_err(|e| wrong(e.to_string()))?;
+        let tokens = SpecialTokens::of(&[&config, &map]);
+        for name in ["bos_token", "eos_token", "pad_token"] {
+            if let Some(token) = tokens.get(name).filter(|token| inner.token_to_id(token).is_none()) {
+                return Err(FinetuneError::UnknownSpecialToken { name: name.into(), token: token.into() }.into());
+            }
+        }
+        let id = |name: &str| tokens.get(name).and_then(|token| inner.token_to_id(token));
+        let asks = |key: &str| config.get(key).and_then(Value::as_bool);
+        around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
+        around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
+        let of_file = twox_hash::XxHash3_64::oneshot(&bytes);
+        let splitter = SafeSplitter::of(&inner, of_file);
+        let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{of_file:x} {tokens:?} {around:?}").as_bytes());
+        Ok(Self { inner, splitter, tokens, around, fingerprint, subject })
+    }
+
+    /// Whether texts are encoded by pieces.
+    #[cfg(test)]
+    pub(super) fn is_cut(&self) -> bool {
+        self.splitter.is_some()
+    }
+
+    /// The ids of `text` and the bytes that they stand for, without tokens added around it.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Encode`].
+    pub fn encode(&self, text: &str) -> Result<EncodedText> {
+        match &self.splitter {
+            Some(splitter) => splitter.encode(text, |piece| self.encode_whole(piece)),
+            None => self.encode_whole(text),
+        }
+    }
+
+    /// The same, of the text as one.
+    fn encode_whole(&self, text: &str) -> Result<EncodedText> {
+        let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
+        if text.len() > MOST_TEXT {
+            let reason = format!("one without a place where it may be cut has at most {MOST_TEXT}; cut the record");
+            return Err(wrong(reason).into());
+        }
+        let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
+        let encoding = encoded.map_err(|e| wrong(e.to_string()))?;
+        Ok(EncodedText { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+    }
+
+    /// The text of `ids`.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        let wrong = |reason: String| FinetuneError::Decode { reason };
+        let decode = || self.inner.decode(ids, skip_special_tokens);
+        let decoded = within(&self.subject, ids.len(), decode).map_err(wrong)?;
+        Ok(decoded.map_err(|e| wrong(e.to_string()))?)
+    }
+
+    /// Decodes token by token.
+    pub fn stream(&self, skip_special_tokens: bool) -> TextStream<'_> {
+        TextStream { tokenizer: self, skip_special_tokens, ids: vec![], printed: 0 }
+    }
+
+    /// The named special tokens.
+    pub fn special_tokens(&self) -> &SpecialTokens {
+        &self.tokens
+    }
+
+    /// The id of the special token `name` (`eos_token`, ...).
+    pub fn special_id(&self, name: &str) -> Option<u32> {
+        self.tokens.get(name).and_then(|token| self.id(token))
+    }
+
+    /// The id of a token's text.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// What the tokenizer itself adds before and after a text that no chat template has written.
+    pub fn around(&self) -> (&[u32], &[u32]) {
+        (&self.around.0, &self.around.1)
+    }
+
+    /// One more than the largest id.
+    pub fn vocab_size(&self) -> usize {
+        let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
+        added.max(self.inner.get_vocab_size(false))
+    }
+
+    /// The texts of all tokens that are marked as special.
+    pub(crate) fn special_texts(&self) -> Vec<String> {
+        let added = self.inner.get_added_tokens_decoder().into_values();
+        let mut texts: Vec<String> = added.filter(|token| token.special).map(|token| token.content).collect();
+        texts.extend(self.tokens.iter().map(|(_, text)| text.to_string()));
+        texts.sort();
+        texts.dedup();
+        texts
+    }
+
+    /// A number that changes with tokenizer.json, the named special tokens, and what is added around a text.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+/// Added tokens with which the library cannot encode: one of which the normalizer leaves nothing is found everywhere, and
+/// the search never ends; of two that the normalizer makes equal, the library finds one or the other by chance, anew
+/// in each process.
+fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
+    let Some(normalizer) = inner.get_normalizer() else { return Ok(None) };
+    let added = inner.get_added_tokens_decoder().into_iter().filter(|(_, token)| token.normalized);
+    let mut ids_by_text: BTreeMap<String, (u32, String)> = BTreeMap::new();
+    for (id, AddedToken { content, .. }) in added.collect::<BTreeMap<_, _>>() {
+        let mut text = NormalizedString::from(content.as_str());
+        normalizer.normalize(&mut text)?;
+        if text.is_empty() {
+            return Ok(Some(format!(
+                "its added token {content:?} is empty after its normalizer, and is found without end"
+            )));
+        }
+        if let Some((first, other)) = ids_by_text.insert(text.get().to_string(), (id, content.clone())) {
+            return Ok(Some(format!(
+                "its added tokens {other:?} ({first}) and {content:?} ({id}) are equal after its normalizer, and either is \
+                 found by chance: give one of them \"normalized\": false, or remove it"
+            )));
+        }
+    }
+    Ok(None)
+}
+
+/// What a tokenizer adds before and after a text.
+fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
+    let (bare, whole) = (inner.encode("a", false)?, inner.encode("a", true)?);
+    let (bare, whole) = (bare.get_ids(), whole.get_ids());
+    let at = (0..whole.len()).find(|at| !bare.is_empty() && whole[*at..].starts_with(bare));
+    Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
+}
+
+/// `tokens` with or without `token`, where the configuration asks for one of them.
+fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
+    match (token, asked) {
+        (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],
+        (Some(token), Some(false)) => tokens.into_iter().filter(|id| *id != token).collect(),
+        _ => tokens,
+    }
+}
+
+/// Text as its tokens arrive: what is not yet whole UTF-8 is held back.
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    skip_special_tokens: bool,
+    /// The last tokens whose text was given, which those after them are decoded with, and those held back.
+    ids: Vec<u32>,
+    /// How many of them were given.
+    printed: usize,
+}
+
+impl TextStream<'_> {
+    /// What can be said after token `id`; nothing while a character is not complete.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        let text = self.unprinted()?;
+        if text.is_empty() || text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        self.ids.drain(..self.printed);
+        self.printed = self.ids.len();
+        Ok(text)
+    }
+
+    /// What was held back: characters that never became complete stand as U+FFFD.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn finish(mut self) -> Result<String> {
+        let text = self.unprinted()?;
+        self.ids.clear();
+        Ok(text)
+    }
+
+    fn unprinted(&self) -> Result<String> {
+        let before = self.tokenizer.decode(&self.ids[..self.printed], self.skip_special_tokens)?;
+        let mut all = self.tokenizer.decode(&self.ids, self.skip_special_tokens)?;
+        // Decoders change what they wrote only at its end, where a character was not complete.
+        let at = before.len().min(all.len());
+        let at = (0..=at).rev().find(|at| all.is_char_boundary(*at)).unwrap_or(0);
+        Ok(all.split_off(at))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::LazyLock;
+
+    /// The tiny tokenizer, and those of the user's cache.
+    static TOKENIZERS: LazyLock<Vec<Tokenizer>> = LazyLock::new(|| {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/finetune/models/llama");
+        let home = candle_zero::util::cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
+        let cached = home.map(|home| home.join("candle-zero/tokenizers"));
+        let names = ["qwen3", "llama3", "gemma3", "smollm2"];
+        let cached = names.iter().filter_map(|name| Some(cached.as_ref()?.join(name))).filter(|path| path.is_dir());
+        [tiny].into_iter().chain(cached).map(|folder| Tokenizer::open(folder).unwrap()).collect()
+    });
+
+    #[test]
+    fn texts_of_these_tokenizers_are_encoded_by_pieces() {
+        assert!(TOKENIZERS.iter().all(|tokenizer| tokenizer.splitter.is_some()));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+        #[test]
+        fn pieces_have_the_tokens_of_the_whole_text(
+            parts in prop::collection::vec(
+                prop_oneof![
+                    8 => "[ ]?[a-zA-Z]{1,6}",
+                    2 => "[ \\n\\t\\r]{1,3}",
+                    2 => "[.,;:'!?()<>|0-9-]{1,3}",
+                    1 => "'(s|t|re|ve|LL)",
+                    1 => "\\PC{1,3}",
+                    1 => "[e\u{301}n\u{303}Å]{1,3}",
+                    1 => "[a-zA-Z]{1,3}[.,;:'!?()<>|/0-9_-]{1,3}[a-zA-Z ]?",
+                    1 => "<\\|(im_start|im_end|endoftext|eot_id|start_header_id)\\|>",
+                    1 => "</?(end_of_turn|start_of_turn|bos|eos|b|h1|think|tool_call|file_sep)>",
+                ],
+                0..40,
+            ),
+        ) {
+            let text = parts.concat();
+            for tokenizer in &*TOKENIZERS {
+                prop_assert_eq!(tokenizer.encode(&text).unwrap(), tokenizer.encode_whole(&text).unwrap());
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Samples in rows of the context's length, and rows in batches.
+//!
+//! Rows are filled once, first-fit in an order that the seed makes; an epoch goes through the same rows in an order of its
+//! own. Which rows a step has follows from its number alone, so a resumed run needs nothing but that, and every rank has the
+//! same number of batches.
+
+use super::dataset::Dataset;
+use candle_zero::data::BatchShape;
+use candle_zero::util::{mix, permute};
+use std::hash::Hasher as _;
+use std::sync::Arc;
+
+/// The target of a position that predicts nothing, which a loss leaves out.
+pub const NO_TARGET: i64 = -100;
+
+/// Whether several samples are packed into a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SequencePacking {
+    /// As many as fit in a row of so many tokens, each a sequence of its own. Only where samples do not belong together
+    /// ([`Dataset::group`]), and no label is to be told.
+    Packed {
+        /// Tokens of a row. A longer sample has a row of its own.
+        ctx: usize,
+    },
+    /// Each in a row of its own, padded to the longest of the batch.
+    Padded,
+}
+
+/// The rows of one rank's micro batch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RowBatch {
+    /// Number of rows.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub time: usize,
+    /// The tokens, `[rows, time]`.
+    pub ids: Vec<u32>,
+    /// The token that each is to predict, the one after it in its sequence, or [`NO_TARGET`]; `[rows, time]`.
+    pub targets: Vec<i64>,
+    /// Where sequences begin, for each row; what is filled up behind the last one is a sequence too.
+    pub starts: Vec<Vec<usize>>,
+    /// The numbers of the labels of all sequences but padding. Rows without any come last.
+    pub labels: Vec<u32>,
+    /// Tokens without what fills rows up.
+    pub tokens: usize,
+}
+
+/// The order in which rows come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// By chance, in each epoch another.
+    Shuffled(u64),
+    /// That of the data, epoch after epoch.
+    Sequential,
+    /// That of the data, one time.
+    Once,
+}
+
+/// The batches of one rank.
+#[derive(Debug, Clone)]
+pub struct Batches {
+    dataset: Arc<Dataset>,
+    /// Groups of samples, row by row.
+    members: Vec<u32>,
+    /// Where each row begins in `members`, and the end of the last.
+    rows: Vec<usize>,
+    shape: BatchShape,
+    order: RowOrder,
+    pad: u32,
+}
+
+impl Batches {
+    /// Batches to train on: without end, epoch after epoch, each in an order that `seed` makes. `pad` fills rows up.
+    ///
+    /// # Panics
+    ///
+    /// If the data set is empty.
+    pub fn training(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, seed: u64, pad: u32) -> Self {
+        Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
+    }
+
+    /// Batches to train on in the order of the data, epoch after epoch the same.
+    ///
+    /// # Panics
+    ///
+    /// As [`training`](Self::training).
+    pub fn in_order(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
+        Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
+    }
+
+    /// Batches to validate on: each row once, in the same order at any time. The last ones are filled up with rows that
+    /// have no target.
+    ///
+    /// # Panics
+    ///
+    /// As [`training`](Self::training).
+    pub fn validation(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
+        Self::new(dataset, packing, shape, RowOrder::Once, pad)
+    }
+
+    fn new(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
+        let groups = dataset.len() / dataset.group();
+        assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} samples");
+        assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
+        let (members, rows) = match packed_rows(&dataset, packing, rows_in) {
+            Some((order, row_of)) => by_row(&order, &row_of),
+            None => ((0..groups as u32).collect(), (0..=groups).collect()),
+        };
+        Self { dataset, members, rows, shape, order: rows_in, pad }
+    }
+
+    /// How many rows there would be.
+    pub(crate) fn count_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> usize {
+        match packed_rows(dataset, packing, order) {
+            Some((_, row_of)) => row_of.iter().max().map_or(0, |last| *last as usize + 1),
+            None => dataset.len() / dataset.group(),
+        }
+    }
+
+    /// Rows in an epoch; of samples that belong together, groups.
+    pub fn rows_per_epoch(&self) -> usize {
+        self.rows.len() - 1
+    }
+
+    /// Tokens of the longest row.
+    pub(crate) fn longest_row(&self) -> usize {
+        let row = |row: &[usize]| self.members[row[0]..row[1]].iter().flat_map(|group| self.samples(*group));
+        self.rows.windows(2).map(|ends| row(ends).map(|sample| sample.len()).sum()).max().unwrap_or(0)
+    }
+
+    /// Steps that go through all rows, the last one perhaps with rows of the next epoch, or empty ones.
+    pub fn steps_per_epoch(&self) -> u64 {
+        self.rows_per_epoch().div_ceil(self.rows_per_step()) as u64
+    }
+
+    /// Steps of so many epochs, at least one.
+    pub fn steps(&self, epochs: f64) -> u64 {
+        ((self.rows_per_epoch() as f64 * epochs / self.rows_per_step() as f64).ceil() as u64).max(1)
+    }
+
+    fn rows_per_step(&self) -> usize {
+        self.shape.micro * self.shape.world * self.shape.accumulation
+    }
+
+    /// The groups of row `row` of the whole run; none for a row behind the end of a validation.
+    fn row(&self, row: u64) -> &[u32] {
+        let count = self.rows_per_epoch() as u64;
+        let row = match self.order {
+            RowOrder::Shuffled(seed) => permute(row % count, count, mix(seed ^ mix(row / count))),
+            RowOrder::Sequential => row % count,
+            RowOrder::Once if row < count => row,
+            RowOrder::Once => return &[],
+        } as usize;
+        &self.members[self.rows[row]..self.rows[row + 1]]
+    }
+
+    /// The samples of a group.
+    fn samples(&self, group: u32) -> impl Iterator<Item = crate::SampleRef<'_>> {
+        let count = self.dataset.group();
+        (0..count).map(move |i| self.dataset.sample(group as usize * count + i))
+    }
+
+    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0.
+    pub fn batch(&self, step: u64, accumulation_index: usize) -> RowBatch {
+        let rows = (0..self.shape.micro).map(|j| self.row(self.shape.global_sample(step, accumulation_index, j)));
+        // Samples that belong together have a row each.
+        let apart = self.dataset.group() > 1;
+        let mut filled: Vec<Vec<crate::SampleRef<'_>>> = vec![];
+        for row in rows {
+            let samples = row.iter().flat_map(|group| self.samples(*group));
+            match apart {
+                true if !row.is_empty() => filled.extend(samples.map(|sample| vec![sample])),
+                true => filled.extend((0..self.dataset.group()).map(|_| vec![])),
+                false => filled.push(samples.collect()),
+            }
+        }
+        let length = |row: &Vec<crate::SampleRef<'_>>| row.iter().map(|sample| sample.len()).sum::<usize>();
+        let time = filled.iter().map(length).max().unwrap_or(0).max(1);
+        let mut batch = RowBatch { rows: filled.len(), time, ..RowBatch::default() };
+        for row in filled {
+            let (mut starts, mut at) = (vec![], 0);
+            for sample in row {
+                starts.push(at);
+                at += sample.len();
+                batch.ids.extend(sample.ids());
+                let next = sample.ids().enumerate().skip(1);
+                let target = |(i, id)| if sample.is_target(i) { i64::from(id) } else { NO_TARGET };
+                batch.targets.extend(next.map(target).chain([NO_TARGET]));
+                batch.labels.push(sample.label);
+            }
+            batch.tokens += at;
+            if at < time {
+                starts.push(at);
+            }
+            batch.ids.extend((at..time).map(|_| self.pad));
+            batch.targets.extend((at..time).map(|_| NO_TARGET));
+            batch.starts.push(starts);
+        }
+        batch
+    }
+
+    /// A number that changes with the samples of the rows and with their order.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = twox_hash::XxHash3_64::new();
+        hasher.write(&self.dataset.fingerprint().to_le_bytes());
+        self.members.iter().for_each(|group| hasher.write(&group.to_le_bytes()));
+        self.rows.iter().for_each(|row| hasher.write(&(*row as u64).to_le_bytes()));
+        hasher.write(format!("{:?} {}", self.order, self.rows_per_step()).as_bytes());
+        hasher.finish()
+    }
+
+    /// Targets of all ranks and micro batches of a step, and where labels are to be told these: what the sum of their losses
+    /// is divided by. Every rank computes it alone.
+    pub fn targets_of_step(&self, step: u64) -> u64 {
+        let first = step * self.rows_per_step() as u64;
+        let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));
+        let are_labelled = !self.dataset.labels().is_empty();
+        let of_sample = |sample: crate::SampleRef<'_>| if are_labelled { 1 } else { sample.predicted() as u64 };
+        rows.flat_map(|group| self.samples(*group)).map(of_sample).sum()
+    }
+}
+
+/// The order in which samples are packed and the row of each, where several have a row.
+fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
+    let SequencePacking::Packed { ctx } = packing else { return None };
+    if dataset.group() > 1 {
+        return None;
+    }
+    let groups = dataset.len();
+    let place = |i: usize| match order {
+        RowOrder::Shuffled(seed) => permute(i as u64, groups as u64, mix(seed)) as u32,
+        RowOrder::Sequential | RowOrder::Once => i as u32,
+    };
+    let order: Vec<u32> = (0..groups).map(place).collect();
+    let row_of = first_fit(order.iter().map(|i| dataset.length(*i as usize)), ctx);
+    Some((order, row_of))
+}
+
+/// The row of each sample: the first that has room for it. One that is longer than a row fills one.
+fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
+    let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
+    // Also the shortest sample takes room, so that a row without any has none for it.
+    lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
+}
+
+/// How much room rows have: a tree of maxima, whose leaves are the rows.
+struct FreeSpaceTree {
+    /// A power of two.
+    leaves: usize,
+    /// Node i has the nodes 2i and 2i + 1 below it; the root is 1.
+    most: Vec<usize>,
+    rows: usize,
+}
+
+impl FreeSpaceTree {
+    /// Takes room in the first row that has it, or in a new one.
+    fn take(&mut self, length: usize, ctx: usize) -> u32 {
+        if self.rows == 0 || self.most[1] < length {
+            if self.rows == self.leaves {
+                self.grow();
+            }
+            self.rows += 1;
+            return self.set(self.rows - 1, ctx - length);
+        }
+        let mut node = 1;
+        while node < self.leaves {
+            node = 2 * node + usize::from(self.most[2 * node] < length);
+        }
+        self.set(node - self.leaves, self.most[node] - length)
+    }
+
+    fn set(&mut self, row: usize, room: usize) -> u32 {
+        let mut node = row + self.leaves;
+        self.most[node] = room;
+        while node > 1 {
+            node /= 2;
+            self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]);
+        }
+        row as u32
+    }
+
+    fn grow(&mut self) {
+        let rows = self.most[self.leaves..].to_vec();
+        self.leaves *= 2;
+        self.most = vec![0; 2 * self.leaves];
+        self.most[self.leaves..self.leaves + rows.len()].copy_from_slice(&rows);
+        for node in (1..self.leaves).rev() {
+            self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]);
+        }
+    }
+}
+
+/// Samples row by row, in their order within each, and where each row begins.
+fn by_row(order: &[u32], row_of: &[u32]) -> (Vec<u32>, Vec<usize>) {
+    let count = row_of.iter().max().map_or(0, |last| *last as usize + 1);
+    let mut rows = vec![0; count + 1];
+    row_of.iter().for_each(|row| rows[*row as usize + 1] += 1);
+    (0..count).for_each(|row| rows[row + 1] += rows[row]);
+    let (mut at, mut members) = (rows.clone(), vec![0; order.len()]);
+    for (sample, row) in order.iter().zip(row_of) {
+        let place = &mut at[*row as usize];
+        members[*place] = *sample;
+        *place += 1;
+    }
+    (members, rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_sample_goes_into_the_first_row_that_has_room(lengths in prop::collection::vec(1_usize..=80, 0..300)) {
+            let found = first_fit(lengths.iter().copied(), 64);
+            let mut rooms: Vec<usize> = vec![];
+            for (length, row) in lengths.iter().zip(found) {
+                let length = &(*length).min(64);
+                let first = rooms.iter().position(|room| room >= length).unwrap_or(rooms.len());
+                prop_assert_eq!(row as usize, first);
+                if first == rooms.len() {
+                    rooms.push(64);
+                }
+                rooms[first] -= length;
+            }
+        }
+    }
+}

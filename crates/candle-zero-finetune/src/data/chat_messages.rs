@@ -1,0 +1,295 @@
+//! The messages of a record, in whatever way it has them, as chat templates take them.
+
+use super::columns::{PICTURES, WEIGHTS};
+use super::raw_record::json;
+use crate::chat::conversation::{field, kind};
+use minijinja::value::{Value, ValueKind};
+
+/// Why messages cannot be used.
+pub(super) type RecordProblem = String;
+
+/// Messages with role and content, and which of them say themselves whether they are to be learned.
+#[derive(Debug, Default, Clone)]
+pub(super) struct ChatMessages {
+    pub list: Vec<Value>,
+    pub learned: Vec<Option<bool>>,
+    /// Whether the first of them has `from` and `value`, as ShareGPT's.
+    pub is_share_gpt: bool,
+}
+
+impl ChatMessages {
+    /// The messages of a list, or of a single one: role and content as OpenAI has them, from and value as ShareGPT, content
+    /// in parts, input and output as xtuner. A text, as tables have it, is read as JSON.
+    pub(super) fn of(value: &Value) -> Result<Self, RecordProblem> {
+        let value = match value.as_str() {
+            Some(text) => json(text).map_err(|reason| format!("its messages: {reason}"))?,
+            None => value.clone(),
+        };
+        let items = match value.kind() {
+            ValueKind::Map => vec![value],
+            ValueKind::Seq => value.try_iter().into_iter().flatten().collect(),
+            _ => return Err(format!("{} is found where a list of messages is expected", kind(&value))),
+        };
+        let mut messages = Self::default();
+        let first = items.first().cloned().unwrap_or_default();
+        messages.is_share_gpt = field(&first, "role").is_undefined() && !field(&first, "from").is_undefined();
+        for (i, item) in items.iter().enumerate() {
+            messages.push(item).map_err(|reason| format!("message {}: {reason}", i + 1))?;
+        }
+        match messages.list.is_empty() {
+            true => Err("it has no messages".into()),
+            false => Ok(messages),
+        }
+    }
+
+    /// One message of a text.
+    pub(super) fn text(role: &str, content: &str) -> Self {
+        let list = vec![Value::from_pairs([("role", role), ("content", content)])];
+        Self { list, learned: vec![None], is_share_gpt: false }
+    }
+
+    /// These, and those behind them.
+    pub(super) fn then(mut self, others: Self) -> Self {
+        self.list.extend(others.list);
+        self.learned.extend(others.learned);
+        self
+    }
+
+    /// Puts a system text before all, unless it stands there.
+    pub(super) fn with_system(self, system: &str) -> Result<Self, RecordProblem> {
+        let first = self.list.first().cloned().unwrap_or_default();
+        let (role, content) = (field(&first, "role"), field(&first, "content"));
+        match role.as_str() {
+            Some("system" | "developer") if content.as_str() == Some(system) => Ok(self),
+            Some("system" | "developer") => {
+                Err("it has a system text beside a first message that is another one; leave one of them".into())
+            }
+            _ => Ok(Self::text("system", system).then(self)),
+        }
+    }
+
+    fn push(&mut self, item: &Value) -> Result<(), RecordProblem> {
+        if item.kind() != ValueKind::Map {
+            return Err(format!("it is {}, not an object", kind(item)));
+        }
+        let has = |name: &str| Some(field(item, name)).filter(|value| !value.is_undefined() && !value.is_none());
+        let text = |name: &str| has(name).and_then(|value| value.as_str().map(str::to_string));
+        if has("role").is_none() && has("from").is_none() && has("input").is_some() && has("output").is_some() {
+            return self.push_turn(item);
+        }
+        let role = match (text("role"), text("from")) {
+            (Some(role), _) => role,
+            (None, Some(from)) => share_gpt_role(&from)?.to_string(),
+            (None, None) => {
+                let found = if field(item, "role").is_undefined() { "from" } else { "role" };
+                let found = if field(item, found).is_undefined() { "role" } else { found };
+                let keys: Vec<String> = item.try_iter().into_iter().flatten().map(|key| key.to_string()).collect();
+                return Err(format!(
+                    "its {found} is {} (its keys: {})",
+                    kind(&field(item, found)),
+                    super::columns::names(&keys)
+                ));
+            }
+        };
+        let is_call = role == "function_call";
+        let role = match role.as_str() {
+            "human" => "user",
+            "gpt" | "chatgpt" | "bot" | "function_call" => "assistant",
+            "function" | "observation" => "tool",
+            role => role,
+        };
+        let learned = learned(item, role == "assistant" || role == "model")?;
+        let mut fields: Vec<(Value, Value)> = vec![("role".into(), role.into())];
+        for key in item.try_iter().into_iter().flatten() {
+            let name = key.as_str().unwrap_or_default().to_string();
+            let value = field(item, &name);
+            let is_empty = value.is_undefined() || value.is_none() || value.len() == Some(0);
+            match name.as_str() {
+                "role" | "from" => {}
+                name if WEIGHTS.contains(&name) => {}
+                name if PICTURES.contains(&name) && !is_empty => return Err(picture(name)),
+                name if REFUSED.contains(&name) && value.is_true() => {
+                    return Err(format!(
+                        "it has {name}, which is not read; write weight 0 in messages that are not to be learned"
+                    ));
+                }
+                "value" | "content" if name == "value" && has("content").is_some() => {}
+                "content" if has("content").is_none() && has("value").is_some() => {}
+                "value" | "content" => contents(&value, &mut fields)?,
+                "function_call" if !is_empty => {
+                    if has("tool_calls").is_some_and(|calls| calls.is_true()) {
+                        return Err("it has function_call and tool_calls; leave one of them".into());
+                    }
+                    push_calls(&value, &mut fields)?;
+                }
+                _ => fields.push((key, value)),
+            }
+        }
+        if is_call {
+            let at = fields.iter().position(|(key, _)| key.as_str() == Some("content"));
+            let call = at.map(|at| fields.remove(at).1).unwrap_or_default();
+            let called = call.as_str().map(json).transpose().map_err(|reason| format!("its call: {reason}"))?;
+            fields.push(("content".into(), "".into()));
+            push_calls(&called.unwrap_or(call), &mut fields)?;
+        }
+        self.list.push(Value::from_pairs(fields));
+        self.learned.push(learned);
+        Ok(())
+    }
+
+    /// A turn of xtuner: what is asked and what is answered, perhaps with a system text.
+    fn push_turn(&mut self, turn: &Value) -> Result<(), RecordProblem> {
+        for (name, role) in [("system", "system"), ("input", "user"), ("output", "assistant")] {
+            let value = field(turn, name);
+            match value.as_str() {
+                Some("") if name == "system" => {}
+                None if value.is_undefined() || value.is_none() => {}
+                Some(text) => {
+                    self.list.push(Value::from_pairs([("role", role), ("content", text)]));
+                    self.learned.push(if role == "assistant" { learned(turn, true)? } else { None });
+                }
+                None => return Err(format!("its {name} is {}, not a text", kind(&value))),
+            }
+        }
+        let known = ["system", "input", "output", "need_eos_token", "sep"];
+        let mut keys = turn.try_iter().into_iter().flatten().map(|key| key.to_string());
+        match keys.find(|key| !known.contains(&key.as_str()) && !WEIGHTS.contains(&key.as_str())) {
+            Some(other) => Err(format!("it has {other} beside input and output; write messages with role and content")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Keys that say in other words what is not to be learned.
+const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
+
+/// The refusal of pictures, by their key.
+pub(super) fn picture(name: &str) -> RecordProblem {
+    format!(
+        "it has {name}, and pictures, films and sounds are not read: without them its texts would teach to make things up; \
+         leave such records out, or remove the key"
+    )
+}
+
+/// Whether a message says itself that it is to be learned.
+fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
+    let mut learned = None;
+    for name in WEIGHTS {
+        let value = field(message, name);
+        let Some(said) = weight(name, &value)? else { continue };
+        // A weight of what is asked has no meaning where only answers have one.
+        if said && !is_assistant && name != "weight" {
+            return Err(format!(
+                "it has {name}, and only what the assistant says is learned; remove the key from other messages"
+            ));
+        }
+        learned = Some(said && learned.unwrap_or(true));
+    }
+    Ok(learned)
+}
+
+/// Whether something is learned by a weight, or a flag: 0 or 1, or a truth value, perhaps as text.
+pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
+    let text = value.as_str().map(str::trim);
+    let number = match (value.kind(), text) {
+        (ValueKind::Undefined | ValueKind::None, _) | (_, Some("")) => return Ok(None),
+        (ValueKind::Bool, _) => return Ok(Some(value.is_true())),
+        (_, Some(text)) if text.eq_ignore_ascii_case("true") => return Ok(Some(true)),
+        (_, Some(text)) if text.eq_ignore_ascii_case("false") => return Ok(Some(false)),
+        (_, Some(text)) => text.parse::<f64>().ok(),
+        _ => f64::try_from(value.clone()).ok(),
+    };
+    match number {
+        Some(0.0) => Ok(Some(false)),
+        Some(1.0) => Ok(Some(true)),
+        _ => Err(format!(
+            "its {name} is {value}, and weights are 0 (not learned) or 1; repeat what counts more, or give a file a weight \
+             (data.jsonl:2.5)"
+        )),
+    }
+}
+
+/// The role of ShareGPT's `from`.
+fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
+    Ok(match from {
+        "human" | "user" => "user",
+        "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
+        "system" => "system",
+        "tool" | "observation" | "function" => "tool",
+        "function_call" => from,
+        other => {
+            return Err(format!(
+                "it is from {other:?}; known are system, human, gpt, function_call, observation and tool"
+            ));
+        }
+    })
+}
+
+/// A content: a text, a list of parts, or what else a template may take.
+fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
+    if value.kind() != ValueKind::Seq {
+        fields.push(("content".into(), value.clone()));
+        return Ok(());
+    }
+    let mut parts = vec![];
+    for part in value.try_iter().into_iter().flatten() {
+        if let Some(text) = part.as_str() {
+            parts.push(text_part(text));
+            continue;
+        }
+        let (of, inner) = (field(&part, "type"), ["text", "value"].map(|name| field(&part, name)));
+        let inner = inner.iter().find_map(|inner| inner.as_str());
+        match (of.as_str(), inner) {
+            (Some("text" | "input_text" | "output_text") | None, Some(text)) => parts.push(text_part(text)),
+            (Some("reasoning" | "thinking"), inner) => {
+                let thought =
+                    inner.map(str::to_string).or_else(|| Some(field(&part, "thinking").as_str()?.to_string()));
+                let thought = thought.ok_or("a part of its content is of type \"reasoning\" and has no text")?;
+                fields.push(("reasoning_content".into(), thought.into()));
+            }
+            (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
+            (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
+            (Some("text"), None) => {
+                return Err("a part of its content is of type \"text\" and has no text".into());
+            }
+            (Some(other), _) => {
+                return Err(format!("a part of its content is of type {other:?}; read are parts of type \"text\""));
+            }
+            (None, None) => return Err(format!("a part of its content is {}, without type and text", kind(&part))),
+        }
+    }
+    fields.push(("content".into(), parts.into_iter().collect()));
+    Ok(())
+}
+
+fn text_part(text: &str) -> Value {
+    Value::from_pairs([("type", "text"), ("text", text)])
+}
+
+/// Whether parts of this type are pictures, films or sounds.
+fn is_picture(of: &str) -> bool {
+    ["image", "video", "audio", "file"].iter().any(|word| of.contains(word))
+}
+
+/// Appends a call, or several, as `tool_calls`.
+fn push_calls(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
+    let calls: Vec<Value> = match value.kind() {
+        ValueKind::Seq => value.try_iter().into_iter().flatten().collect(),
+        _ => vec![value.clone()],
+    };
+    let mut all = vec![];
+    for call in calls {
+        let call = if field(&call, "function").kind() == ValueKind::Map { field(&call, "function") } else { call };
+        if field(&call, "name").as_str().is_none() {
+            return Err("its call has no name; write {\"name\": ..., \"arguments\": ...}".into());
+        }
+        all.push(Value::from_pairs([("type", Value::from("function")), ("function", call)]));
+    }
+    let at = fields.iter().position(|(key, _)| key.as_str() == Some("tool_calls"));
+    if let Some(at) = at {
+        let before = fields.remove(at).1;
+        all.splice(0..0, before.try_iter().into_iter().flatten());
+    }
+    fields.push(("tool_calls".into(), all.into_iter().collect()));
+    Ok(())
+}

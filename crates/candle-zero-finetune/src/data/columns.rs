@@ -1,0 +1,197 @@
+//! Names of columns: those that records are read by, those that change what is to be learned, and what the user calls them.
+
+use crate::error::FinetuneError;
+use candle_zero::util::list;
+use std::str::FromStr;
+
+/// The names that records are read by.
+pub(super) const KEYS: [&str; 21] = [
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "completion",
+    "response",
+    "instruction",
+    "question",
+    "input",
+    "context",
+    "output",
+    "system",
+    "system_prompt",
+    "system_message",
+    "history",
+    "text",
+    "label",
+    "chosen",
+    "rejected",
+    "tools",
+    "functions",
+];
+
+/// What else changes what is to be learned of a record, or tells it.
+pub(super) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_output"];
+pub(super) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
+pub(super) const WEIGHTS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
+pub(super) const PREFERENCES: [&str; 4] = ["label", "labels", "kto_tag", "desirable"];
+pub(super) const SECOND_TEXTS: [&str; 9] =
+    ["text_pair", "text_b", "text2", "sentence1", "sentence2", "premise", "hypothesis", "context", "question"];
+pub(super) const PICTURES: [&str; 14] = [
+    "image",
+    "images",
+    "image_path",
+    "image_paths",
+    "image_url",
+    "image_urls",
+    "image_file",
+    "pixel_values",
+    "picture",
+    "pictures",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+];
+/// Scores of two answers: of the chosen one, of the rejected one.
+pub(crate) const SCORES: [[&str; 2]; 4] = [
+    ["score_chosen", "score_rejected"],
+    ["chosen_score", "rejected_score"],
+    ["chosen_rating", "rejected_rating"],
+    ["rating_chosen", "rating_rejected"],
+];
+/// What says how good a record is.
+pub(super) const RANKS: [&str; 8] = ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
+
+/// What a user's column can be read as, besides `ignore`.
+const ROLES: [&str; 15] = [
+    "messages",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "text",
+    "label",
+    "chosen",
+    "rejected",
+    "system",
+    "tools",
+    "history",
+    "context",
+    "weight",
+];
+
+/// What the columns of data files are read as, where they have names of their own.
+///
+/// ```
+/// use candle_zero::finetune::Columns;
+///
+/// let columns: Columns = "prompt=question,completion=answer,ignore=label".parse()?;
+/// assert!("prompt".parse::<Columns>().is_err());
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Columns {
+    /// What a column is read as, and its name.
+    named: Vec<(&'static str, String)>,
+    ignored: Vec<String>,
+}
+
+impl FromStr for Columns {
+    type Err = candle_zero::Error;
+
+    /// Reads `prompt=question,completion=answer`; `ignore=NAME` leaves a column out.
+    fn from_str(text: &str) -> Result<Self, candle_zero::Error> {
+        let refused = |found: &str, allowed: String| {
+            Err(FinetuneError::Option { flag: "--columns", found: found.into(), allowed }.into())
+        };
+        let mut columns = Self::default();
+        for part in text.split(',') {
+            let Some((role, name)) = part.split_once('=').filter(|(_, name)| !name.is_empty()) else {
+                return refused(text, "pairs as prompt=question,completion=answer".into());
+            };
+            if role == "ignore" {
+                columns.ignored.push(name.into());
+                continue;
+            }
+            let Some(role) = ROLES.into_iter().find(|known| *known == role) else {
+                return refused(part, format!("NAME=COLUMN with NAME among {}, ignore", ROLES.join(", ")));
+            };
+            if let Some((_, first)) = columns.named.iter().find(|(other, _)| *other == role) {
+                return refused(text, format!("one column for each name; {role} is {first} and {name}"));
+            }
+            columns.named.push((role, name.into()));
+        }
+        match columns.named.iter().find(|(_, name)| columns.ignored.contains(name)) {
+            Some((role, name)) => refused(text, format!("read or ignored for each column; {name} is {role} too")),
+            None => Ok(columns),
+        }
+    }
+}
+
+impl Columns {
+    /// The column that is read as `role`; none where the user's names leave none.
+    pub(crate) fn of<'a>(&'a self, role: &'a str) -> Option<&'a str> {
+        if let Some(name) = self.named_as(role) {
+            return Some(name);
+        }
+        let is_taken = self.named.iter().any(|(_, name)| name == role) || self.is_ignored(role);
+        (!is_taken && !self.hides(role)).then_some(role)
+    }
+
+    /// What the user calls a column that is read as `role`.
+    pub(super) fn named_as(&self, role: &str) -> Option<&str> {
+        self.named.iter().find(|(known, _)| *known == role).map(|(_, name)| name.as_str())
+    }
+
+    /// Whether the user leaves a column out.
+    pub(super) fn is_ignored(&self, name: &str) -> bool {
+        self.ignored.iter().any(|ignored| ignored == name)
+    }
+
+    /// Whether another form than that of the user's names is read by `role`.
+    fn hides(&self, role: &str) -> bool {
+        let names = |roles: &[&str]| roles.iter().any(|role| self.named_as(role).is_some());
+        match role {
+            "messages" | "conversations" | "conversation" => {
+                names(&["prompt", "completion", "instruction", "output", "text"])
+            }
+            "chosen" | "rejected" => names(&["messages", "completion", "output", "text"]),
+            "prompt" => names(&["messages", "instruction", "text"]),
+            "completion" | "response" => names(&["messages", "completion", "output", "text", "chosen"]),
+            "instruction" | "question" => names(&["messages", "prompt", "instruction", "text"]),
+            "output" => names(&["messages", "completion", "text", "chosen"]),
+            "text" => names(&["messages", "prompt", "completion", "instruction", "output"]),
+            "system_prompt" | "system_message" => names(&["system"]),
+            _ => false,
+        }
+    }
+
+    /// Whether a form is read by a column of this name.
+    pub(super) fn is_key(&self, name: &str) -> bool {
+        self.named.iter().any(|(_, named)| named == name) || KEYS.contains(&name) && !self.is_ignored(name)
+    }
+
+    /// Whether a column of this name is looked at.
+    pub(super) fn is_known(&self, name: &str) -> bool {
+        let others: [&[&str]; 7] =
+            [&PREFERRED, &VARIABLES, &WEIGHTS, &PREFERENCES, &SECOND_TEXTS, &PICTURES, SCORES.as_flattened()];
+        self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
+    }
+
+    /// What is to be written for other names, for messages.
+    pub(super) fn hint(keys: &[String]) -> String {
+        let has =
+            |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
+        let asks = has(&["question", "query", "instruction", "prompt", "user", "ask", "problem", "input"]);
+        let says = has(&["answer", "response", "output", "solution", "assistant", "reply", "target"]);
+        let (prompt, completion) = (asks.unwrap_or("COLUMN".into()), says.unwrap_or("COLUMN".into()));
+        format!("--columns prompt={prompt},completion={completion} says which are read as what")
+    }
+}
+
+/// The names of a record's keys, as messages have them.
+pub(crate) fn names(keys: &[String]) -> String {
+    let named: Vec<&str> = keys.iter().map(|key| if key.is_empty() { "(without a name)" } else { key }).collect();
+    list(&named)
+}

@@ -1,0 +1,226 @@
+//! The rows of a table as text (CSV, TSV), whose first line names its columns.
+
+use super::columns::Columns;
+use super::raw_record::{RawRecord, RecordContent, check_size, utf8};
+use candle_zero::util::list;
+use minijinja::value::Value;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::sync::Arc;
+
+/// What may stand between two columns.
+const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
+
+/// The rows of a table.
+pub(super) struct CsvTable {
+    input: BufReader<File>,
+    parser: Box<csv_core::Reader>,
+    quotes: QuoteTracker,
+    names: Vec<String>,
+}
+
+/// A row's fields, or what is wrong with the rest of the file.
+type CsvRow = Result<Option<Vec<Vec<u8>>>, String>;
+
+impl CsvTable {
+    /// Reads the first line. The inner error says why there is no table.
+    ///
+    /// Columns are separated by what gives the most names that are read, then by `usual`.
+    pub(super) fn open(
+        mut input: BufReader<File>,
+        usual: u8,
+        columns: &Columns,
+    ) -> std::io::Result<Result<Self, String>> {
+        let head = input.fill_buf()?;
+        let first_line = head.split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
+        // As Excel writes it.
+        let declared = match first_line.to_ascii_lowercase()[..] {
+            [b's', b'e', b'p', b'=', separator] => Some(separator),
+            _ => None,
+        };
+        let separator = declared.unwrap_or_else(|| separator(first_line, usual, columns));
+        let parser = Box::new(csv_core::ReaderBuilder::new().delimiter(separator).build());
+        let mut table = Self { input, parser, quotes: QuoteTracker::of(separator), names: vec![] };
+        if declared.is_some()
+            && let Err(problem) = table.row()?
+        {
+            return Ok(Err(problem));
+        }
+        let row = match table.row()? {
+            Ok(row) => row.unwrap_or_default(),
+            Err(problem) => return Ok(Err(problem)),
+        };
+        for name in row {
+            match utf8(&name) {
+                Ok(name) => table.names.push(name.trim().to_string()),
+                Err(reason) => return Ok(Err(format!("the names of its columns: {reason}"))),
+            }
+        }
+        let mut seen = BTreeSet::new();
+        match table.names.iter().find(|name| !name.is_empty() && !seen.insert(name.as_str())) {
+            Some(twice) => Ok(Err(format!("two columns are named {twice:?}; rename one in its first line"))),
+            None => Ok(Ok(table)),
+        }
+    }
+
+    /// The next row; none at the end. The inner error says why the rest of the file cannot be told apart.
+    pub(super) fn next(&mut self) -> std::io::Result<Result<Option<RawRecord>, String>> {
+        let row = match self.row()? {
+            Ok(Some(row)) => row,
+            Ok(None) => return Ok(Ok(None)),
+            Err(problem) => return Ok(Err(problem)),
+        };
+        let (found, names) = (row.len(), self.names.len());
+        let columns = |n: usize| if n == 1 { "1 column".to_string() } else { format!("{n} columns") };
+        let fields: Result<Vec<&str>, String> = row.iter().map(|field| utf8(field)).collect();
+        let raw = match fields {
+            _ if self.quotes.malformed.is_some() => RecordContent::Broken(
+                "text follows the quote that ends a field; write two quotes for one within a quoted field".into(),
+            ),
+            _ if found != names => RecordContent::Broken(format!(
+                "it has {}, and the first line names {names} ({}); put fields that have the separator, a quote or a line \
+                 end in them between quotes",
+                columns(found),
+                list(&self.names)
+            )),
+            Ok(fields) => {
+                let bytes = fields.iter().map(|field| field.len() + size_of::<Value>()).sum();
+                let value = Value::from_pairs(self.names.iter().cloned().zip(fields.into_iter().map(Value::from)));
+                RecordContent::Columns { value, bytes, unread: Arc::default() }
+            }
+            Err(reason) => RecordContent::Broken(reason),
+        };
+        Ok(Ok(Some(RawRecord { line: self.quotes.row, raw })))
+    }
+
+    /// The fields of the next row.
+    fn row(&mut self) -> std::io::Result<CsvRow> {
+        let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
+        let (mut written, mut ended) = (0, 0);
+        self.quotes.begin_row();
+        loop {
+            let input = self.input.fill_buf()?;
+            let (result, read, wrote, fields) =
+                self.parser.read_record(input, &mut bytes[written..], &mut ends[ended..]);
+            input[..read].iter().for_each(|byte| self.quotes.take(*byte));
+            self.input.consume(read);
+            (written, ended) = (written + wrote, ended + fields);
+            check_size(written.saturating_add(ended * size_of::<usize>()), self.quotes.row)?;
+            let at_end = match result {
+                csv_core::ReadRecordResult::InputEmpty => continue,
+                csv_core::ReadRecordResult::OutputFull => {
+                    bytes.resize(2 * bytes.len(), 0);
+                    continue;
+                }
+                csv_core::ReadRecordResult::OutputEndsFull => {
+                    ends.resize(2 * ends.len(), 0);
+                    continue;
+                }
+                csv_core::ReadRecordResult::Record => false,
+                csv_core::ReadRecordResult::End => true,
+            };
+            if let Some(problem) = self.quotes.problem() {
+                return Ok(Err(problem));
+            }
+            if at_end {
+                return Ok(Ok(None));
+            }
+            let starts = [0].into_iter().chain(ends.iter().copied());
+            return Ok(Ok(Some(starts.zip(&ends[..ended]).map(|(start, end)| bytes[start..*end].to_vec()).collect())));
+        }
+    }
+}
+
+/// What separates the columns of a table with this first line.
+fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
+    let score = |separator: u8| {
+        let mut quotes = QuoteTracker::of(separator);
+        let mut names = vec![vec![]];
+        for byte in first_line {
+            quotes.take(*byte);
+            match (byte, &quotes.state) {
+                (_, QuoteState::FieldStart) => names.push(vec![]),
+                (b'"', _) => {}
+                _ => names.last_mut().into_iter().for_each(|name: &mut Vec<u8>| name.push(*byte)),
+            }
+        }
+        let is_known = |name: &&Vec<u8>| columns.is_known(String::from_utf8_lossy(name).trim());
+        (names.iter().filter(is_known).count(), names.len(), separator == usual)
+    };
+    SEPARATORS.into_iter().max_by_key(|separator| score(*separator)).unwrap_or(usual)
+}
+
+/// Tracks where quotes open and close, which the parser does not report.
+struct QuoteTracker {
+    separator: u8,
+    state: QuoteState,
+    /// The line that is being read, from 1, and the one in which its row begins.
+    line: u64,
+    row: u64,
+    has_begun: bool,
+    /// The line of the last quote that opened.
+    opened: u64,
+    /// Where the first quoted field of the row opened and closed behind which other text follows.
+    malformed: Option<(u64, u64)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum QuoteState {
+    FieldStart,
+    Plain,
+    Quoted,
+    /// Behind a quote within a quoted field: the end of it, or the first of two.
+    Closing,
+}
+
+impl QuoteTracker {
+    fn of(separator: u8) -> Self {
+        let state = QuoteState::FieldStart;
+        Self { separator, state, line: 1, row: 1, has_begun: false, opened: 0, malformed: None }
+    }
+
+    fn begin_row(&mut self) {
+        (self.has_begun, self.malformed) = (false, None);
+    }
+
+    fn take(&mut self, byte: u8) {
+        let ends_line = matches!(byte, b'\n' | b'\r');
+        if !self.has_begun && !ends_line {
+            (self.has_begun, self.row) = (true, self.line);
+        }
+        self.state = match (self.state, byte) {
+            (QuoteState::Quoted, b'"') => QuoteState::Closing,
+            (QuoteState::Quoted, _) => QuoteState::Quoted,
+            (QuoteState::Closing, b'"') => QuoteState::Quoted,
+            (QuoteState::FieldStart, b'"') => {
+                self.opened = self.line;
+                QuoteState::Quoted
+            }
+            (_, byte) if byte == self.separator || ends_line => QuoteState::FieldStart,
+            (QuoteState::Closing, _) => {
+                self.malformed.get_or_insert((self.opened, self.line));
+                QuoteState::Plain
+            }
+            _ => QuoteState::Plain,
+        };
+        self.line += u64::from(byte == b'\n');
+    }
+
+    /// Why it is not known where the row ends.
+    fn problem(&self) -> Option<String> {
+        let (opened, closed) = match (self.state, self.malformed) {
+            (QuoteState::Quoted, _) => (self.opened, None),
+            (_, Some((opened, closed))) if opened != closed => (opened, Some(closed)),
+            _ => return None,
+        };
+        let end = match closed {
+            None => "is not closed by the end of the file".to_string(),
+            Some(line) => format!("closes in line {line} before other text"),
+        };
+        Some(format!(
+            "a quote that opens in line {opened} {end}, so that the lines between are one field; remove it, or write two \
+             quotes for one within a quoted field"
+        ))
+    }
+}

@@ -1,0 +1,236 @@
+//! What became of the records of a file, counted and named by line.
+
+use super::record_parser::RecordFormat;
+use crate::error::unit;
+use candle_zero::util::counted;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+/// Lines that are named of each kind.
+const NAMED: usize = 5;
+
+/// What became of the records of a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
+pub struct DataReport {
+    /// Records read; of plain text, pieces of it.
+    pub records: u64,
+    /// Records of each form.
+    pub forms: BTreeMap<RecordFormat, u64>,
+    /// Samples made of them.
+    pub samples: u64,
+    /// Their tokens.
+    pub tokens: u64,
+    /// Tokens that are predicted.
+    pub targets: u64,
+    /// Records that could not be used.
+    pub broken: RecordLines,
+    /// Conversations with an answer that says nothing: its end is learned.
+    pub empty_answers: RecordLines,
+    /// Samples that were cut at the context behind their last target.
+    pub truncated: RecordLines,
+    /// Samples that lost targets as they were cut at the context.
+    pub truncated_targets: RecordLines,
+    /// Samples that were left out, for their first target is beyond the context.
+    pub targets_beyond: RecordLines,
+    /// Samples that were left out, for nothing in them is to be predicted.
+    pub without_target: RecordLines,
+    /// Samples that were left out as they are longer than the context.
+    pub dropped: RecordLines,
+    /// Texts that were cut into pieces of the context's length, of which none is lost.
+    pub cut: RecordLines,
+    /// Samples of which an answer is learned without its end.
+    #[serde(default)]
+    pub endless: RecordLines,
+    /// What else is to be said of records, a sentence each.
+    #[serde(default)]
+    pub remarks: BTreeMap<String, RecordLines>,
+    /// Keys that were not read, and how many records have something there; of more than 64, the first ones.
+    #[serde(default)]
+    pub ignored: BTreeMap<String, u64>,
+    /// Whether samples come in pairs.
+    #[serde(default)]
+    pub pairs: bool,
+    /// Whether records are known by their rows, as in Parquet, rather than by the lines that they begin in.
+    #[serde(default)]
+    pub by_row: bool,
+    /// Whether the samples were made before.
+    #[serde(skip)]
+    pub from_cache: bool,
+}
+
+/// How many records, and the lines of the first ones.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct RecordLines {
+    /// How many.
+    pub count: u64,
+    /// Lines (or rows) of the first five, from 1.
+    pub first: Vec<u64>,
+    /// Why the first one is among them, where that differs.
+    pub reason: Option<String>,
+}
+
+/// What is reported of a record.
+pub(super) enum RecordNote {
+    Broken(String),
+    EmptyAnswer,
+    Truncated,
+    TruncatedTarget,
+    TargetBeyond,
+    WithoutTarget,
+    Dropped,
+    Cut,
+    Endless,
+    /// A sentence of which the records are the subject, with its verb first, in the plural.
+    Remark(String),
+    /// A key that was not read.
+    Ignored(String),
+}
+
+/// Keys and remarks that are counted.
+const KINDS: usize = 64;
+
+impl DataReport {
+    /// Of the file at `path`, before it is read.
+    pub(crate) fn of(path: &Path) -> Self {
+        Self { by_row: unit(path) == "row", ..Self::default() }
+    }
+
+    pub(super) fn note(&mut self, line: u64, note: RecordNote) {
+        let (lines, reason) = match note {
+            RecordNote::Ignored(key) => {
+                if self.ignored.len() < KINDS || self.ignored.contains_key(&key) {
+                    *self.ignored.entry(key).or_default() += 1;
+                }
+                return;
+            }
+            RecordNote::Remark(remark) => {
+                if self.remarks.len() >= KINDS && !self.remarks.contains_key(&remark) {
+                    return;
+                }
+                (self.remarks.entry(remark).or_default(), None)
+            }
+            RecordNote::Endless => (&mut self.endless, None),
+            RecordNote::Broken(reason) => (&mut self.broken, Some(reason)),
+            RecordNote::EmptyAnswer => (&mut self.empty_answers, None),
+            RecordNote::Truncated => (&mut self.truncated, None),
+            RecordNote::TruncatedTarget => (&mut self.truncated_targets, None),
+            RecordNote::TargetBeyond => (&mut self.targets_beyond, None),
+            RecordNote::WithoutTarget => (&mut self.without_target, None),
+            RecordNote::Dropped => (&mut self.dropped, None),
+            RecordNote::Cut => (&mut self.cut, None),
+        };
+        lines.count += 1;
+        // The two answers of a preference are of one line.
+        if lines.first.len() < NAMED && lines.first.last() != Some(&line) {
+            lines.first.push(line);
+        }
+        lines.reason = lines.reason.take().or(reason);
+    }
+
+    /// What is not as it should be, a sentence each.
+    pub fn notes(&self) -> Vec<String> {
+        let kinds = [
+            (&self.broken, "could not be used"),
+            (&self.empty_answers, "have an answer that says nothing, of which the end is learned"),
+            (&self.truncated, "are longer than the context, cut behind all targets"),
+            (&self.truncated_targets, "are longer than the context and lost targets"),
+            (&self.targets_beyond, "were left out, with all targets beyond the context"),
+            (&self.without_target, "were left out, with nothing to be predicted"),
+            (&self.dropped, "were left out, as longer than the context"),
+            (&self.cut, "are longer than the context, cut into pieces"),
+            (
+                &self.endless,
+                "have an answer of which no end is learned, as the template or tokenizer has no text or token for it",
+            ),
+        ];
+        let remarks = self.remarks.iter().map(|(what, lines)| (lines, what.as_str()));
+        let seen = kinds.into_iter().chain(remarks).filter(|(lines, _)| lines.count > 0);
+        let unit = if self.by_row { "row" } else { "line" };
+        let mut notes: Vec<String> = seen.map(|(lines, what)| lines.sentence(unit, what)).collect();
+        if !self.ignored.is_empty() {
+            let named = |(key, count): (&String, &u64)| {
+                let key = if key.is_empty() { "(without a name)" } else { key };
+                format!("{key} ({})", counted(*count, "record"))
+            };
+            let keys: Vec<String> = self.ignored.iter().map(named).collect();
+            notes.push(format!("not read: {}", keys.join(", ")));
+        }
+        notes
+    }
+
+    /// Records that could not be used, or have nothing that is to be learned.
+    pub fn skipped(&self) -> u64 {
+        self.broken.count + self.without_target.count
+    }
+
+    /// Whether these are more than a tenth of all.
+    pub fn skips_many(&self) -> bool {
+        self.skipped().saturating_mul(10) > self.records
+    }
+
+    /// Why records were skipped.
+    pub(super) fn why_skipped(&self) -> String {
+        let Self { broken, without_target, by_row, .. } = self.clone();
+        Self { broken, without_target, by_row, ..Self::default() }.notes().join("; ")
+    }
+
+    /// Why a file gave no sample.
+    pub(super) fn why_nothing(&self) -> String {
+        match self.notes() {
+            notes if notes.is_empty() => "it is empty".into(),
+            notes => notes.join("; "),
+        }
+    }
+}
+
+impl RecordLines {
+    /// Whether there is no record.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// A sentence whose verb stands first, in the plural.
+    fn sentence(&self, unit: &str, what: &str) -> String {
+        let (verb, rest) = what.split_once(' ').unwrap_or((what, ""));
+        let verb = match verb {
+            "have" if self.count == 1 => "has",
+            "are" if self.count == 1 => "is",
+            "were" if self.count == 1 => "was",
+            "call" if self.count == 1 => "calls",
+            verb => verb,
+        };
+        format!("{} {verb} {rest}{}", self.named(unit), self.because(unit))
+    }
+
+    fn because(&self, unit: &str) -> String {
+        let line = self.first.first().copied().unwrap_or(0);
+        self.reason.as_ref().map(|reason| format!(" ({unit} {line}: {reason})")).unwrap_or_default()
+    }
+
+    fn named(&self, unit: &str) -> String {
+        let lines = self.first.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let more = if self.count > self.first.len() as u64 { ", ..." } else { "" };
+        let plural = if self.count == 1 { "" } else { "s" };
+        format!("{} ({unit}{plural} {lines}{more})", counted(self.count, "record"))
+    }
+}
+
+/// Forms, samples and tokens in a line.
+impl fmt::Display for DataReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();
+        let cached = if self.from_cache { ", from the cache" } else { "" };
+        let (samples, made) = if self.pairs { (self.samples / 2, "pair") } else { (self.samples, "sample") };
+        write!(
+            f,
+            "{}: {}, {}, {}, {} of them targets{cached}",
+            forms.join(", "),
+            counted(self.records, "record"),
+            counted(samples, made),
+            counted(self.tokens, "token"),
+            self.targets
+        )
+    }
+}

@@ -1,0 +1,84 @@
+//! The labels of a classification: those that the records of data files have.
+
+use super::columns::Columns;
+use super::data_report::{DataReport, RecordNote};
+use super::record_parser::{RecordFormat, RecordParser, TrainingExample};
+use super::record_reader::RecordReader;
+use super::source::Source;
+use crate::error::FinetuneError;
+use crate::error::Result;
+use std::path::Path;
+
+/// The most labels of data: a column with more has something else.
+const MOST_LABELS: usize = 10_000;
+
+/// The label that stands for none in many data sets.
+pub(super) const NO_LABEL: &str = "-1";
+
+pub(super) fn no_label() -> String {
+    "its label is -1, which stands for no label in many data sets; leave such records out, or name all labels, -1 among them, \
+     with --labels"
+        .into()
+}
+
+/// All labels of the records of some files, two or more: numbers by size, names by letter.
+///
+/// # Errors
+/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for one label, more than 10,000, or two that
+/// differ by white space around them; those of files and formats.
+pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
+    let mut labels = std::collections::BTreeSet::new();
+    let mut report = DataReport::default();
+    let refused = |path: &Path, problem| Err(FinetuneError::Labels { path: path.into(), problem }.into());
+    for source in sources {
+        report.by_row = DataReport::of(&source.path).by_row;
+        let mut records = RecordReader::open(&source.path, columns)?;
+        while let Some(record) = records.next()? {
+            let line = record.line;
+            let parser = RecordParser { columns, has_template: false, has_labels: true };
+            let parsed = record.raw.value().and_then(|(value, unread)| parser.parse(&value, &unread));
+            match parsed.map(|parsed| (parsed.format, parsed.example)) {
+                Ok((_, TrainingExample::Label { label, .. })) if label == NO_LABEL => {
+                    report.note(line, RecordNote::Broken(no_label()))
+                }
+                Ok((_, TrainingExample::Label { label, .. })) => {
+                    // Numbers of up to 18 digits come in their order before names.
+                    labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
+                }
+                Ok((format, _)) => report.note(line, RecordNote::Broken(not_labelled(format))),
+                Err(reason) => report.note(line, RecordNote::Broken(reason)),
+            }
+            if labels.len() > MOST_LABELS {
+                return refused(
+                    &source.path,
+                    format!("there are more than {MOST_LABELS}; label is the class of a text"),
+                );
+            }
+        }
+    }
+    let path = sources.last().map(|source| source.path.clone()).unwrap_or_default();
+    let labels: Vec<String> = labels.into_iter().map(|(_, label)| label).collect();
+    let mut trimmed: Vec<&str> = labels.iter().map(|label| label.trim()).collect();
+    trimmed.sort_unstable();
+    if let Some(two) = trimmed.windows(2).find(|two| two[0] == two[1]) {
+        let alike: Vec<&String> = labels.iter().filter(|label| label.trim() == two[0]).collect();
+        return refused(&path, format!("{alike:?} differ only by white space around them; write them alike"));
+    }
+    match &labels[..] {
+        [only] if !report.broken.is_empty() => refused(
+            &path,
+            format!(
+                "all records that have one have {only:?}; at least two labels are needed to tell apart ({})",
+                report.why_nothing()
+            ),
+        ),
+        [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
+        [only] => refused(&path, format!("all records have {only:?}; at least two labels are needed to tell apart")),
+        _ => Ok(labels),
+    }
+}
+
+/// Why a record has no label.
+pub(super) fn not_labelled(format: RecordFormat) -> String {
+    format!("it is {format}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
+}

@@ -1,0 +1,115 @@
+//! A record of a data file, before it is known what it is.
+
+use minijinja::value::Value;
+use std::sync::Arc;
+
+/// The most bytes of a record.
+pub(crate) const MOST_BYTES: usize = 64 << 20;
+
+/// A record, not yet read as what it is.
+#[derive(Debug)]
+pub(super) enum RecordContent {
+    /// A JSON value.
+    Json(Vec<u8>),
+    /// Columns by name, the bytes that they take in memory, and the names of columns that were not read.
+    Columns { value: Value, bytes: usize, unread: Arc<[String]> },
+    /// A stretch of plain text.
+    Text(String),
+    /// What cannot be a record.
+    Broken(String),
+}
+
+/// A record and the line that it begins in, from 1; of Parquet, its row.
+#[derive(Debug)]
+pub(super) struct RawRecord {
+    pub line: u64,
+    pub raw: RecordContent,
+}
+
+impl RawRecord {
+    /// Bytes that it takes in memory, more or less.
+    pub(super) fn bytes(&self) -> usize {
+        match &self.raw {
+            RecordContent::Json(bytes) => bytes.len(),
+            RecordContent::Text(text) => text.len(),
+            RecordContent::Columns { bytes, .. } => *bytes,
+            RecordContent::Broken(reason) => reason.len(),
+        }
+    }
+}
+
+impl RecordContent {
+    /// The value that a record is, and the names of its columns that were not read; or why it is none.
+    pub(super) fn value(self) -> Result<(Value, Arc<[String]>), String> {
+        match self {
+            Self::Broken(reason) => Err(reason),
+            Self::Text(_) => Err("it is plain text".into()),
+            Self::Json(bytes) => Ok((json(utf8(&bytes)?.trim())?, Arc::default())),
+            Self::Columns { value, unread, .. } => Ok((value, unread)),
+        }
+    }
+}
+
+/// An error for a record that is too large to be one.
+pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
+    match bytes > MOST_BYTES {
+        true => {
+            let reason = format!("the record of line {line} has more than {} MiB; cut it", MOST_BYTES >> 20);
+            Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Bytes as text, or which of them are none.
+pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
+    std::str::from_utf8(bytes).map_err(|e| {
+        let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();
+        // What it is in the usual encoding of Windows, but for a few signs.
+        let latin = match byte {
+            0xA0.. => format!(", as of Windows-1252 or Latin-1, where it is {:?}", char::from(byte)),
+            _ => String::new(),
+        };
+        format!("it is not UTF-8 text (byte 0x{byte:02X}{latin}); save the file as UTF-8")
+    })
+}
+
+/// A JSON value, or why it is none.
+pub(crate) fn json(text: &str) -> Result<Value, String> {
+    serde_json::from_str(text).map_err(|e| {
+        // Of a line, its number in the file is said.
+        let place = e.to_string().replace("at line 1 column", "at column");
+        match not_json(text) {
+            Some(reason) => format!("it is not JSON: {reason} ({place})"),
+            None => format!("it is not JSON ({place})"),
+        }
+    })
+}
+
+/// Why a text that is not JSON is none, where that is one of the usual reasons.
+fn not_json(text: &str) -> Option<String> {
+    let start = text.trim_start_matches(['[', '{', ' ', '\t', '\n', '\r']);
+    if start.len() < text.len() && start.starts_with('\'') {
+        return Some("its texts are in single quotes, as Python prints them; write it with json.dumps".into());
+    }
+    // Words outside of texts.
+    let (mut in_text, mut escaped, mut outside) = (false, false, String::with_capacity(text.len().min(1 << 16)));
+    for c in text.chars() {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = in_text,
+            '"' => in_text = !in_text,
+            _ if !in_text => outside.push(c),
+            _ => {}
+        }
+    }
+    let mut found = outside.split(|c: char| !c.is_alphanumeric());
+    let word =
+        found.find(|word| ["NaN", "Infinity", "None", "True", "False", "undefined", "nan", "inf"].contains(word))?;
+    let instead = match word {
+        "True" => "true",
+        "False" => "false",
+        _ => "null",
+    };
+    Some(format!("{word} is no JSON; write {instead}"))
+}

@@ -1,0 +1,194 @@
+//! The keys of a record, ticked off as they are read.
+
+use super::chat_messages::{picture, weight};
+use super::columns::{Columns, PICTURES, RANKS, SCORES, VARIABLES, WEIGHTS};
+use super::raw_record::json;
+use crate::chat::conversation::{field, kind};
+use minijinja::value::{Value, ValueKind};
+use std::cell::RefCell;
+
+/// A record, and which of its keys were read.
+pub(super) struct RecordFields<'a> {
+    record: &'a Value,
+    /// Names of columns that are there and were not read from the file.
+    unread: &'a [String],
+    columns: &'a Columns,
+    read: RefCell<Vec<String>>,
+}
+
+impl<'a> RecordFields<'a> {
+    pub(super) fn of(record: &'a Value, unread: &'a [String], columns: &'a Columns) -> Self {
+        Self { record, unread, columns, read: RefCell::default() }
+    }
+
+    /// What is read as `name`, if there is anything.
+    pub(super) fn peek(&self, name: &str) -> Option<Value> {
+        let value = field(self.record, self.columns.of(name)?);
+        (!value.is_undefined() && !value.is_none()).then_some(value)
+    }
+
+    /// The same, which counts as read.
+    pub(super) fn get(&self, name: &str) -> Option<Value> {
+        let value = self.peek(name)?;
+        self.read.borrow_mut().extend(self.columns.of(name).map(str::to_string));
+        Some(value)
+    }
+
+    /// The first of several names that has something.
+    pub(super) fn any<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
+        names.iter().find(|name| self.peek(name).is_some()).copied()
+    }
+
+    /// A text of the record that is not empty.
+    pub(super) fn text(&self, name: &str) -> Result<Option<String>, String> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => match value.as_str() {
+                Some("") => Ok(None),
+                Some(text) => Ok(Some(text.into())),
+                None => Err(format!("{} is {}, not a text", self.name(name), kind(&value))),
+            },
+        }
+    }
+
+    /// A text that has to be there, perhaps an empty one.
+    pub(super) fn needed(&self, name: &str) -> Result<String, String> {
+        let value = self.get(name).unwrap_or_default();
+        match value.as_str() {
+            Some(text) => Ok(text.into()),
+            None => Err(format!("{} is {}, not a text", self.name(name), kind(&value))),
+        }
+    }
+
+    /// The system's text, by the names that it has.
+    pub(super) fn system(&self) -> Result<Option<String>, String> {
+        let mut found: Option<String> = None;
+        for name in ["system", "system_prompt", "system_message"] {
+            match (self.text(name)?, &found) {
+                (Some(text), None) => found = Some(text),
+                (Some(text), Some(other)) if text != *other => {
+                    return Err(format!("it has {name} beside another system text; leave one of them"));
+                }
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+
+    /// The tools that may be called, or null; those of ShareGPT and of OpenAI's older form are described as functions.
+    pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
+        let read = |name: &str| -> Result<Option<Value>, String> {
+            let Some(value) = self.get(name) else { return Ok(None) };
+            let value = match value.as_str() {
+                Some(text) if text.trim().is_empty() => return Ok(None),
+                Some(text) => json(text).map_err(|reason| format!("its {name}: {reason}"))?,
+                None => value,
+            };
+            match value.kind() {
+                ValueKind::Seq if value.len() == Some(0) => Ok(None),
+                ValueKind::None => Ok(None),
+                ValueKind::Seq => Ok(Some(value)),
+                _ => Err(format!("its {name} are {}, not a list", kind(&value))),
+            }
+        };
+        let described = |tools: Value| -> Value {
+            let tool =
+                |tool: Value| match field(&tool, "function").is_undefined() && !field(&tool, "name").is_undefined() {
+                    true => Value::from_pairs([("type", Value::from("function")), ("function", tool)]),
+                    false => tool,
+                };
+            tools.try_iter().into_iter().flatten().map(tool).collect()
+        };
+        match (read("tools")?, read("functions")?) {
+            (Some(_), Some(_)) => Err("it has tools and functions; leave one of them".into()),
+            (Some(tools), None) => Ok(if are_bare { described(tools) } else { tools }),
+            (None, Some(functions)) => Ok(described(functions)),
+            (None, None) => Ok(().into()),
+        }
+    }
+
+    /// Variables that a record sets for the chat template.
+    pub(super) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
+        let mut variables = vec![];
+        if let Some(given) = self.get(VARIABLES[0]) {
+            let given = match given.as_str() {
+                Some(text) => json(text).map_err(|reason| format!("its {}: {reason}", VARIABLES[0]))?,
+                None => given,
+            };
+            if given.kind() != ValueKind::Map {
+                return Err(format!("its {} is {}, not an object", VARIABLES[0], kind(&given)));
+            }
+            for key in given.try_iter().into_iter().flatten() {
+                variables.push((key.to_string(), given.get_item(&key).unwrap_or_default()));
+            }
+        }
+        if let Some(documents) = self.get(VARIABLES[1]).filter(|value| value.kind() == ValueKind::Seq) {
+            variables.push((VARIABLES[1].into(), documents));
+        }
+        Ok(variables)
+    }
+
+    /// Whether the record is to be learned at all, by its weight.
+    pub(super) fn is_learned(&self) -> Result<bool, String> {
+        let mut is_learned = true;
+        for name in WEIGHTS {
+            let value = self.get(name).unwrap_or_default();
+            is_learned &= weight(self.name(name), &value)? != Some(false);
+        }
+        Ok(is_learned)
+    }
+
+    /// Whether the scores of two answers say that the rejected one is better.
+    pub(super) fn prefers_rejected(&self) -> bool {
+        let number = |name: &str| {
+            let value = self.peek(name)?;
+            value.as_str().map_or_else(|| f64::try_from(value.clone()).ok(), |text| text.trim().parse().ok())
+        };
+        SCORES.iter().any(|[chosen, rejected]| {
+            matches!((number(chosen), number(rejected)), (Some(chosen), Some(rejected)) if chosen < rejected)
+        })
+    }
+
+    /// Refuses what is there, of these names, and was not read: it changes what is to be learned.
+    pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
+        match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
+            Some(key) => Err(format!("it has {key}: {why}; --columns ignore={key} leaves it out")),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses pictures.
+    pub(super) fn refuse_pictures(&self) -> Result<(), String> {
+        match self.left().into_iter().find(|key| PICTURES.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
+            Some(key) => Err(format!("{}, by --columns ignore={key}", picture(&key))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether something says how good the record is, which is not read.
+    pub(super) fn rank(&self) -> Option<&'static str> {
+        RANKS.into_iter().find(|name| self.peek(name).is_some())
+    }
+
+    /// The keys with something in them that were not read.
+    pub(super) fn left(&self) -> Vec<String> {
+        let read = self.read.borrow();
+        let keys = self.record.try_iter().into_iter().flatten().map(|key| key.to_string());
+        let is_there = |key: &String| {
+            let value = field(self.record, key);
+            let is_empty = value.is_undefined() || value.is_none() || value.len() == Some(0);
+            !is_empty && !read.contains(key)
+        };
+        keys.filter(is_there).chain(self.unread.iter().cloned()).collect()
+    }
+
+    /// All keys.
+    pub(super) fn keys(&self) -> Vec<String> {
+        self.record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect()
+    }
+
+    /// What the record calls `name`.
+    fn name<'n>(&'n self, name: &'n str) -> &'n str {
+        self.columns.of(name).unwrap_or(name)
+    }
+}

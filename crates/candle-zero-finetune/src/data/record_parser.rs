@@ -1,0 +1,452 @@
+//! What a record is: its keys tell its format.
+
+use super::chat_messages::{ChatMessages, RecordProblem};
+use super::columns::{Columns, PREFERENCES, PREFERRED, SECOND_TEXTS, names};
+use super::record_fields::RecordFields;
+use crate::chat::conversation::{Conversation, kind};
+use crate::chat::jinja_compat::python_str;
+use minijinja::value::{Value, ValueKind};
+use std::fmt;
+
+/// The formats by their names.
+pub(super) const RECORD_FORMATS: &str = "messages; conversations; prompt, completion; instruction, input, output; text; text, label; \
+                                prompt, chosen, rejected";
+
+/// The format of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RecordFormat {
+    /// `messages` (or `conversations`) with role and content.
+    Messages,
+    /// `conversations` with from and value.
+    ShareGpt,
+    /// `prompt` and `completion`.
+    Completion,
+    /// `instruction`, `output`, and `input`, `system` and `history` where they are there.
+    Alpaca,
+    /// `text`.
+    Text,
+    /// `text` and `label`.
+    Label,
+    /// `prompt`, `chosen` and `rejected`.
+    Preference,
+}
+
+impl fmt::Display for RecordFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Messages => "chat messages",
+            Self::ShareGpt => "ShareGPT conversations",
+            Self::Completion => "prompt and completion",
+            Self::Alpaca => "Alpaca instructions",
+            Self::Text => "text",
+            Self::Label => "text and label",
+            Self::Preference => "chosen and rejected",
+        })
+    }
+}
+
+/// An example: what is to be learned from a record.
+#[derive(Debug)]
+pub(super) enum TrainingExample {
+    /// What the assistant says in those messages that are to be learned.
+    Chat { conversation: Conversation, learned: Vec<bool> },
+    /// A completion.
+    Completion { prompt: String, completion: String },
+    /// All of a text.
+    Text(String),
+    /// The label of a text.
+    Label { text: String, label: String },
+    /// The first rather than the second.
+    Preference(Box<[TrainingExample; 2]>),
+}
+
+/// Parses records.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RecordParser<'a> {
+    pub columns: &'a Columns,
+    /// Whether there is a chat template: instructions then become messages.
+    pub has_template: bool,
+    /// Whether labels are what is learned.
+    pub has_labels: bool,
+}
+
+/// A parsed record.
+#[derive(Debug)]
+pub(super) struct ParsedRecord {
+    pub format: RecordFormat,
+    pub example: TrainingExample,
+    /// Whether its weight lets it be learned.
+    pub is_learned: bool,
+    /// Its keys that were not read.
+    pub left: Vec<String>,
+    /// What else is to be said of it.
+    pub remarks: Vec<String>,
+}
+
+impl RecordParser<'_> {
+    /// The format of a record and what it holds.
+    pub(super) fn parse(&self, record: &Value, unread: &[String]) -> Result<ParsedRecord, RecordProblem> {
+        let fields = RecordFields::of(record, unread, self.columns);
+        let mut remarks = vec![];
+        let (format, example) = match record.kind() {
+            ValueKind::Seq => (RecordFormat::Messages, chat(ChatMessages::of(record)?, None, &fields)?),
+            ValueKind::Map => self.example(&fields, &mut remarks)?,
+            _ => return Err(format!("it is {}, not an object", kind(record))),
+        };
+        let is_learned = record.kind() == ValueKind::Seq || fields.is_learned()?;
+        if record.kind() == ValueKind::Map {
+            fields.refuse_pictures()?;
+            match format {
+                RecordFormat::Text | RecordFormat::Label if !self.has_labels => {}
+                RecordFormat::Text | RecordFormat::Label => {
+                    fields.refuse(&SECOND_TEXTS, "pairs of texts are not read; join them in one column")?;
+                }
+                RecordFormat::Preference => {
+                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    if let TrainingExample::Preference(pair) = &example {
+                        self.say_as_they_stand(&pair[0], &mut remarks);
+                    }
+                    if fields.prefers_rejected() {
+                        remarks.push("have a better score for the rejected answer than for the chosen one".into());
+                    }
+                }
+                _ => {
+                    fields.refuse(&PLACELESS, PLACELESS_WHY)?;
+                    fields.refuse(
+                        &PREFERENCES,
+                        "it looks like a preference for or against a single answer (KTO), which is not supported, and \
+                         without it bad answers are learned as good ones; leave out the bad ones and the column, or make \
+                         pairs of chosen and rejected",
+                    )?;
+                    if let Some(rank) = fields.rank() {
+                        remarks.push(format!("have a {rank}, which is not read: good and bad ones are learned alike"));
+                    }
+                }
+            }
+        }
+        let left = if record.kind() == ValueKind::Map { fields.left() } else { vec![] };
+        Ok(ParsedRecord { format, example, is_learned, left, remarks })
+    }
+
+    fn example(
+        &self,
+        fields: &RecordFields<'_>,
+        remarks: &mut Vec<String>,
+    ) -> Result<(RecordFormat, TrainingExample), RecordProblem> {
+        if let (Some(chosen), Some(rejected)) = (fields.get("chosen"), fields.get("rejected")) {
+            return Ok((RecordFormat::Preference, self.preference(fields, [chosen, rejected])?));
+        }
+        if let [Some(chosen), Some(rejected)] = PREFERRED.map(|name| fields.get(name)) {
+            return Ok((RecordFormat::Preference, openai_preference(fields, [&chosen, &rejected])?));
+        }
+        if let Some(name) = fields.any(&MESSAGES) {
+            let messages = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
+            let format = if messages.is_share_gpt { RecordFormat::ShareGpt } else { RecordFormat::Messages };
+            return Ok((format, chat(messages, None, fields)?));
+        }
+        if fields.peek("prompt").is_some()
+            && let Some(said) = fields.any(&["completion", "response"])
+        {
+            let (prompt, completion) = (fields.get("prompt"), fields.get(said));
+            let example = completion_of(fields, &prompt.unwrap_or_default(), &completion.unwrap_or_default())?;
+            self.say_as_they_stand(&example, remarks);
+            return Ok((RecordFormat::Completion, example));
+        }
+        if fields.peek("instruction").is_some()
+            && let Some(said) = fields.any(&["output", "response", "completion"])
+        {
+            let asked = self.asked(fields, "instruction")?;
+            return Ok((RecordFormat::Alpaca, asked.answered(fields.needed(said)?)?));
+        }
+        match (fields.peek("text"), fields.peek("label")) {
+            (Some(_), Some(label)) => {
+                let label = match self.has_labels {
+                    true => label_name(&fields.get("label").unwrap_or_default())?,
+                    false => label.to_string(),
+                };
+                Ok((RecordFormat::Label, TrainingExample::Label { text: fields.needed("text")?, label }))
+            }
+            (Some(_), None) => Ok((RecordFormat::Text, TrainingExample::Text(fields.needed("text")?))),
+            _ => Err(self.unknown(fields)),
+        }
+    }
+
+    /// Why a record has no form.
+    fn unknown(&self, fields: &RecordFields<'_>) -> RecordProblem {
+        let keys = fields.keys();
+        if self.has_labels {
+            return format!(
+                "its keys ({}) have no text and label; --columns text=COLUMN,label=COLUMN says which they are",
+                names(&keys)
+            );
+        }
+        let is_list = |key: &&String| {
+            let first = fields.peek(key).filter(|value| value.kind() == ValueKind::Seq);
+            first.and_then(|value| value.try_iter().ok()?.next()).is_some_and(|item| item.kind() == ValueKind::Map)
+        };
+        if let [only] = &keys.iter().filter(is_list).collect::<Vec<_>>()[..] {
+            return format!(
+                "its keys ({}) are of no known form, and {only} is a list of objects; where these are the records, write \
+                 them one a line, as jq -c '.{only}[]' does",
+                names(&keys)
+            );
+        }
+        format!("its keys ({}) are of no known form: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
+    }
+
+    /// Says that texts do not go through the chat template.
+    fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
+        if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
+            remarks.push(
+                "are learned word by word, without the model's chat template; for an instruct model give messages, or \
+                 --columns instruction=prompt,output=completion"
+                    .into(),
+            );
+        }
+    }
+
+    /// An instruction, read by `name`, with what belongs to it.
+    fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
+        let input = match (fields.text("input")?, fields.text("context")?) {
+            (Some(_), Some(_)) => return Err("it has input and context; leave one of them".into()),
+            (input, context) => input.or(context),
+        };
+        Ok(Instruction {
+            instruction: fields.needed(name)?,
+            input,
+            system: fields.system()?,
+            history: history(fields)?,
+            tools: fields.tools(true)?,
+            variables: fields.variables()?,
+            has_template: self.has_template,
+        })
+    }
+
+    /// Two answers to one prompt: texts after a text or an instruction, messages after messages, or two conversations with
+    /// one beginning.
+    fn preference(&self, fields: &RecordFields<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
+        let pair = |examples: [Result<TrainingExample, RecordProblem>; 2]| {
+            let [chosen, rejected] = examples;
+            Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
+        };
+        let is_list = answers[0].kind() == ValueKind::Seq;
+        let prompt = fields.peek("prompt");
+        match prompt {
+            Some(prompt) if is_list == (prompt.kind() == ValueKind::Seq) || prompt.kind() == ValueKind::Seq => {
+                fields.get("prompt");
+                return pair([0, 1].map(|i| completion_of(fields, &prompt, &answers[i])));
+            }
+            _ => {}
+        }
+        if is_list {
+            // The prompt, as a text, stands in the messages too.
+            fields.get("prompt");
+            let messages = answers.map(|answer| ChatMessages::of(&answer));
+            let [Ok(chosen), Ok(rejected)] = &messages else {
+                return pair(messages.map(|messages| messages.map(|_| TrainingExample::Text(String::new()))));
+            };
+            let same = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
+            // Of equal ones the last is the answer.
+            let same = same.min(chosen.list.len().min(rejected.list.len()) - 1);
+            return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
+        }
+        if let Some(name) = fields.any(&MESSAGES) {
+            let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
+            let from = prompt.list.len();
+            return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
+        }
+        if let Some(name) = fields.any(&["instruction", "question"]) {
+            let asked = self.asked(fields, name)?;
+            let text = |answer: &Value| {
+                answer.as_str().map(str::to_string).ok_or_else(|| format!("an answer is {}", kind(answer)))
+            };
+            return pair(answers.map(|answer| asked.clone().answered(text(&answer)?)));
+        }
+        let [Some(chosen), Some(rejected)] = answers.each_ref().map(|answer| answer.as_str()) else {
+            return Err(format!("its chosen is {} and its rejected {}", kind(&answers[0]), kind(&answers[1])));
+        };
+        let at =
+            common_beginning(chosen, rejected).ok_or("it has two texts that begin alike in nothing, and no prompt")?;
+        let completion =
+            |text: &str| TrainingExample::Completion { prompt: text[..at].into(), completion: text[at..].into() };
+        pair([chosen, rejected].map(|text| Ok(completion(text))))
+    }
+}
+
+/// What has messages.
+const MESSAGES: [&str; 3] = ["messages", "conversations", "conversation"];
+
+/// What has no place in some forms.
+const PLACELESS: [&str; 8] =
+    ["system", "system_prompt", "system_message", "history", "context", "tools", "functions", "chat_template_kwargs"];
+const PLACELESS_WHY: &str = "this form has no place for it; write messages, or name columns of an instruction as in --columns \
+                             instruction=prompt,output=completion";
+
+/// The name of a label: a text, a whole number or a truth value.
+fn label_name(label: &Value) -> Result<String, RecordProblem> {
+    let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
+    match label.kind() {
+        ValueKind::String if label.as_str().is_some_and(|text| text.trim().is_empty()) => {
+            Err("its label is empty; give it one, or leave the record out".into())
+        }
+        ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
+        ValueKind::Number if label.is_integer() => Ok(python_str(label)),
+        // As pandas writes whole numbers of a column that has gaps.
+        ValueKind::Number => match whole() {
+            Some(number) => Ok((number as i64).to_string()),
+            None => Err(format!("its label is {label}, and a label is a name or a whole number")),
+        },
+        _ => Err(format!("its label is {}, and a label is a name or a whole number", kind(label))),
+    }
+}
+
+/// A conversation of messages with the record's system text and tools. Of `from` on, what the assistant says is learned
+/// where its weight does not say otherwise.
+fn chat(
+    messages: ChatMessages,
+    from: Option<usize>,
+    fields: &RecordFields<'_>,
+) -> Result<TrainingExample, RecordProblem> {
+    let (count, is_share_gpt) = (messages.list.len(), messages.is_share_gpt);
+    let messages = match fields.system()? {
+        Some(system) => messages.with_system(&system)?,
+        None => messages,
+    };
+    let from = from.unwrap_or(0) + messages.list.len() - count;
+    let learned = messages.learned.iter().enumerate().map(|(i, said)| i >= from && said.unwrap_or(true)).collect();
+    let mut conversation = Conversation::from_value(&messages.list.into_iter().collect()).map_err(|e| match e {
+        crate::error::FinetuneError::Conversation { reason } => reason,
+        e => e.to_string(),
+    })?;
+    conversation.tools = fields.tools(is_share_gpt)?;
+    conversation.variables = fields.variables()?;
+    Ok(TrainingExample::Chat { conversation, learned })
+}
+
+/// An answer as messages: a text, a message, or several.
+fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
+    match answer.as_str() {
+        Some(text) => Ok(ChatMessages::text("assistant", text)),
+        None => ChatMessages::of(answer),
+    }
+}
+
+/// A prompt and what follows it: two texts, or messages and messages or a text.
+fn completion_of(
+    fields: &RecordFields<'_>,
+    prompt: &Value,
+    completion: &Value,
+) -> Result<TrainingExample, RecordProblem> {
+    match (prompt.as_str(), completion.as_str()) {
+        (Some(prompt), Some(completion)) => {
+            Ok(TrainingExample::Completion { prompt: prompt.into(), completion: completion.into() })
+        }
+        (None, _) if prompt.kind() == ValueKind::Seq => {
+            let prompt = ChatMessages::of(prompt)?;
+            let from = prompt.list.len();
+            chat(prompt.then(answer_of(completion)?), Some(from), fields)
+        }
+        _ => Err(format!("its prompt is {} and its completion {}", kind(prompt), kind(completion))),
+    }
+}
+
+/// OpenAI's form of preferences: messages and tools within `input`, and two lists of messages.
+fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
+    let input = fields.get("input").unwrap_or_default();
+    let columns = Columns::default();
+    let inner = RecordFields::of(&input, &[], &columns);
+    let prompt = ChatMessages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
+    let from = prompt.list.len();
+    let [chosen, rejected] = answers.map(|answer| chat(prompt.clone().then(answer_of(answer)?), Some(from), &inner));
+    Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
+}
+
+/// Earlier turns of an instruction, as pairs of what was asked and answered.
+fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
+    let wrong = || "its history is not a list of pairs of texts, as [[\"question\", \"answer\"], ...]".to_string();
+    let Some(found) = fields.get("history") else { return Ok(vec![]) };
+    let found = match found.as_str() {
+        Some("") => return Ok(vec![]),
+        Some(text) => super::raw_record::json(text).map_err(|_| wrong())?,
+        None => found,
+    };
+    if found.kind() != ValueKind::Seq {
+        return Err(wrong());
+    }
+    let pair = |turn: Value| {
+        let texts: Vec<Value> = turn.try_iter().ok()?.collect();
+        match &texts[..] {
+            [asked, answer] => Some([asked.as_str()?.to_string(), answer.as_str()?.to_string()]),
+            _ => None,
+        }
+    };
+    found.try_iter().into_iter().flatten().map(|turn| pair(turn).ok_or_else(wrong)).collect()
+}
+
+/// Where two texts part: behind the header of the last answer that both have, else at the last white space, so that no word
+/// is cut. None where they have nothing in common, or one has nothing else.
+fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
+    const HEADERS: [&str; 7] = [
+        "\n\nAssistant:",
+        "Assistant:",
+        "<|im_start|>assistant\n",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|assistant|>\n",
+        "### Response:\n",
+        "[/INST]",
+    ];
+    let pairs = chosen.char_indices().zip(rejected.chars());
+    let same = pairs.take_while(|((_, a), b)| a == b).map(|((at, a), _)| at + a.len_utf8()).last().unwrap_or(0);
+    let begun = &chosen[..same];
+    let behind = |header: &&str| begun.rfind(*header).map(|at| at + header.len());
+    let at = HEADERS.iter().filter_map(behind).max();
+    at.or_else(|| begun.rfind(char::is_whitespace)).filter(|at| *at > 0)
+}
+
+/// An instruction with what belongs to it.
+#[derive(Clone)]
+struct Instruction {
+    instruction: String,
+    input: Option<String>,
+    system: Option<String>,
+    history: Vec<[String; 2]>,
+    tools: Value,
+    variables: Vec<(String, Value)>,
+    has_template: bool,
+}
+
+impl Instruction {
+    /// The instruction with its answer: as messages, or in the words of Stanford's Alpaca.
+    fn answered(self, output: String) -> Result<TrainingExample, RecordProblem> {
+        let Self { instruction, input, system, history, tools, variables, has_template } = self;
+        if has_template {
+            let asked = [Some(instruction), input].into_iter().flatten().filter(|text| !text.is_empty());
+            let asked = asked.collect::<Vec<_>>().join("\n\n");
+            let earlier = history.into_iter().flat_map(|[asked, answer]| [("user", asked), ("assistant", answer)]);
+            let system = system.map(|text| ("system", text));
+            let turns = system.into_iter().chain(earlier).chain([("user", asked), ("assistant", output)]);
+            let mut conversation = Conversation::new(turns);
+            (conversation.tools, conversation.variables) = (tools, variables);
+            let learned = vec![true; conversation.len()];
+            return Ok(TrainingExample::Chat { conversation, learned });
+        }
+        if !history.is_empty() || !tools.is_none() {
+            return Err("its history or tools need a chat template, and the model has none".into());
+        }
+        let about = match (&system, &input) {
+            (Some(system), _) => system.as_str(),
+            (None, Some(_)) => {
+                "Below is an instruction that describes a task, paired with an input that provides further context. Write a \
+                 response that appropriately completes the request."
+            }
+            (None, None) => {
+                "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+            }
+        };
+        let input = input.map(|input| format!("### Input:\n{input}\n\n")).unwrap_or_default();
+        let prompt = format!("{about}\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n");
+        Ok(TrainingExample::Completion { prompt, completion: output })
+    }
+}

@@ -1,0 +1,38 @@
+//! Ids, and which of them are to be predicted.
+
+use crate::chat::conversation::Conversation;
+use crate::chat::encode_cache::EncodedText;
+use crate::chat::template::Template;
+use crate::chat::tokenizer::Tokenizer;
+use crate::error::Result;
+use std::ops::Range;
+
+/// A sequence of tokens to learn from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Whether each is to be predicted from those before it.
+    pub targets: Vec<bool>,
+}
+
+impl Sample {
+    /// A conversation, of which what the assistant says is to be predicted.
+    ///
+    /// # Errors
+    /// Those of [`Template::render_with_targets`] and [`Tokenizer::encode`].
+    pub fn of_conversation(tokenizer: &Tokenizer, template: &Template, conversation: &Conversation) -> Result<Self> {
+        let rendered = template.render_with_targets(conversation)?;
+        Ok(Self::of_spans(tokenizer.encode(&rendered.text)?, &rendered.targets))
+    }
+
+    /// Tokens of which those with a byte in one of `spans` are to be predicted. The spans are in order, without overlap.
+    pub(super) fn of_spans(encoded: EncodedText, spans: &[Range<usize>]) -> Self {
+        let mut spans = spans.iter().peekable();
+        let in_span = |(start, end): &(usize, usize)| {
+            while spans.next_if(|span| span.end <= *start).is_some() {}
+            spans.peek().is_some_and(|span| span.start < *end.max(&(start + 1)))
+        };
+        Self { targets: encoded.offsets.iter().map(in_span).collect(), ids: encoded.ids }
+    }
+}

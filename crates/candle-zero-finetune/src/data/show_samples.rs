@@ -1,0 +1,52 @@
+//! Samples for people to look at.
+
+use super::dataset::Dataset;
+use crate::chat::tokenizer::Tokenizer;
+use crate::error::Result;
+use crate::error::unit;
+use std::fmt::Write as _;
+
+/// Before and after what is to be predicted: in green, or in brackets.
+const MARKS: [[&str; 2]; 2] = [["⟦", "⟧"], ["\u{1b}[32;1m", "\u{1b}[0m"]];
+
+/// The first `count` samples of each file as text, with what is to be predicted in green where `colour` is set, else in brackets.
+///
+/// # Errors
+/// [`FinetuneError::Decode`](crate::error::FinetuneError::Decode).
+pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool) -> Result<String> {
+    let mut text = String::new();
+    let [open, close] = MARKS[usize::from(colour)];
+    for i in dataset.first(count) {
+        let sample = dataset.sample(i);
+        let (path, line) = (dataset.path(i), sample.line);
+        let label = dataset.labels().get(sample.label as usize);
+        let label = label.map(|label| format!(", label {}", printable(label))).unwrap_or_default();
+        let (tokens, targets) = (sample.len(), sample.predicted());
+        _ = writeln!(text, "{}, {} {line}: {tokens} tokens, {targets} targets{label}", path.display(), unit(path));
+        let (mut stream, mut inside) = (tokenizer.stream(false), false);
+        for (j, id) in sample.ids().enumerate() {
+            let piece = stream.push(id)?;
+            // Text that is held back is shown as what its last token is.
+            if !piece.is_empty() && sample.is_target(j) != inside {
+                text.push_str(if inside { close } else { open });
+                inside = !inside;
+            }
+            text.push_str(&printable(&piece));
+        }
+        text.push_str(&printable(&stream.finish()?));
+        text.push_str(if inside { close } else { "" });
+        text.push_str("\n\n");
+    }
+    Ok(text)
+}
+
+/// A text that does nothing to a terminal: control characters as pictures, but for tabs and the ends of lines.
+fn printable(text: &str) -> String {
+    let picture = |c: char| match c {
+        '\n' | '\t' => c,
+        '\0'..='\u{1f}' => char::from_u32(0x2400 + u32::from(c)).unwrap_or(c),
+        '\u{7f}'..='\u{9f}' => '\u{2421}',
+        c => c,
+    };
+    text.chars().map(picture).collect()
+}

@@ -1,0 +1,226 @@
+//! A `config.json` in Hugging Face's format from the metadata of a GGUF file, by the conventions of llama.cpp's converter.
+
+use super::weights::GgufFile;
+use crate::error::Result;
+use candle_core::quantized::gguf_file::Value;
+use serde_json::{Value as Json, json};
+
+/// The architectures whose conventions are known here. Mistral's files are called llama.
+const KNOWN: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
+
+impl GgufFile {
+    /// What stands in for `config.json`.
+    pub fn config_json(&self) -> Result<Json> {
+        let keys = ArchitectureKeys { gguf: self, architecture: self.architecture()? };
+        let architecture = keys.architecture;
+        if !KNOWN.contains(&architecture) {
+            return Err(self.refuse("general.architecture", architecture, format!("one of {}", KNOWN.join(", "))));
+        }
+        if keys.number("expert_count")?.is_some_and(|experts| experts > 0.0) {
+            return Err(keys.refuse("expert_count", "0: mixtures of experts are not known here"));
+        }
+        let hidden = keys.need_size("embedding_length")?;
+        let blocks = keys.need_size("block_count")?;
+        let heads = keys.need_size("attention.head_count")?;
+        let kv_heads = keys.size("attention.head_count_kv")?.unwrap_or(heads);
+        let head = match keys.size("attention.key_length")? {
+            Some(head) => head,
+            None => hidden / heads,
+        };
+        for key in ["attention.value_length", "rope.dimension_count"] {
+            if keys.size(key)?.is_some_and(|length| length != head) {
+                return Err(keys.refuse(key, format!("the width of a head ({head})")));
+            }
+        }
+        let Some(vocab) = self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first())
+        else {
+            return Err(super::weights::bad(&self.path, "it has no tensor token_embd.weight"));
+        };
+        let has = |name: &str| self.content.tensor_infos.contains_key(name);
+        let mut config = json!({
+            "model_type": architecture,
+            "architectures": [class(architecture)],
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": keys.need_size("feed_forward_length")?,
+            "num_hidden_layers": blocks,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head,
+            "max_position_embeddings": keys.need_size("context_length")?,
+            "rms_norm_eps": keys.need_number("attention.layer_norm_rms_epsilon")?,
+            "rope_theta": keys.number("rope.freq_base")?.unwrap_or(if architecture == "gemma3" { 1e6 } else { 1e4 }),
+            "rope_scaling": keys.rope_scaling(head)?,
+            "tie_word_embeddings": !has("output.weight"),
+            "torch_dtype": "float32",
+        });
+        let sliding = keys.size("attention.sliding_window")?;
+        // Not in the metadata: llama.cpp knows the largest Gemmas by their number of blocks.
+        let largest = match architecture {
+            "gemma2" => 46,
+            _ => 62,
+        };
+        let scalar = if blocks == largest { hidden / heads } else { head };
+        let more = match architecture {
+            "llama" => json!({"hidden_act": "silu", "attention_bias": has("blk.0.attn_q.bias")}),
+            "qwen2" | "qwen3" => json!({"hidden_act": "silu", "use_sliding_window": false}),
+            "phi3" => json!({"hidden_act": "silu", "sliding_window": sliding}),
+            "gemma2" => json!({
+                "hidden_activation": "gelu_pytorch_tanh",
+                "sliding_window": sliding.unwrap_or(4096),
+                "attn_logit_softcapping": keys.number("attn_logit_softcapping")?.unwrap_or(50.0),
+                "final_logit_softcapping": keys.number("final_logit_softcapping")?.unwrap_or(30.0),
+                "query_pre_attn_scalar": scalar,
+            }),
+            _ => json!({
+                "model_type": "gemma3_text",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "sliding_window": sliding.unwrap_or(1024),
+                "sliding_window_pattern": 6,
+                "rope_local_base_freq": 1e4,
+                "query_pre_attn_scalar": scalar,
+            }),
+        };
+        let ids = [("bos", "bos"), ("eos", "eos"), ("pad", "padding")]
+            .map(|(name, role)| (name, self.content.metadata.get(&format!("tokenizer.ggml.{role}_token_id"))));
+        if let (Some(config), Json::Object(more)) = (config.as_object_mut(), more) {
+            config.extend(more);
+            for (name, id) in ids {
+                let id = id.and_then(|id| id.to_u64().ok());
+                config.extend(id.map(|id| (format!("{name}_token_id"), id.into())));
+            }
+        }
+        Ok(config)
+    }
+}
+
+/// The class of transformers.
+fn class(architecture: &str) -> &'static str {
+    match architecture {
+        "qwen2" => "Qwen2ForCausalLM",
+        "qwen3" => "Qwen3ForCausalLM",
+        "gemma2" => "Gemma2ForCausalLM",
+        "gemma3" => "Gemma3ForCausalLM",
+        "phi3" => "Phi3ForCausalLM",
+        _ => "LlamaForCausalLM",
+    }
+}
+
+/// The metadata of an architecture.
+struct ArchitectureKeys<'a> {
+    gguf: &'a GgufFile,
+    architecture: &'a str,
+}
+
+impl<'a> ArchitectureKeys<'a> {
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.gguf.content.metadata.get(&format!("{}.{key}", self.architecture))
+    }
+
+    fn refuse(&self, key: &str, allowed: impl ToString) -> candle_zero::Error {
+        let found = self.get(key).map_or("absent".to_owned(), |value| match value {
+            Value::Array(values) => format!("a list of {} values", values.len()),
+            Value::String(text) => format!("{text:?}"),
+            // The number in the parentheses after its type.
+            value => format!("{value:?}").split(['(', ')']).nth(1).unwrap_or_default().to_owned(),
+        });
+        self.gguf.refuse(&format!("{}.{key}", self.architecture), found, allowed)
+    }
+
+    fn size(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let size = match value {
+            Value::I32(size) => u32::try_from(*size).ok(),
+            Value::I64(size) => u32::try_from(*size).ok(),
+            value => value.to_u64().ok().and_then(|size| u32::try_from(size).ok()),
+        };
+        match size.filter(|size| *size > 0) {
+            Some(size) => Ok(Some(size as usize)),
+            None => Err(self.refuse(key, format!("a whole number from 1 to {}", u32::MAX))),
+        }
+    }
+
+    fn need_size(&self, key: &str) -> Result<usize> {
+        self.size(key)?.ok_or_else(|| self.refuse(key, "a whole number"))
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value {
+            // The shortest number that rounds to it: 1e-5 is stored as 9.999999747e-6.
+            Value::F32(number) if number.is_finite() => Ok(number.to_string().parse().ok()),
+            Value::F64(number) if number.is_finite() => Ok(Some(*number)),
+            value => match value.to_u64() {
+                Ok(number) => Ok(Some(number as f64)),
+                Err(_) => Err(self.refuse(key, "a number")),
+            },
+        }
+    }
+
+    fn need_number(&self, key: &str) -> Result<f64> {
+        self.number(key)?.ok_or_else(|| self.refuse(key, "a number"))
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&'a str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(self.refuse(key, "a text")),
+        }
+    }
+
+    /// How rotary frequencies are slowed.
+    fn rope_scaling(&self, head: usize) -> Result<Json> {
+        let infos = &self.gguf.content.tensor_infos;
+        if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
+            return Err(super::weights::bad(
+                &self.gguf.path,
+                "it has rope_factors_long.weight: rotary positions of the type longrope are not known here",
+            ));
+        }
+        match self.text("rope.scaling.type")? {
+            None | Some("none") => self.llama3(head),
+            Some("linear") => {
+                let factor = self.need_number("rope.scaling.factor")?;
+                Ok(json!({"rope_type": "linear", "factor": factor}))
+            }
+            Some(_) => Err(self.refuse("rope.scaling.type", "none or linear")),
+        }
+    }
+
+    /// The scaling of Llama 3.1 and later, of which a file has the factors of all frequencies.
+    fn llama3(&self, head: usize) -> Result<Json> {
+        use candle_zero::models::{RotaryConfig, RotaryScaling};
+        use candle_zero::nn::frequencies::Llama3RopeScaling;
+        const NAME: &str = "rope_freqs.weight";
+        let Some(given) = self.gguf.whole(NAME)? else { return Ok(Json::Null) };
+        let theta = self.number("rope.freq_base")?.unwrap_or(1e4);
+        let plain = RotaryConfig { theta, scaling: RotaryScaling::None }.frequencies(head)?;
+        let factor = given.iter().fold(1f32, |most, factor| most.max(*factor));
+        let scaling = Llama3RopeScaling {
+            factor: f64::from(factor),
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        let scaled = RotaryConfig { theta, scaling: RotaryScaling::Llama3(scaling) }.frequencies(head)?;
+        let is_it = given.len() == plain.len()
+            && given
+                .iter()
+                .zip(plain.iter().zip(&scaled))
+                .all(|(given, (plain, scaled))| (plain / scaled / f64::from(*given) - 1.0).abs() < 1e-4);
+        match is_it {
+            true => Ok(json!({
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            })),
+            false => Err(super::weights::bad(
+                &self.gguf.path,
+                "its rope_freqs.weight is not that of Llama 3.1 and later: other rotary positions are not known here",
+            )),
+        }
+    }
+}

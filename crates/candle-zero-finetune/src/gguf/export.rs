@@ -1,0 +1,269 @@
+//! A decoder as a GGUF file by llama.cpp's conventions: keys, names of tensors, and what is done to some of them.
+
+use super::tokenizer_export::keys;
+use super::weights::GgufFile;
+use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
+use crate::BaseModel;
+use crate::error::{Error, FinetuneError, Result};
+use crate::model::merged_model::{MergedModel, MergedTensor, too_large};
+use candle_zero::files;
+use candle_zero::models::{DecoderConfig, ParameterNaming, RotaryScaling};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// How the weights of a GGUF file are stored. Vectors are in f32, whatever this says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufFormat {
+    /// f16.
+    F16,
+    /// Blocks of 32 integers of eight bits with a scale in f16; f16 where a row is no whole number of blocks.
+    Q8_0,
+}
+
+/// A model that llama.cpp knows.
+struct GgufArchitecture<'a> {
+    architecture: &'static str,
+    config: &'a DecoderConfig,
+}
+
+/// What is done to a tensor's lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LayoutChange {
+    None,
+    /// Lines become columns.
+    Transposed,
+    /// In each head of so many lines, the first half and the second are interleaved: llama.cpp turns neighbours where
+    /// transformers turns the halves.
+    Interleaved(usize),
+}
+
+impl MergedModel<'_> {
+    /// Writes the model to the file `out`, which is replaced if it is there, as llama.cpp reads it, with the tokenizer in the
+    /// base's folder or GGUF file.
+    ///
+    /// # Errors
+    /// A model or a tokenizer that cannot be written so, a value that f16 cannot hold; what reading and writing brings. `out`
+    /// is as it was then.
+    pub fn write_gguf(&self, out: impl AsRef<Path>, format: GgufFormat) -> Result<()> {
+        write_gguf(self, self.base, format, out.as_ref())
+    }
+}
+
+fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, out: &Path) -> Result<()> {
+    let (json, config) = (base.config_json(), base.config());
+    let wrong = |problem| FinetuneError::Gguf { path: base.folder().to_owned(), problem };
+    let kind = json["model_type"].as_str().unwrap_or_default();
+    let model = GgufArchitecture::of(kind, config).map_err(wrong)?;
+    let mut metadata = model.keys(base.folder(), format);
+    let tokenizer = base.tokenizer_path();
+    metadata.extend(match tokenizer.is_file() {
+        true => GgufFile::open(tokenizer)?.tokenizer_keys(),
+        false => keys(tokenizer, json, config.vocab)?,
+    });
+    let mut entries = Vec::new();
+    let mut sources = Vec::new();
+    if let Some(factors) = model.rotary_factors() {
+        let (name, shape) = ("rope_freqs.weight".to_owned(), vec![factors.len()]);
+        entries.push(GgufTensor { name, shape, format: GgmlFormat::F32 });
+        sources.push(TensorOrigin::Values(factors));
+    }
+    for (name, shape) in merged.shapes() {
+        let unknown = || wrong(format!("llama.cpp has no name for the tensor {name} of a {kind}"));
+        let (new_name, change) = model.tensor(name).ok_or_else(unknown)?;
+        let mut new_shape = shape.clone();
+        if change == LayoutChange::Transposed {
+            new_shape.reverse();
+        }
+        let is_small = new_shape.len() < 2 || new_name.starts_with("position_embd");
+        let format = match format {
+            _ if is_small => GgmlFormat::F32,
+            GgufFormat::Q8_0 if new_shape[1].is_multiple_of(BLOCK) => GgmlFormat::Q8_0,
+            _ => GgmlFormat::F16,
+        };
+        entries.push(GgufTensor { name: new_name, shape: new_shape, format });
+        sources.push(TensorOrigin::Tensor(name, shape, change));
+    }
+    let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
+    let mut file = files::AtomicFile::beside(out).map_err(wrong)?;
+    let bytes = entries.iter().map(GgufTensor::bytes).sum();
+    files::check_free_space(files::folder_of(out), bytes)?;
+    let mut buffered = BufWriter::new(file.file());
+    let mut count = merged.counter(bytes);
+    let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
+    write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
+        TensorOrigin::Values(values) => {
+            take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v, "f16"))?)
+        }
+        TensorOrigin::Tensor(name, shape, change) => {
+            give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
+                count(bytes.len());
+                take(bytes)
+            })
+        }
+    })?;
+    buffered.flush().map_err(wrong)?;
+    drop(buffered);
+    file.finish().map(drop).map_err(wrong)
+}
+
+/// Where a written tensor is from.
+enum TensorOrigin<'a> {
+    Values(Vec<f32>),
+    Tensor(&'a str, &'a [usize], LayoutChange),
+}
+
+/// Gives a tensor's bytes, changed.
+fn give(
+    tensor: &MergedTensor<'_>,
+    change: LayoutChange,
+    format: GgmlFormat,
+    name: &str,
+    take: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let (lines, width) = tensor.lines();
+    let mut put = |values: &[f32]| take(&format.encode(values).map_err(|value| too_large(name, value, format.name()))?);
+    match change {
+        LayoutChange::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
+        LayoutChange::Transposed => {
+            // Whole: a line of the result has an element of each of its lines.
+            let values = tensor.values(0..lines)?;
+            let mut line = vec![0f32; lines];
+            for column in 0..width {
+                line.iter_mut().enumerate().for_each(|(i, x)| *x = values[i * width + column]);
+                put(&line)?;
+            }
+            Ok(())
+        }
+        LayoutChange::Interleaved(head) => {
+            // A vector's elements are its lines.
+            let (lines_of_head, width) = if lines == 1 { (1, 1) } else { (head, width) };
+            for piece in tensor.pieces(lines_of_head) {
+                let values = tensor.values(piece)?;
+                let mut changed = Vec::with_capacity(values.len());
+                for values in values.chunks(head * width) {
+                    let line = |i: usize| &values[i * width..(i + 1) * width];
+                    (0..head / 2)
+                        .for_each(|i| [i, i + head / 2].iter().for_each(|i| changed.extend_from_slice(line(*i))));
+                }
+                put(&changed)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+impl<'a> GgufArchitecture<'a> {
+    /// The model of transformers' `kind`; else why it cannot be written.
+    fn of(kind: &str, config: &'a DecoderConfig) -> std::result::Result<Self, String> {
+        let architecture = match kind {
+            "llama" | "mistral" => "llama",
+            "qwen2" => "qwen2",
+            "qwen3" => "qwen3",
+            "gpt2" => "gpt2",
+            other => {
+                return Err(format!(
+                    "a model of type {other:?} cannot be written as GGUF; llama, mistral, qwen2, qwen3 and gpt2 can. \
+                     Write a Hugging Face folder and convert it with llama.cpp"
+                ));
+            }
+        };
+        let model = Self { architecture, config };
+        let first = config.blocks.first().map(|block| block.rotary);
+        if config.learned_positions.is_none() && config.blocks.iter().any(|block| Some(block.rotary) != first) {
+            return Err("its blocks turn positions in different ways, which GGUF has no keys for".into());
+        }
+        Ok(model)
+    }
+
+    fn keys(&self, base: &Path, format: GgufFormat) -> Vec<(String, GgufValue)> {
+        let DecoderConfig { hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, .. } =
+            *self.config;
+        let mut keys: Vec<(String, GgufValue)> = Vec::new();
+        let number = |value: usize| GgufValue::U32(u32::try_from(value).unwrap_or(u32::MAX));
+        let text = |text: &str| GgufValue::String(text.to_owned());
+        keys.push(("general.architecture".into(), text(self.architecture)));
+        keys.push(("general.type".into(), text("model")));
+        if let Some(name) = base.file_name() {
+            keys.push(("general.name".into(), text(&name.to_string_lossy())));
+        }
+        keys.push(("general.file_type".into(), GgufValue::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
+        keys.push(("general.quantization_version".into(), GgufValue::U32(2)));
+        // Beyond its window a block sees less than llama.cpp would show it.
+        let windows = self.config.blocks.iter().filter_map(|block| block.window);
+        let ctx = windows.fold(self.config.ctx, usize::min);
+        let mut put = |key: &str, value| keys.push((format!("{}.{key}", self.architecture), value));
+        put("block_count", number(self.config.blocks.len()));
+        put("context_length", number(ctx));
+        put("embedding_length", number(hidden_size));
+        put("feed_forward_length", number(intermediate_size));
+        put("attention.head_count", number(num_attention_heads));
+        let eps = GgufValue::F32(self.config.norm_eps as f32);
+        if self.config.naming == ParameterNaming::Gpt2 {
+            put("attention.layer_norm_epsilon", eps);
+            return keys;
+        }
+        put("attention.head_count_kv", number(num_key_value_heads));
+        put("attention.layer_norm_rms_epsilon", eps);
+        put("attention.key_length", number(self.config.head_dim));
+        put("attention.value_length", number(self.config.head_dim));
+        put("rope.dimension_count", number(self.config.head_dim));
+        put("vocab_size", number(self.config.vocab));
+        if let Some(block) = self.config.blocks.first() {
+            put("rope.freq_base", GgufValue::F32(block.rotary.theta as f32));
+            if let RotaryScaling::Linear { factor } = block.rotary.scaling {
+                put("rope.scaling.type", GgufValue::String("linear".into()));
+                put("rope.scaling.factor", GgufValue::F32(factor as f32));
+            }
+        }
+        keys
+    }
+
+    /// What the frequencies of Llama 3's scaled positions are divided by.
+    fn rotary_factors(&self) -> Option<Vec<f32>> {
+        let rotary = self.config.blocks.first()?.rotary;
+        let RotaryScaling::Llama3(_) = rotary.scaling else { return None };
+        let head = self.config.head_dim;
+        let plain =
+            candle_zero::models::RotaryConfig { scaling: RotaryScaling::None, ..rotary }.frequencies(head).ok()?;
+        Some(plain.iter().zip(rotary.frequencies(head).ok()?).map(|(plain, scaled)| (plain / scaled) as f32).collect())
+    }
+
+    /// A tensor's name in the file, and what is done to it.
+    fn tensor(&self, name: &str) -> Option<(String, LayoutChange)> {
+        let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
+        let (module, kind) = bare.rsplit_once('.')?;
+        let around = match module {
+            "embed_tokens" | "wte" => Some("token_embd"),
+            "wpe" => Some("position_embd"),
+            "norm" | "ln_f" => Some("output_norm"),
+            "lm_head" => Some("output"),
+            _ => None,
+        };
+        if let Some(new) = around {
+            return Some((format!("{new}.{kind}"), LayoutChange::None));
+        }
+        let (block, module) = module.strip_prefix("layers.").or_else(|| module.strip_prefix("h."))?.split_once('.')?;
+        let head = self.config.head_dim;
+        let turned = if self.architecture == "llama" { LayoutChange::Interleaved(head) } else { LayoutChange::None };
+        let conv1d = if kind == "weight" { LayoutChange::Transposed } else { LayoutChange::None };
+        let (new, change) = match module {
+            "input_layernorm" | "ln_1" => ("attn_norm", LayoutChange::None),
+            "self_attn.q_proj" => ("attn_q", turned),
+            "self_attn.k_proj" => ("attn_k", turned),
+            "self_attn.v_proj" => ("attn_v", LayoutChange::None),
+            "self_attn.o_proj" => ("attn_output", LayoutChange::None),
+            "self_attn.q_norm" => ("attn_q_norm", LayoutChange::None),
+            "self_attn.k_norm" => ("attn_k_norm", LayoutChange::None),
+            "post_attention_layernorm" | "ln_2" => ("ffn_norm", LayoutChange::None),
+            "mlp.gate_proj" => ("ffn_gate", LayoutChange::None),
+            "mlp.up_proj" => ("ffn_up", LayoutChange::None),
+            "mlp.down_proj" => ("ffn_down", LayoutChange::None),
+            "attn.c_attn" => ("attn_qkv", conv1d),
+            "attn.c_proj" => ("attn_output", conv1d),
+            "mlp.c_fc" => ("ffn_up", conv1d),
+            "mlp.c_proj" => ("ffn_down", conv1d),
+            _ => return None,
+        };
+        Some((format!("blk.{block}.{new}.{kind}"), change))
+    }
+}

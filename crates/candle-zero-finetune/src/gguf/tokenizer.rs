@@ -1,0 +1,375 @@
+//! A tokenizer.json, a tokenizer_config.json and a chat template from the metadata of a GGUF file, by the conventions of llama.cpp's
+//! converter.
+//!
+//! | `tokenizer.ggml.model` | tokenizer.json |
+//! |---|---|
+//! | `gpt2` | byte-level BPE, whose `tokenizer.ggml.pre` names how texts are cut |
+//! | `llama` | SentencePiece's BPE: pieces with scores, from which merges follow |
+
+use super::weights::{GgufFile, bad};
+use super::writer::GgufValue;
+use crate::chat::tokenizer_files::TokenizerFiles;
+use crate::error::Result;
+use candle_core::quantized::gguf_file::Value;
+use serde_json::{Map, Value as Json, json};
+use std::collections::HashMap;
+
+/// Kinds of tokens, by llama.cpp's numbers.
+const NORMAL: i64 = 1;
+const UNKNOWN: i64 = 2;
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+const UNUSED: i64 = 5;
+
+/// The most tokens that a file may have.
+const MOST_TOKENS: usize = 1 << 22;
+
+/// SentencePiece's mark of a space.
+const SPACE: &str = "\u{2581}";
+
+/// How byte-level BPE cuts texts, by the names of llama.cpp: a pattern in place of GPT-2's, or steps before it.
+enum PreTokenizerPattern {
+    /// GPT-2's own pattern.
+    Gpt2,
+    /// Every digit alone, then GPT-2's pattern.
+    DigitsThenGpt2,
+    /// These patterns, one after the other.
+    Patterns(&'static [&'static str]),
+}
+
+pub(super) const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const DEEPSEEK_V3: [&str; 3] = [
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
+const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
+
+/// The names that are known here.
+const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
+                     deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
+
+impl PreTokenizerPattern {
+    fn of(name: &str) -> Option<Self> {
+        Some(match name {
+            "gpt-2" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" | "jina-es" | "jina-de" | "roberta-bpe" => {
+                Self::Gpt2
+            }
+            "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone" | "minerva-7b" => {
+                Self::DigitsThenGpt2
+            }
+            "llama3" | "llama-v3" | "llama-bpe" | "smaug-bpe" | "dbrx" | "falcon3" | "pixtral" | "chatglm-bpe" => {
+                Self::Patterns(&[LLAMA3])
+            }
+            "qwen2" | "stablelm2" | "deepseek-r1-qwen" | "megrez" | "hunyuan" => Self::Patterns(&[QWEN2]),
+            "tekken" => Self::Patterns(&[TEKKEN]),
+            "gpt-4o" => Self::Patterns(&[GPT4O]),
+            "deepseek-v3" | "hunyuan-dense" => Self::Patterns(&DEEPSEEK_V3),
+            "deepseek-coder" => Self::Patterns(&DEEPSEEK_CODER),
+            _ => return None,
+        })
+    }
+
+    /// As tokenizer.json's `pre_tokenizer`.
+    fn json(&self) -> Json {
+        let bytes = |use_regex: bool| byte_level(use_regex);
+        let steps = match self {
+            Self::Gpt2 => return bytes(true),
+            Self::DigitsThenGpt2 => vec![json!({"type": "Digits", "individual_digits": true}), bytes(true)],
+            Self::Patterns(patterns) => {
+                let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+                patterns.iter().map(split).chain([bytes(false)]).collect()
+            }
+        };
+        json!({"type": "Sequence", "pretokenizers": steps})
+    }
+}
+
+fn byte_level(use_regex: bool) -> Json {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex})
+}
+
+impl GgufFile {
+    /// What stands in for the tokenizer's files of a model's folder.
+    ///
+    /// # Errors
+    /// A file without a tokenizer, or with one that is not known here.
+    pub fn tokenizer_files(&self) -> Result<TokenizerFiles> {
+        let kind = self.text("tokenizer.ggml.model")?.ok_or_else(|| {
+            bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it")
+        })?;
+        let vocabulary = GgufVocabulary::of(self)?;
+        let (tokenizer, adds_bos) = match kind {
+            "gpt2" => vocabulary.byte_level()?,
+            "llama" => vocabulary.sentence_piece()?,
+            other => {
+                let allowed =
+                    "gpt2 or llama: the others are not read here; put the model's tokenizer.json beside the file";
+                return Err(self.refuse("tokenizer.ggml.model", format!("{other:?}"), allowed));
+            }
+        };
+        let mut config = Map::new();
+        let unset = |role: &str| match (kind, role) {
+            // What llama.cpp takes where a file does not say it.
+            ("llama", "unknown") => Some(0),
+            ("llama", "bos") => Some(1),
+            ("llama", "eos") => Some(2),
+            _ => None,
+        };
+        for (name, role) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
+            let key = format!("tokenizer.ggml.{role}_token_id");
+            let id = self.number(&key)?.or_else(|| unset(role));
+            let text = id.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
+            if let Some((text, _)) = text.filter(|(_, kind)| *kind != UNUSED) {
+                config.insert(format!("{name}_token"), Json::from(*text));
+            }
+        }
+        let flag = |key: &str| match self.content.metadata.get(key) {
+            Some(Value::Bool(flag)) => Some(*flag),
+            _ => None,
+        };
+        config.insert("add_bos_token".into(), flag("tokenizer.ggml.add_bos_token").unwrap_or(adds_bos).into());
+        config.insert("add_eos_token".into(), flag("tokenizer.ggml.add_eos_token").unwrap_or(false).into());
+        let template = self.chat_template("")?;
+        config.extend(template.map(|template| ("chat_template".to_owned(), Json::from(template))));
+        Ok(TokenizerFiles {
+            path: self.path.clone(),
+            tokenizer: tokenizer.to_string().into_bytes(),
+            config,
+            special: Map::new(),
+        })
+    }
+
+    /// The keys of the tokenizer, as they are, for another file.
+    pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
+        let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
+        let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
+        keys.sort_by(|(a, _), (b, _)| a.cmp(b));
+        keys
+    }
+
+    /// The chat template, if it has one; that of a name behind a point (`.tool_use`), too.
+    ///
+    /// # Errors
+    /// A value that is no text.
+    pub fn chat_template(&self, name: &str) -> Result<Option<&str>> {
+        self.text(&format!("tokenizer.chat_template{name}"))
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&str>> {
+        match self.content.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(self.refuse(key, "no text", "a text")),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<Option<u64>> {
+        match self.content.metadata.get(key) {
+            None => Ok(None),
+            Some(value) => match whole(value) {
+                Some(number) => Ok(u64::try_from(number).ok()),
+                None => Err(self.refuse(key, "no whole number", "a whole number")),
+            },
+        }
+    }
+
+    fn array(&self, key: &str) -> Result<Option<&[Value]>> {
+        match self.content.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::Array(values)) => Ok(Some(values)),
+            Some(_) => Err(self.refuse(key, "no list", "a list")),
+        }
+    }
+}
+
+/// A value as it is written; nothing for kinds that no tokenizer has.
+fn written(value: &Value) -> Option<GgufValue> {
+    Some(match value {
+        Value::Bool(flag) => GgufValue::Bool(*flag),
+        Value::String(text) => GgufValue::String(text.clone()),
+        Value::F32(number) => GgufValue::F32(*number),
+        Value::Array(values) => match values.first()? {
+            Value::String(_) => {
+                let text = |value: &Value| if let Value::String(text) = value { Some(text.clone()) } else { None };
+                GgufValue::Strings(values.iter().map(text).collect::<Option<_>>()?)
+            }
+            Value::F32(_) => {
+                let number = |value: &Value| if let Value::F32(number) = value { Some(*number) } else { None };
+                GgufValue::F32s(values.iter().map(number).collect::<Option<_>>()?)
+            }
+            _ => GgufValue::I32s(values.iter().map(|value| i32::try_from(whole(value)?).ok()).collect::<Option<_>>()?),
+        },
+        value => GgufValue::U32(u32::try_from(whole(value)?).ok()?),
+    })
+}
+
+fn whole(value: &Value) -> Option<i64> {
+    match value {
+        Value::I8(number) => Some((*number).into()),
+        Value::I16(number) => Some((*number).into()),
+        Value::I32(number) => Some((*number).into()),
+        Value::I64(number) => Some(*number),
+        value => value.to_u64().ok().and_then(|number| i64::try_from(number).ok()),
+    }
+}
+
+/// The tokens of a file.
+struct GgufVocabulary<'a> {
+    gguf: &'a GgufFile,
+    /// Text and kind of each.
+    tokens: Vec<(&'a str, i64)>,
+}
+
+impl<'a> GgufVocabulary<'a> {
+    fn of(gguf: &'a GgufFile) -> Result<Self> {
+        const TOKENS: &str = "tokenizer.ggml.tokens";
+        let texts = gguf.array(TOKENS)?.ok_or_else(|| gguf.refuse(TOKENS, "absent", "a list of texts"))?;
+        if texts.is_empty() || texts.len() > MOST_TOKENS {
+            return Err(gguf.refuse(TOKENS, format!("a list of {}", texts.len()), format!("1 to {MOST_TOKENS} texts")));
+        }
+        let kinds = gguf.array("tokenizer.ggml.token_type")?;
+        if let Some(kinds) = kinds.filter(|kinds| kinds.len() != texts.len()) {
+            let found = format!("a list of {}", kinds.len());
+            return Err(gguf.refuse(
+                "tokenizer.ggml.token_type",
+                found,
+                format!("{} numbers, one a token", texts.len()),
+            ));
+        }
+        let token = |(id, text): (usize, &'a Value)| match text {
+            Value::String(text) => {
+                let kind = kinds.and_then(|kinds| whole(&kinds[id])).unwrap_or(NORMAL);
+                Ok((text.as_str(), kind))
+            }
+            _ => Err(gguf.refuse(TOKENS, format!("no text at {id}"), "texts")),
+        };
+        Ok(Self { gguf, tokens: texts.iter().enumerate().map(token).collect::<Result<_>>()? })
+    }
+
+    /// Ids by text, without what fills an embedding up. The first of two alike counts.
+    fn vocab(&self) -> Map<String, Json> {
+        let mut vocab = Map::new();
+        for (id, (text, _)) in self.tokens.iter().enumerate().filter(|(_, (_, kind))| *kind != UNUSED) {
+            if !vocab.contains_key(*text) {
+                vocab.insert((*text).to_owned(), id.into());
+            }
+        }
+        vocab
+    }
+
+    /// The tokens that a text's own characters become wherever they stand.
+    fn added(&self) -> Vec<Json> {
+        let is_added = |kind: i64| [CONTROL, USER_DEFINED, UNKNOWN].contains(&kind);
+        let added = self.tokens.iter().enumerate().filter(|(_, (text, kind))| is_added(*kind) && !text.is_empty());
+        let added = added.map(|(id, (text, kind))| {
+            json!({
+                "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                "special": *kind != USER_DEFINED,
+            })
+        });
+        added.collect()
+    }
+
+    /// Byte-level BPE, and whether texts begin with BOS where the file does not say it.
+    fn byte_level(&self) -> Result<(Json, bool)> {
+        const PRE: &str = "tokenizer.ggml.pre";
+        let allowed = || format!("one of {KNOWN}; for another put the model's tokenizer.json beside the file");
+        let name = self.gguf.text(PRE)?.ok_or_else(|| self.gguf.refuse(PRE, "absent", allowed()))?;
+        let cut = PreTokenizerPattern::of(name).ok_or_else(|| self.gguf.refuse(PRE, format!("{name:?}"), allowed()))?;
+        const MERGES: &str = "tokenizer.ggml.merges";
+        let merges = self.gguf.array(MERGES)?.ok_or_else(|| self.gguf.refuse(MERGES, "absent", "a list of pairs"))?;
+        let vocab = self.vocab();
+        let merge = |(at, merge): (usize, &Value)| match merge {
+            Value::String(text) => match text.split_once(' ') {
+                Some((a, b)) if vocab.contains_key(a) && vocab.contains_key(b) => Ok(json!([a, b])),
+                _ => Err(self.gguf.refuse(MERGES, format!("{text:?} at {at}"), "two tokens with a space between them")),
+            },
+            _ => Err(self.gguf.refuse(MERGES, format!("no text at {at}"), "texts")),
+        };
+        let merges = merges.iter().enumerate().map(merge).collect::<Result<Vec<_>>>()?;
+        let is_llama3 = matches!(name, "llama3" | "llama-v3" | "llama-bpe");
+        let ignores_merges = is_llama3 || matches!(name, "falcon3" | "pixtral" | "tekken");
+        let tokenizer = json!({
+            "version": "1.0",
+            "added_tokens": self.added(),
+            // As Qwen's own files have it; llama.cpp leaves it out.
+            "normalizer": if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null },
+            "pre_tokenizer": cut.json(),
+            "post_processor": byte_level(true),
+            "decoder": byte_level(true),
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": ignores_merges},
+        });
+        Ok((tokenizer, is_llama3 || name == "tekken"))
+    }
+
+    /// SentencePiece's BPE.
+    fn sentence_piece(&self) -> Result<(Json, bool)> {
+        const SCORES: &str = "tokenizer.ggml.scores";
+        let scores = self.gguf.array(SCORES)?.ok_or_else(|| self.gguf.refuse(SCORES, "absent", "a list of numbers"))?;
+        if scores.len() != self.tokens.len() {
+            let allowed = format!("{} numbers, one a token", self.tokens.len());
+            return Err(self.gguf.refuse(SCORES, format!("a list of {}", scores.len()), allowed));
+        }
+        let score = |id: usize| match &scores[id] {
+            Value::F32(score) if !score.is_nan() => Ok(*score),
+            _ => Err(self.gguf.refuse(SCORES, format!("no number at {id}"), "numbers")),
+        };
+        let unknown = self.tokens.iter().find(|(_, kind)| *kind == UNKNOWN).map(|(text, _)| *text);
+        let adds_space =
+            !matches!(self.gguf.content.metadata.get("tokenizer.ggml.add_space_prefix"), Some(Value::Bool(false)));
+        let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
+        let normalizer = match adds_space {
+            true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),
+            false => spaces,
+        };
+        let mut decoders = vec![
+            json!({"type": "Replace", "pattern": {"String": SPACE}, "content": " "}),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+        ];
+        if adds_space {
+            decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+        }
+        let tokenizer = json!({
+            "version": "1.0",
+            "added_tokens": self.added(),
+            "normalizer": normalizer,
+            "pre_tokenizer": null,
+            "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {
+                "type": "BPE", "unk_token": unknown, "fuse_unk": true, "byte_fallback": true,
+                "vocab": self.vocab(), "merges": self.merges(score)?, "ignore_merges": false,
+            },
+        });
+        Ok((tokenizer, true))
+    }
+
+    /// The merges that make pieces of two others: those of pieces with higher scores first, as SentencePiece takes them. Of one
+    /// piece in the order of their parts' ids, from which it does not matter where SentencePiece itself made them.
+    fn merges(&self, score: impl Fn(usize) -> Result<f32>) -> Result<Vec<Json>> {
+        let is_piece = |kind: i64| kind == NORMAL || kind == USER_DEFINED;
+        let pieces = self.tokens.iter().enumerate().filter(|(_, (_, kind))| is_piece(*kind));
+        let ids: HashMap<&str, usize> = pieces.clone().map(|(id, (text, _))| (*text, id)).collect();
+        let mut merges: Vec<(f32, &str, &str)> = vec![];
+        for (id, (text, _)) in pieces {
+            let parts = text.char_indices().skip(1).map(|(at, _)| text.split_at(at));
+            let parts = parts.filter_map(|(a, b)| Some((*ids.get(a)?, *ids.get(b)?, a, b)));
+            let mut parts: Vec<_> = parts.collect();
+            parts.sort_unstable_by_key(|(a, b, ..)| (*a, *b));
+            let score = score(id)?;
+            merges.extend(parts.into_iter().map(|(.., a, b)| (score, a, b)));
+        }
+        // Stable; long first parts go first among equals, as in transformers' conversion.
+        let chars = |text: &str| text.chars().count();
+        merges.sort_by(|x, y| {
+            (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2)))
+        });
+        Ok(merges.into_iter().map(|(_, a, b)| json!([a, b])).collect())
+    }
+}

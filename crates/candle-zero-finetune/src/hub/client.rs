@@ -1,0 +1,302 @@
+//! Requests to the Hub, and what an answer that is none means.
+
+use super::error::HubError;
+use super::repository::{Repository, is_part};
+use super::settings::HubSettings;
+use crate::error::{Error, Result};
+use candle_zero::files;
+use hf_hub::api::RepoInfo;
+use hf_hub::api::sync::{Api, ApiBuilder};
+use hf_hub::{Cache, Repo, RepoType};
+use std::io::Read;
+use std::time::Duration;
+use ureq::config::RedirectAuthHeaders;
+use ureq::http::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, LOCATION, RANGE,
+};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::{Agent, Body, http};
+
+/// Asks for the files of a repository.
+pub(super) struct HubClient<'a> {
+    repository: &'a Repository,
+    settings: &'a HubSettings,
+    api: Api,
+    /// Of files' bytes: it goes where it is sent to, and with the token no further than to the same host.
+    agent: Agent,
+    /// Of where a file is: it stays.
+    staying: Agent,
+    tls: TlsConfig,
+}
+
+/// What a file is, by what the Hub says of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RemoteFile {
+    /// The name of its content in the cache.
+    pub etag: String,
+    pub size: u64,
+    /// Whether the name is the content's SHA-256.
+    pub is_digest: bool,
+}
+
+/// The bytes of a file as they arrive.
+pub(super) struct FileStream {
+    /// The number of the first.
+    pub from: u64,
+    pub reader: Box<dyn Read>,
+}
+
+/// Why a request failed.
+pub(super) enum RequestFailure {
+    /// It may at another time. The status of the answer, where there was one.
+    Passing(String, Option<u16>),
+    /// It will not.
+    Final(Error),
+}
+
+impl<E: Into<Error>> From<E> for RequestFailure {
+    fn from(error: E) -> Self {
+        Self::Final(error.into())
+    }
+}
+
+/// How long the other side may be silent.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often something is tried in a row without a byte coming.
+pub(super) const TRIES: u32 = 4;
+/// The pause after the first time; it doubles.
+const PAUSE: Duration = Duration::from_millis(500);
+/// Bytes of a listing at most: some hundred for a file.
+const MOST_OF_LISTING: u64 = 1 << 26;
+/// Bytes of a file of certificates at most.
+const MOST_OF_CERTIFICATES: u64 = 1 << 24;
+/// Of the way from address to address to where a file is described.
+const MOST_STEPS: usize = 8;
+/// Characters of a server's message that are shown.
+const SHOWN: usize = 200;
+/// What the listing is called in messages.
+const LISTING: &str = "the list of files";
+
+impl<'a> HubClient<'a> {
+    pub fn new(repository: &'a Repository, settings: &'a HubSettings) -> Result<Self> {
+        let api = ApiBuilder::from_cache(Cache::new(settings.cache.clone()))
+            .with_endpoint(settings.endpoint.clone())
+            .with_token(settings.token.clone())
+            .with_user_agent(env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION"));
+        let api = api.build().map_err(|e| Self::unreachable_at(repository, settings, LISTING, e.to_string()))?;
+        let tls = tls(settings)?;
+        let config = || {
+            Agent::config_builder()
+                .tls_config(tls.clone())
+                .http_status_as_error(false)
+                .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+                .user_agent(concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION")))
+                .timeout_connect(Some(PATIENCE))
+                .timeout_recv_response(Some(PATIENCE))
+                .timeout_per_read(Some(PATIENCE))
+        };
+        let staying = config().max_redirects(0).max_redirects_will_error(false).build().into();
+        Ok(Self { repository, settings, api, agent: config().build().into(), staying, tls })
+    }
+
+    /// The commit that the revision stands for, and the names of its files.
+    pub fn listing(&self) -> Result<RepoInfo> {
+        self.patiently(LISTING, || self.list())
+    }
+
+    /// What a file is.
+    pub fn remote(&self, commit: &str, file: &str) -> Result<RemoteFile> {
+        self.patiently(file, || self.look_up(commit, file))
+    }
+
+    /// Tries several times.
+    fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
+        let mut tries = 0;
+        loop {
+            match run() {
+                Ok(found) => return Ok(found),
+                Err(RequestFailure::Final(error)) => return Err(error),
+                Err(RequestFailure::Passing(..)) if tries + 1 < TRIES => {
+                    tries += 1;
+                    pause(tries);
+                }
+                Err(RequestFailure::Passing(_, Some(status))) => {
+                    return Err(self.no_answer(file, status, String::new()).into());
+                }
+                Err(RequestFailure::Passing(reason, None)) => return Err(self.unreachable(file, reason).into()),
+            }
+        }
+    }
+
+    fn list(&self) -> Result<RepoInfo, RequestFailure> {
+        let request = self.api.repo(self.repo(self.repository.revision())).info_request();
+        let request = request
+            .config()
+            .http_status_as_error(false)
+            .tls_config(self.tls.clone())
+            .timeout_global(Some(PATIENCE))
+            .build();
+        // Without an answer to the first request there is hardly one to a second.
+        let mut answer = request.call().map_err(|e| self.unreachable(LISTING, e.to_string()))?;
+        self.check_status(LISTING, answer.status().as_u16(), answer.headers())?;
+        let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MOST_OF_LISTING).read_json();
+        let info = info.map_err(|e| self.odd(LISTING, format!("it is no list of files: {e}")))?;
+        let is_commit = (7..=64).contains(&info.sha.len()) && info.sha.bytes().all(|byte| byte.is_ascii_hexdigit());
+        match is_commit {
+            true => Ok(info),
+            false => Err(self.odd(LISTING, "it names no commit".into()).into()),
+        }
+    }
+
+    fn look_up(&self, commit: &str, file: &str) -> Result<RemoteFile, RequestFailure> {
+        let mut address = self.address(commit, file);
+        for _ in 0..MOST_STEPS {
+            let request = self.staying.head(&address).header(ACCEPT_ENCODING, "identity");
+            let answer = match self.authorization() {
+                Some(token) => request.header(AUTHORIZATION, token),
+                None => request,
+            };
+            let answer = answer.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
+            let (status, headers) = (answer.status(), answer.headers());
+            if !status.is_redirection() {
+                self.check_status(file, status.as_u16(), headers)?;
+                return self.described(file, headers, CONTENT_LENGTH.as_str());
+            }
+            // On this host it says more; on another one are only the bytes.
+            match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
+                Some(to) => address = format!("{}{to}", self.origin()),
+                None => return self.described(file, headers, "x-linked-size"),
+            }
+        }
+        Err(self.odd(file, format!("{MOST_STEPS} redirections lead nowhere")).into())
+    }
+
+    fn described(&self, file: &str, headers: &HeaderMap, size: &str) -> Result<RemoteFile, RequestFailure> {
+        let linked = text_of(headers, "x-linked-etag");
+        let etag = linked.or_else(|| text_of(headers, ETAG.as_str())).unwrap_or_default();
+        let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
+        // It becomes the name of a file.
+        if !is_part(etag) || etag.len() > 128 {
+            return Err(self.odd(file, "it has no ETag that names a content".into()).into());
+        }
+        let size = ["x-linked-size", size].into_iter().find_map(|name| text_of(headers, name)?.parse().ok());
+        let size = size.ok_or_else(|| self.odd(file, "it says no size".into()))?;
+        let is_digest = linked.is_some() && etag.len() == 64 && etag.bytes().all(|byte| byte.is_ascii_hexdigit());
+        Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
+    }
+
+    /// The bytes of a file from number `from` on, or all of them where the server knows no parts.
+    pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<FileStream, RequestFailure> {
+        let mut request = self.agent.get(self.address(commit, file)).header(ACCEPT_ENCODING, "identity");
+        if let Some(token) = self.authorization() {
+            request = request.header(AUTHORIZATION, token);
+        }
+        if from > 0 {
+            request = request.header(RANGE, format!("bytes={from}-"));
+        }
+        let answer: http::Response<Body> = request.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
+        let status = answer.status().as_u16();
+        self.check_status(file, status, answer.headers())?;
+        let begun = match status {
+            206 => {
+                let range = text_of(answer.headers(), CONTENT_RANGE.as_str()).unwrap_or_default();
+                let begun = range.strip_prefix("bytes ").and_then(|range| range.split('-').next()?.parse().ok());
+                if begun != Some(from) {
+                    return Err(self
+                        .odd(file, format!("bytes from {from} on were asked for, and {range:?} comes"))
+                        .into());
+                }
+                from
+            }
+            _ => 0,
+        };
+        Ok(FileStream { from: begun, reader: Box::new(answer.into_body().into_reader()) })
+    }
+
+    fn repo(&self, revision: &str) -> Repo {
+        Repo::with_revision(self.repository.name().into(), RepoType::Model, revision.into())
+    }
+
+    fn address(&self, commit: &str, file: &str) -> String {
+        self.api.repo(self.repo(commit)).url(file)
+    }
+
+    /// Scheme and host of the endpoint.
+    fn origin(&self) -> &str {
+        let endpoint = &self.settings.endpoint;
+        let host = endpoint.find("://").map_or(0, |at| at + 3);
+        endpoint[host..].find('/').map_or(endpoint, |end| &endpoint[..host + end])
+    }
+
+    fn authorization(&self) -> Option<String> {
+        self.settings.token.as_ref().map(|token| format!("Bearer {token}"))
+    }
+
+    /// An error unless the status is that of an answer.
+    fn check_status(&self, file: &str, status: u16, headers: &HeaderMap) -> Result<(), RequestFailure> {
+        let repository = self.repository.to_string();
+        let (name, revision) = (self.repository.name().to_owned(), self.repository.revision().to_owned());
+        let (endpoint, file) = (self.settings.endpoint.clone(), file.to_owned());
+        let has_token = self.settings.token.is_some();
+        let said = text_of(headers, "x-error-message").unwrap_or_default();
+        let said: String = said.trim_end_matches('.').chars().filter(|c| !c.is_control()).take(SHOWN).collect();
+        Err(match (status, text_of(headers, "x-error-code").unwrap_or_default()) {
+            (200 | 206, _) => return Ok(()),
+            (_, "RepoNotFound") => HubError::NoRepository { repository, endpoint, has_token }.into(),
+            (_, "RevisionNotFound") => HubError::NoRevision { name, revision }.into(),
+            (_, "GatedRepo") => HubError::Gated { repository, name, file, endpoint }.into(),
+            (401 | 403, _) => HubError::Refused { repository, file, endpoint, status, said, has_token }.into(),
+            (404, _) if file == LISTING => HubError::NoRepository { repository, endpoint, has_token }.into(),
+            (408 | 416 | 500..=504, _) => {
+                RequestFailure::Passing(format!("{endpoint} answered HTTP {status}"), Some(status))
+            }
+            _ => self.no_answer(&file, status, said).into(),
+        })
+    }
+
+    fn no_answer(&self, file: &str, status: u16, said: String) -> HubError {
+        let (repository, file, endpoint) =
+            (self.repository.to_string(), file.to_owned(), self.settings.endpoint.clone());
+        HubError::Status { repository, file, endpoint, status, said }
+    }
+
+    fn unreachable(&self, file: &str, reason: String) -> HubError {
+        Self::unreachable_at(self.repository, self.settings, file, reason)
+    }
+
+    fn unreachable_at(repository: &Repository, settings: &HubSettings, file: &str, reason: String) -> HubError {
+        let (repository, file, endpoint) = (repository.to_string(), file.to_owned(), settings.endpoint.clone());
+        HubError::Unreachable { repository, file, endpoint, reason }
+    }
+
+    pub fn odd(&self, file: &str, problem: String) -> HubError {
+        let (repository, file) = (self.repository.to_string(), file.to_owned());
+        HubError::Answer { repository, file, endpoint: self.settings.endpoint.clone(), problem }
+    }
+}
+
+/// Whom to trust.
+fn tls(settings: &HubSettings) -> Result<TlsConfig> {
+    let Some(path) = &settings.certificates else { return Ok(TlsConfig::default()) };
+    let bytes = files::read(path, MOST_OF_CERTIFICATES);
+    let bytes = bytes.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;
+    let roots = parse_pem(&bytes).filter_map(|item| match item {
+        Ok(PemItem::Certificate(certificate)) => Some(certificate),
+        _ => None,
+    });
+    let roots: Vec<_> = roots.collect();
+    if roots.is_empty() {
+        let (found, allowed) = (path.display().to_string(), "a file with certificates in PEM's form");
+        return Err(HubError::Setting { name: "SSL_CERT_FILE", found, allowed }.into());
+    }
+    Ok(TlsConfig::builder().root_certs(RootCerts::from(roots)).build())
+}
+
+/// Waits before the next try.
+pub(super) fn pause(tries: u32) {
+    std::thread::sleep(PAUSE * 2u32.pow(tries.saturating_sub(1)));
+}
+
+fn text_of<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+    headers.get(name)?.to_str().ok().filter(|text| !text.is_empty())
+}

@@ -1,0 +1,142 @@
+//! One file: its bytes go into a file beside the one that it becomes, and where they end, they go on there.
+
+use super::client::{FileStream, HubClient, RemoteFile, RequestFailure, TRIES, pause};
+use super::error::HubError;
+use super::repository::Repository;
+use crate::error::{Error, Result};
+use candle_zero::files::{folder_of, sync_folder};
+use candle_zero::notice;
+use candle_zero::offload::free_space;
+use candle_zero::util::binary;
+use ring::digest::{Context, SHA256};
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+/// Bytes that are read at once.
+const AT_ONCE: usize = 1 << 16;
+
+/// A file of a commit, and what is told how many of its bytes are there.
+pub(super) struct FileDownload<'a> {
+    pub client: &'a HubClient<'a>,
+    pub repository: &'a Repository,
+    pub commit: &'a str,
+    pub file: &'a str,
+    pub tell: &'a mut dyn FnMut(u64),
+}
+
+impl FileDownload<'_> {
+    /// Brings the file to `path`, where it is not yet.
+    pub fn download_to(&mut self, remote: &RemoteFile, path: &Path) -> Result<()> {
+        // Twice: bytes that came before may not belong to it.
+        for _ in 0..2 {
+            let part = part_of(path);
+            self.fill(remote, &part)?;
+            let wrong = |source| self.not_written(path, remote, source);
+            if !remote.is_digest || digest(&part).map_err(wrong)? == remote.etag {
+                fs::rename(&part, path).and_then(|()| sync_folder(folder_of(path))).map_err(wrong)?;
+                return Ok(());
+            }
+            fs::remove_file(&part).map_err(wrong)?;
+            self.say("its checksum is wrong: it is fetched again");
+        }
+        Err(HubError::Damaged { repository: self.repository.to_string(), file: self.file.into() }.into())
+    }
+
+    /// Fills the file at `part` up to its size.
+    fn fill(&mut self, remote: &RemoteFile, part: &Path) -> Result<()> {
+        let wrong = |source| self.not_written(part, remote, source);
+        fs::create_dir_all(folder_of(part)).map_err(wrong)?;
+        let mut into = OpenOptions::new().write(true).create(true).truncate(false).open(part).map_err(wrong)?;
+        let mut tries = 0;
+        loop {
+            let before = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
+            if before == remote.size {
+                return into.sync_all().map_err(|source| self.not_written(part, remote, source));
+            }
+            let reason = match self.add(&mut into, part, before, remote) {
+                Ok(()) => continue,
+                Err(RequestFailure::Final(error)) => return Err(error),
+                Err(RequestFailure::Passing(reason, _)) => reason,
+            };
+            let done = into.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
+            tries = if done > before { 1 } else { tries + 1 };
+            if tries == TRIES {
+                let (repository, file) = (self.repository.to_string(), self.file.to_owned());
+                let (done, size) = (binary(done).into(), binary(remote.size).into());
+                return Err(HubError::Interrupted { repository, file, done, size, reason }.into());
+            }
+            self.say(&format!("{reason}; it goes on at byte {done} of {size}", size = remote.size));
+            pause(tries);
+        }
+    }
+
+    /// Adds what comes, behind the `there` bytes that are there.
+    fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
+        let (repository, file) = (self.repository, self.file);
+        let wrong = |source| not_written(repository, file, part, remote, source);
+        // More than all is nothing of it.
+        let there = if there > remote.size { 0 } else { there };
+        let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
+        into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;
+        let (mut done, mut buffer) = (from, vec![0; AT_ONCE]);
+        (self.tell)(done);
+        loop {
+            let read = match reader.read(&mut buffer) {
+                Ok(0) if done == remote.size => return Ok(()),
+                Ok(0) => return Err(RequestFailure::Passing("the connection ended".into(), None)),
+                Ok(read) => read,
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) => return Err(RequestFailure::Passing(e.to_string(), None)),
+            };
+            done += read as u64;
+            if done > remote.size {
+                let problem = format!("it has {} bytes, and more come", remote.size);
+                return Err(self.client.odd(self.file, problem).into());
+            }
+            into.write_all(&buffer[..read]).map_err(wrong)?;
+            (self.tell)(done);
+        }
+    }
+
+    fn say(&self, what: &str) {
+        notice::say(&format!("{} of {}: {what}", self.file, self.repository));
+    }
+
+    fn not_written(&self, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
+        not_written(self.repository, self.file, path, remote, source)
+    }
+}
+
+/// What has come of a file that becomes the one at `path`.
+pub(super) fn part_of(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(".candle-zero.part");
+    path.with_file_name(name)
+}
+
+/// The error about a file that cannot be written to.
+fn not_written(repository: &Repository, file: &str, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
+    match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            let folder = folder_of(path).to_owned();
+            let there = path.metadata().map_or(0, |found| found.len());
+            let (needed, free) = (binary(remote.size.saturating_sub(there)).into(), binary(free_space(&folder)).into());
+            HubError::NoSpace { repository: repository.to_string(), file: file.into(), folder, needed, free }.into()
+        }
+        _ => Error::Io { action: "write", path: path.to_owned(), source },
+    }
+}
+
+/// The SHA-256 of a file.
+fn digest(path: &Path) -> std::io::Result<String> {
+    let (mut file, mut buffer) = (File::open(path)?, vec![0; AT_ONCE]);
+    let mut context = Context::new(&SHA256);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => break,
+            read => context.update(&buffer[..read]),
+        }
+    }
+    Ok(context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+}

@@ -1,0 +1,204 @@
+//! Errors of fetching a model from the Hugging Face Hub.
+
+use std::path::PathBuf;
+
+/// Errors of fetching a model from the Hugging Face Hub.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HubError {
+    /// A variable of the environment that cannot be used.
+    #[error("{name} is {found}, but must be {allowed}")]
+    Setting {
+        /// The variable.
+        name: &'static str,
+        /// Its value, where that is no secret.
+        found: String,
+        /// The allowed values.
+        allowed: &'static str,
+    },
+    /// No folder for the cache.
+    #[error(
+        "there is no folder for what comes from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not \
+         set; set HF_HOME to a folder"
+    )]
+    NoCache,
+    /// A repository that is not there, or not for everybody to see.
+    #[error(
+        "there is no repository {repository} at {endpoint} that {} may see, and no file or folder of that name here; check \
+         its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
+        if *has_token { "this token" } else { "everybody" }
+    )]
+    NoRepository {
+        /// The repository.
+        repository: String,
+        /// Where it was asked for.
+        endpoint: String,
+        /// Whether a token was given.
+        has_token: bool,
+    },
+    /// A branch, tag or commit that the repository does not have.
+    #[error("{name} has no branch, tag or commit {revision:?}; give another one, or {name} alone for the branch main")]
+    NoRevision {
+        /// The repository, without the revision.
+        name: String,
+        /// The revision.
+        revision: String,
+    },
+    /// A repository whose conditions are to be accepted first.
+    #[error(
+        "{file} of {repository} is given to those alone who have accepted the model's conditions: do that at \
+         {endpoint}/{name}, and give a token of that account (HF_TOKEN)"
+    )]
+    Gated {
+        /// The repository.
+        repository: String,
+        /// The same without the revision.
+        name: String,
+        /// The file.
+        file: String,
+        /// Where it was asked for.
+        endpoint: String,
+    },
+    /// A token that is refused, or its absence.
+    #[error(
+        "{endpoint} refuses {file} of {repository} (HTTP {status}){}; {}",
+        if said.is_empty() { String::new() } else { format!(": {said}") },
+        if *has_token { "give a token that may read it (HF_TOKEN), for this one is not taken" }
+        else { "give a token of an account that may read it (HF_TOKEN)" }
+    )]
+    Refused {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// Where it was asked for.
+        endpoint: String,
+        /// The status of the answer.
+        status: u16,
+        /// What the server says.
+        said: String,
+        /// Whether a token was given.
+        has_token: bool,
+    },
+    /// A repository without what a model needs.
+    #[error("{repository} has no {file}: {reason}")]
+    NoFile {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// What it has, and what to do.
+        reason: String,
+    },
+    /// A server that cannot be reached.
+    #[error(
+        "cannot reach {endpoint} for {file} of {repository}: {reason}; check the network, HTTPS_PROXY and HF_ENDPOINT, or set \
+         HF_HUB_OFFLINE=1 to take what was fetched before, or give a folder"
+    )]
+    Unreachable {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// Where it was asked for.
+        endpoint: String,
+        /// What went wrong.
+        reason: String,
+    },
+    /// A server that does not serve.
+    #[error("{endpoint} answers HTTP {status} to the request for {file} of {repository}{}; {}",
+        if said.is_empty() { String::new() } else { format!(" ({said})") },
+        if *status == 429 { "too many requests came from here: wait some minutes, or give a token (HF_TOKEN)" }
+        else { "try again later" }
+    )]
+    Status {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// Where it was asked for.
+        endpoint: String,
+        /// The status of the answer.
+        status: u16,
+        /// What the server says.
+        said: String,
+    },
+    /// An answer that no Hub gives.
+    #[error(
+        "what {endpoint} answers for {file} of {repository} is not what a Hugging Face Hub answers: {problem}; check HF_ENDPOINT"
+    )]
+    Answer {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// Where it was asked for.
+        endpoint: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file that did not come whole.
+    #[error(
+        "of {file} of {repository} {done} of {size} have come ({reason}, several times); they are kept: start it again to go on \
+         from there"
+    )]
+    Interrupted {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// How much has come.
+        done: Box<str>,
+        /// Of how much.
+        size: Box<str>,
+        /// What went wrong.
+        reason: String,
+    },
+    /// A file whose content is not what it should be.
+    #[error(
+        "{file} of {repository} came with another content than its checksum says, twice; something on the way changes it: \
+         check HF_ENDPOINT and proxies"
+    )]
+    Damaged {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+    },
+    /// A file that is not in the cache, where nothing is fetched.
+    #[error(
+        "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset it once to fetch the model, or give a folder",
+        cache.display()
+    )]
+    NotCached {
+        /// The repository.
+        repository: String,
+        /// The file.
+        file: String,
+        /// The folder of the cache.
+        cache: PathBuf,
+    },
+    /// Not enough space for what is to be fetched.
+    #[error(
+        "{file} of {repository} needs {needed} in {}, where {free} are free; free space there, or set HF_HOME to a folder on \
+         another disk", folder.display()
+    )]
+    NoSpace {
+        /// The repository.
+        repository: String,
+        /// The file, or files.
+        file: String,
+        /// Where it is to be.
+        folder: PathBuf,
+        /// How much is still to come.
+        needed: Box<str>,
+        /// How much is free.
+        free: Box<str>,
+    },
+}
+
+impl From<HubError> for candle_zero::Error {
+    fn from(error: HubError) -> Self {
+        Self::other(error)
+    }
+}

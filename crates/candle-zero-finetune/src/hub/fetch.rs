@@ -1,0 +1,205 @@
+//! A model of a repository, fetched into the cache as far as it is not there.
+
+use super::client::HubClient;
+use super::download::{FileDownload, part_of};
+use super::error::HubError;
+use super::repository::{FileSelection, Repository, is_part};
+use super::settings::HubSettings;
+use super::snapshot::{CONFIG, Snapshot, beside};
+use crate::ADDITIONAL_TEMPLATES;
+use crate::error::{Error, Result};
+use candle_zero::files::{FolderLock, FolderLockOutcome};
+use candle_zero::notice;
+use candle_zero::offload::free_space;
+use candle_zero::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER};
+use candle_zero::util::{binary, counted, list};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How far a file is.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct FetchProgress<'a> {
+    /// Its name.
+    pub file: &'a str,
+    /// Bytes that are there.
+    pub bytes: u64,
+    /// All of them.
+    pub of: u64,
+}
+
+impl Repository {
+    /// The folder of the model's files in the cache of Hugging Face, into which comes what is not there yet: `config.json`, the
+    /// tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE` nothing is fetched.
+    ///
+    /// Of processes that need the same repository one fetches it, and the others wait.
+    ///
+    /// # Errors
+    /// No such repository or revision; no right to read it; a repository without a model in safetensors; a Hub that cannot be
+    /// reached; bytes that do not come; a full disk. What has come of a file stays, and the next time goes on from there.
+    pub fn fetch(&self, parts: FileSelection, tell: &mut dyn FnMut(FetchProgress<'_>)) -> Result<PathBuf> {
+        let settings = HubSettings::from_env()?;
+        if settings.is_offline {
+            let snapshot = Snapshot::newest(self, &settings)?;
+            return match snapshot.missing(parts)? {
+                None => Ok(snapshot.folder),
+                Some(file) => {
+                    Err(HubError::NotCached { repository: self.to_string(), file, cache: settings.cache }.into())
+                }
+            };
+        }
+        let client = HubClient::new(self, &settings)?;
+        let listing = client.listing()?;
+        let names: BTreeSet<&str> = listing.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+        let snapshot = Snapshot::of_commit(self, &settings, &listing.sha);
+        let mut fetch =
+            SnapshotFetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
+        fetch.check(&names, parts)?;
+        let mut files: Vec<&str> = beside().filter(|name| names.contains(name)).collect();
+        files.extend(named_templates(&names));
+        fetch.complete(files)?;
+        if parts == FileSelection::All {
+            if names.contains(FILE_OF_FOLDER) {
+                fetch.complete(vec![FILE_OF_FOLDER])?;
+            } else {
+                fetch.complete(vec![INDEX_OF_FOLDER])?;
+                let shards = snapshot.shards()?;
+                for shard in &shards {
+                    // It stands in an address.
+                    if !is_part(shard) || !names.contains(shard.as_str()) {
+                        return Err(fetch.lacks(shard, format!("{INDEX_OF_FOLDER} names it; take another revision")));
+                    }
+                }
+                fetch.complete(shards.iter().map(String::as_str).collect())?;
+            }
+        }
+        snapshot.remember(self, &listing.sha)?;
+        Ok(snapshot.folder)
+    }
+}
+
+/// The chat templates beside the model's own: they are found by their names.
+fn named_templates<'a>(names: &BTreeSet<&'a str>) -> impl Iterator<Item = &'a str> {
+    let is_template = |name: &&str| {
+        let file = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
+        file.is_some_and(|file| file.ends_with(".jinja") && is_part(file))
+    };
+    names.iter().copied().filter(is_template)
+}
+
+/// Fetches one commit.
+struct SnapshotFetch<'a, 't> {
+    repository: &'a Repository,
+    client: &'a HubClient<'a>,
+    commit: &'a str,
+    snapshot: &'a Snapshot,
+    tell: &'t mut dyn FnMut(FetchProgress<'_>),
+}
+
+impl SnapshotFetch<'_, '_> {
+    /// Looks whether there is a model among the files.
+    fn check(&self, names: &BTreeSet<&str>, parts: FileSelection) -> Result<()> {
+        if !names.contains(CONFIG) {
+            let has: Vec<&str> = names.iter().copied().collect();
+            let has = if has.is_empty() { "no file".into() } else { list(&has) };
+            return Err(self.lacks(CONFIG, format!("it has {has}; take the repository of a model for transformers")));
+        }
+        if parts == FileSelection::All && !names.contains(FILE_OF_FOLDER) && !names.contains(INDEX_OF_FOLDER) {
+            let is_weights = |name: &&&str| {
+                [".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"].iter().any(|end| name.ends_with(end))
+            };
+            let has: Vec<&str> = names.iter().filter(is_weights).copied().collect();
+            let has = if has.is_empty() { "no weights".into() } else { list(&has) };
+            return Err(self.lacks(
+                &format!("{FILE_OF_FOLDER} or {INDEX_OF_FOLDER}"),
+                format!(
+                    "it has {has}; take one with safetensors files, or convert it, as with \
+                     AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)"
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Fetches those of the files that are not there.
+    fn complete(&mut self, files: Vec<&str>) -> Result<()> {
+        let snapshot = self.snapshot;
+        let files: Vec<&str> = files.into_iter().filter(|file| !snapshot.has(file)).collect();
+        if files.is_empty() {
+            return Ok(());
+        }
+        let _lock = self.lock()?;
+        let mut remotes = vec![];
+        let (mut needed, mut count) = (0u64, 0);
+        // Another process may have fetched some meanwhile.
+        for file in files.into_iter().filter(|file| !snapshot.has(file)) {
+            let remote = self.client.remote(self.commit, file)?;
+            let content = self.snapshot.content(&remote.etag);
+            let is_there = |path: &PathBuf| path.metadata().map_or(0, |found| found.len());
+            // Another revision may have the same.
+            let has_content = content.is_file() && is_there(&content) == remote.size;
+            if !has_content {
+                needed = needed.saturating_add(remote.size.saturating_sub(is_there(&part_of(&content))));
+                count += 1;
+            }
+            remotes.push((file, remote, content, has_content));
+        }
+        let (repository, folder) = (self.repository.to_string(), self.snapshot.repository.clone());
+        let free = free_space(&folder);
+        if needed > free {
+            let files: Vec<&str> = remotes.iter().map(|(file, ..)| *file).collect();
+            return Err(HubError::NoSpace {
+                repository,
+                file: list(&files),
+                folder,
+                needed: binary(needed).into(),
+                free: binary(free).into(),
+            }
+            .into());
+        }
+        if count > 0 {
+            let (commit, folder) = (&self.commit[..self.commit.len().min(12)], folder.display());
+            let bytes = binary(needed);
+            notice::say(&format!(
+                "{repository} at commit {commit}: {bytes} of {} to fetch into {folder}",
+                counted(count, "file")
+            ));
+        }
+        for (file, remote, content, has_content) in remotes {
+            if !has_content {
+                let tell = &mut *self.tell;
+                let of = remote.size;
+                let mut tell = |bytes| tell(FetchProgress { file, bytes, of });
+                let (repository, client, commit) = (self.repository, self.client, self.commit);
+                FileDownload { client, repository, commit, file, tell: &mut tell }.download_to(&remote, &content)?;
+            }
+            self.snapshot.link(file, &content)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps other processes of this library away from the repository's folder.
+    fn lock(&self) -> Result<FolderLock> {
+        let folder = &self.snapshot.repository;
+        let wrong = |action| move |source| Error::Io { action, path: folder.clone(), source };
+        fs::create_dir_all(folder).map_err(wrong("create"))?;
+        let mut is_said = false;
+        loop {
+            match FolderLock::ask(folder, Duration::from_secs(1)).map_err(wrong("lock"))? {
+                FolderLockOutcome::Held(lock) => return Ok(lock),
+                FolderLockOutcome::Busy(owner) if !is_said => {
+                    is_said = true;
+                    let who = owner.map_or("another process".into(), |owner| format!("process {owner}"));
+                    notice::say(&format!("{who} fetches {}: this one waits for it", self.repository));
+                }
+                FolderLockOutcome::Busy(_) => {}
+            }
+        }
+    }
+
+    fn lacks(&self, file: &str, reason: String) -> Error {
+        HubError::NoFile { repository: self.repository.to_string(), file: file.into(), reason }.into()
+    }
+}

@@ -1,0 +1,117 @@
+//! What the environment says about the Hugging Face Hub.
+
+use super::error::HubError;
+use crate::error::Result;
+use candle_zero::util::cache_home;
+use std::path::PathBuf;
+
+/// What the environment says, as huggingface_hub reads it.
+#[derive(Debug)]
+pub(super) struct HubSettings {
+    /// Without a stroke at its end.
+    pub endpoint: String,
+    /// The folder of repositories.
+    pub cache: PathBuf,
+    pub token: Option<String>,
+    /// A file of certificates that are trusted instead of Mozilla's.
+    pub certificates: Option<PathBuf>,
+    /// Whether nothing may be fetched.
+    pub is_offline: bool,
+}
+
+/// The most bytes of a file with a token.
+const MOST_OF_TOKEN: u64 = 1 << 16;
+
+impl HubSettings {
+    pub fn from_env() -> Result<Self> {
+        let home = std::env::home_dir().filter(|home| home.is_absolute());
+        Self::of(|name| std::env::var_os(name).filter(|value| !value.is_empty()), home)
+    }
+
+    fn of(get: impl Fn(&str) -> Option<std::ffi::OsString>, home: Option<PathBuf>) -> Result<Self> {
+        let hugging_face = get("HF_HOME").map(PathBuf::from);
+        let hugging_face = hugging_face.or_else(|| Some(cache_home(get("XDG_CACHE_HOME"), home)?.join("huggingface")));
+        let cache = get("HF_HUB_CACHE").map(PathBuf::from);
+        let cache = cache.or_else(|| Some(hugging_face.as_ref()?.join("hub"))).ok_or(HubError::NoCache)?;
+        let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(hugging_face?.join("token")));
+        let token = match get("HF_TOKEN") {
+            Some(token) => Some(token.to_string_lossy().into_owned()),
+            // It need not be there, and that it may not be read is said where it is missed.
+            None => token_file.and_then(|path| candle_zero::files::read_text(path, MOST_OF_TOKEN).ok()),
+        };
+        let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
+        if token.as_ref().is_some_and(|token| !token.bytes().all(|byte| byte.is_ascii_graphic())) {
+            let (found, allowed) = ("a text with blanks or other signs".into(), "a token, as hf_ and letters");
+            return Err(HubError::Setting { name: "HF_TOKEN", found, allowed }.into());
+        }
+        let endpoint = get("HF_ENDPOINT").map_or("https://huggingface.co".into(), |e| e.to_string_lossy().into_owned());
+        let endpoint = endpoint.trim_end_matches('/').to_owned();
+        let host = ["https://", "http://"].into_iter().find_map(|scheme| endpoint.strip_prefix(scheme));
+        if host
+            .is_none_or(|host| host.is_empty() || host.contains(|c: char| !c.is_ascii_graphic() || "?#@".contains(c)))
+        {
+            let allowed = "the address of a Hub, as https://huggingface.co";
+            return Err(HubError::Setting { name: "HF_ENDPOINT", found: endpoint, allowed }.into());
+        }
+        // As huggingface_hub reads it: everything else means no.
+        let is_true = |value: &str| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str());
+        let is_offline = get("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value.to_string_lossy()));
+        Ok(Self { endpoint, cache, token, certificates: get("SSL_CERT_FILE").map(PathBuf::from), is_offline })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &[(&str, &str)], home: Option<&str>) -> Result<HubSettings> {
+        let get = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+        HubSettings::of(get, home.map(PathBuf::from))
+    }
+
+    #[test]
+    fn the_cache_is_where_hugging_faces_programs_have_it() {
+        let cache = |variables: &[(&str, &str)]| of(variables, Some("/home/me")).unwrap().cache;
+        assert_eq!(cache(&[]), PathBuf::from("/home/me/.cache/huggingface/hub"));
+        assert_eq!(cache(&[("XDG_CACHE_HOME", "/x")]), PathBuf::from("/x/huggingface/hub"));
+        assert_eq!(cache(&[("HF_HOME", "/hf"), ("XDG_CACHE_HOME", "/x")]), PathBuf::from("/hf/hub"));
+        assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/models")]), PathBuf::from("/models"));
+        insta::assert_snapshot!(of(&[], None).unwrap_err(), @"there is no folder for what comes from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not set; set HF_HOME to a folder");
+    }
+
+    #[test]
+    fn a_token_comes_from_its_variable_or_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().to_str().unwrap();
+        let token = |variables: &[(&str, &str)]| {
+            let variables = [&[("HF_HOME", home)], variables].concat();
+            of(&variables, None).unwrap().token
+        };
+        assert_eq!(token(&[]), None);
+        std::fs::write(folder.path().join("token"), "hf_file\n").unwrap();
+        std::fs::write(folder.path().join("other"), "hf_other").unwrap();
+        assert_eq!(token(&[]).unwrap(), "hf_file");
+        assert_eq!(token(&[("HF_TOKEN", " hf_said ")]).unwrap(), "hf_said");
+        let other = folder.path().join("other");
+        assert_eq!(token(&[("HF_TOKEN_PATH", other.to_str().unwrap())]).unwrap(), "hf_other");
+        let error = of(&[("HF_HOME", home), ("HF_TOKEN", "hf_a\nb: c")], None).unwrap_err();
+        insta::assert_snapshot!(error, @"HF_TOKEN is a text with blanks or other signs, but must be a token, as hf_ and letters");
+    }
+
+    #[test]
+    fn the_address_and_being_offline_are_read_as_huggingface_hub_reads_them() {
+        let with = |variables: &[(&str, &str)]| of(variables, Some("/home/me"));
+        assert_eq!(with(&[]).unwrap().endpoint, "https://huggingface.co");
+        assert_eq!(with(&[("HF_ENDPOINT", "http://localhost:80/hub/")]).unwrap().endpoint, "http://localhost:80/hub");
+        for (value, expected) in [("1", true), ("yes", true), ("True", true), ("0", false), ("no", false), ("x", false)]
+        {
+            assert_eq!(with(&[("HF_HUB_OFFLINE", value)]).unwrap().is_offline, expected, "{value}");
+        }
+        for wrong in ["huggingface.co", "https://", "ftp://a", "https://a b", "https://a?b", "https://me:secret@a"] {
+            assert!(with(&[("HF_ENDPOINT", wrong)]).is_err(), "{wrong}");
+        }
+        let error = with(&[("HF_ENDPOINT", "huggingface.co")]).unwrap_err();
+        insta::assert_snapshot!(error, @"HF_ENDPOINT is huggingface.co, but must be the address of a Hub, as https://huggingface.co");
+    }
+}

@@ -1,0 +1,109 @@
+//! A commit of a repository in the cache: contents by their ETags, and links to them by the names of files.
+
+use super::error::HubError;
+use super::repository::{FileSelection, Repository};
+use super::settings::HubSettings;
+use crate::COMPANION_FILES;
+use crate::error::{Error, Result};
+use candle_zero::files::folder_of;
+use candle_zero::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// A commit of a repository, as far as it is in the cache.
+pub(super) struct Snapshot {
+    cached: CacheRepo,
+    /// The folder of the repository.
+    pub repository: PathBuf,
+    /// The folder of the commit.
+    pub folder: PathBuf,
+}
+
+pub(super) const CONFIG: &str = "config.json";
+
+impl Snapshot {
+    /// That of a commit.
+    pub fn of_commit(repository: &Repository, settings: &HubSettings, commit: &str) -> Self {
+        let (cached, folder) = cached(repository, settings);
+        Self { folder: cached.pointer_path(commit), repository: folder, cached }
+    }
+
+    /// That which the revision stood for when it was asked for last.
+    pub fn newest(repository: &Repository, settings: &HubSettings) -> Result<Self> {
+        let (cached, folder) = cached(repository, settings);
+        let by_name = cached.get(CONFIG).map(|config| folder_of(&config).to_owned());
+        let by_commit = || Some(cached.pointer_path(repository.revision())).filter(|folder| folder.is_dir());
+        match by_name.or_else(by_commit) {
+            Some(snapshot) => Ok(Self { cached, repository: folder, folder: snapshot }),
+            None => {
+                let (repository, cache) = (repository.to_string(), settings.cache.clone());
+                Err(HubError::NotCached { repository, file: CONFIG.into(), cache }.into())
+            }
+        }
+    }
+
+    /// Whether a file is there.
+    pub fn has(&self, file: &str) -> bool {
+        self.folder.join(file).is_file()
+    }
+
+    /// Where the content of that ETag is, or is to be.
+    pub fn content(&self, etag: &str) -> PathBuf {
+        self.cached.blob_path(etag)
+    }
+
+    /// Gives a content, which is there, the name of a file.
+    pub fn link(&self, file: &str, content: &Path) -> Result<()> {
+        let path = self.folder.join(file);
+        let wrong = |source| Error::Io { action: "create", path: path.clone(), source };
+        fs::create_dir_all(path.parent().unwrap_or(&self.folder)).map_err(wrong)?;
+        // A link to what somebody has removed.
+        if path.symlink_metadata().is_ok() {
+            fs::remove_file(&path).map_err(wrong)?;
+        }
+        let up = "../".repeat(Path::new(file).components().count() + 1);
+        let target = Path::new(&up).join("blobs").join(content.file_name().unwrap_or_default());
+        // On a file system without links the file itself.
+        symlink(target, &path).or_else(|_| fs::rename(content, &path)).map_err(wrong)
+    }
+
+    /// Remembers the commit as what the revision stands for.
+    pub fn remember(&self, repository: &Repository, commit: &str) -> Result<()> {
+        let known = self.repository.join("refs").join(repository.revision());
+        if commit == repository.revision() || fs::read_to_string(&known).is_ok_and(|before| before.trim() == commit) {
+            return Ok(());
+        }
+        self.cached.create_ref(commit).map_err(|source| Error::Io { action: "write", path: known, source })
+    }
+
+    /// The first file that is missing, of what is needed in any case.
+    pub fn missing(&self, parts: FileSelection) -> Result<Option<String>> {
+        let mut needed: Vec<String> = [CONFIG, "tokenizer.json"].map(String::from).into();
+        if parts == FileSelection::All && self.has(INDEX_OF_FOLDER) && !self.has(FILE_OF_FOLDER) {
+            needed.extend(self.shards()?);
+        } else if parts == FileSelection::All {
+            needed.push(FILE_OF_FOLDER.into());
+        }
+        Ok(needed.into_iter().find(|file| !self.has(file)))
+    }
+
+    /// The files that the index, which is there, names.
+    pub fn shards(&self) -> Result<BTreeSet<String>> {
+        Ok(weight_map(&self.folder.join(INDEX_OF_FOLDER))?.into_values().collect())
+    }
+}
+
+/// The files beside the weights that are fetched, where a repository has them.
+pub(super) fn beside() -> impl Iterator<Item = &'static str> {
+    [CONFIG].into_iter().chain(COMPANION_FILES)
+}
+
+fn cached(repository: &Repository, settings: &HubSettings) -> (CacheRepo, PathBuf) {
+    let name = repository.name().to_owned();
+    let repo = Repo::with_revision(name, RepoType::Model, repository.revision().into());
+    let folder = settings.cache.join(repo.folder_name());
+    (Cache::new(settings.cache.clone()).repo(repo), folder)
+}

@@ -1,0 +1,75 @@
+//! Fine-tuning: from data files to packed samples.
+//!
+//! ```text
+//! files -> records -> conversation -> rendered text with spans -> ids with targets -> cache -> packed rows
+//! ```
+//!
+//! | step | type |
+//! |---|---|
+//! | tokenizer.json and the special tokens of a model's folder, or those of its GGUF file | [`Tokenizer`] |
+//! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
+//! | ids, and which of them are to be predicted | [`Sample`] |
+//! | files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
+//! | rows of a batch, packed or padded | [`Batches`] |
+//! | low-rank adapters in PEFT's files | [`Adapter`] |
+//! | preference optimization | [`dpo_loss`] |
+//! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
+//! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
+//! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
+//! | the weights that QLoRA holds in four bits | [`is_quantized`] |
+//! | answers of a model, token by token | [`Generator`] |
+//! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
+//! | a whole run: what it is told, what it needs, its steps | [`Options`], [`PreparedRun`], [`FineTune`] |
+
+mod chat;
+mod data;
+pub mod error;
+mod gguf;
+pub mod hub;
+mod model;
+mod peft;
+mod run;
+
+pub use candle_zero::nn::{DpoLoss, Rewards, dpo_loss};
+pub use chat::assistant_mask::RenderedConversation;
+pub use chat::conversation::Conversation;
+pub use chat::encode_cache::EncodedText;
+pub use chat::template::Template;
+#[cfg(feature = "hub")]
+pub(crate) use chat::template_files::ADDITIONAL_TEMPLATES;
+pub use chat::tokenizer::{SpecialTokens, TextStream, Tokenizer};
+pub use data::batches::{Batches, NO_TARGET, RowBatch, SequencePacking};
+pub use data::columns::Columns;
+pub use data::data_options::{DataOptions, Task, Truncation};
+pub use data::data_report::{DataReport, RecordLines};
+pub use data::dataset::{DataProgress, Dataset};
+pub use data::labels::labels_of;
+pub use data::record_parser::RecordFormat;
+pub use data::sample::Sample;
+pub use data::sample_cache::{SampleRef, default_cache};
+pub use data::show_samples::show;
+pub use data::source::Source;
+pub use gguf::export::GgufFormat;
+pub use model::base_model::BaseModel;
+pub use model::classifier::{Classification, Classifier};
+pub use model::encoder_base::EncoderBase;
+pub use model::generator::{GeneratedText, Generator, Sampling};
+pub use model::merged_model::MergedModel;
+#[cfg(feature = "hub")]
+pub(crate) use model::output_dir::COMPANION_FILES;
+pub use model::trainable_model::TrainableModel;
+pub use peft::adapted_values::AdaptedValues;
+pub use peft::adapter::{Adapter, AdapterTensor};
+pub use peft::qlora::is_quantized;
+pub use run::fine_tune::FineTune;
+pub use run::labelled_texts::LabelledTexts;
+pub use run::memory_fit::{MemoryDemand, MemoryFit, memory_of_rank};
+pub use run::objective::Validation;
+pub use run::options::{
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, TrainingLength, TuningMethod, ValidationData,
+    WarmupLength,
+};
+pub use run::prepare::PreparedRun;
+pub use run::scores::{ClassScore, Scores};
+pub use run::step_report::{StepReport, StopReason};

@@ -1,0 +1,229 @@
+//! The model that fine-tuning begins with: a folder in Hugging Face's format, or a GGUF file.
+
+use crate::chat::tokenizer_files::has_tokenizer;
+use crate::error::{FinetuneError, ParamError, Result};
+use crate::gguf::weights::{GgufFile, gguf_files};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use candle_zero::engine::InitialValues;
+use candle_zero::models::DecoderConfig;
+use candle_zero::nn::refuse;
+use candle_zero::param::WeightFiles;
+use candle_zero::util::list;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A language model as it was published: its description, and its weights by name, of which nothing is in memory yet.
+///
+/// ```no_run
+/// use candle_zero::Engine;
+/// use candle_zero::finetune::BaseModel;
+/// use candle_zero::models::Decoder;
+///
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
+/// // Each rank reads what it keeps.
+/// let builder = Engine::builder().initial_values(base.values());
+/// let config = r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}"#;
+/// let engine = builder.initialize(|vb| Decoder::new(base.config(), vb), config)?;
+/// // Without an engine.
+/// let vb = base.var_builder(candle_core::DType::F32, &candle_core::Device::Cpu);
+/// let model = Decoder::new(base.config(), vb)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct BaseModel {
+    folder: PathBuf,
+    tokenizer: PathBuf,
+    json: Value,
+    config: DecoderConfig,
+    values: Arc<dyn InitialValues>,
+}
+
+/// The description in a folder.
+pub(crate) const CONFIG: &str = "config.json";
+
+impl BaseModel {
+    /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of `model.safetensors.index.json`, in
+    /// f32, bf16 or f16), a GGUF file, or a folder with one. Reads headers only, and compares the weights' names, shapes and
+    /// types with the description.
+    ///
+    /// An output projection of its own may be among the weights of a model that has none: it is not read.
+    ///
+    /// # Errors
+    /// No such files; a description of a model that is not known or that cannot be computed with
+    /// ([`DecoderConfig::read`]); files that are missing, cut short, or outside of the folder; tensors that are missing, left
+    /// over, or of another shape or type.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let none = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();
+        if path.is_file() {
+            return match path.extension() {
+                Some(extension) if extension == "gguf" => Self::of_gguf(path),
+                _ => Err(none("it is a file whose name does not end in .gguf".into())),
+            };
+        }
+        if !path.is_dir() {
+            return Err(none("there is no such file or folder".into()));
+        }
+        if path.join(CONFIG).is_file() {
+            return Self::of_folder(path);
+        }
+        match &gguf_files(path)?[..] {
+            [] => Err(none("it has neither config.json nor a GGUF file".into())),
+            [file] => Self::of_gguf(file),
+            several => {
+                let names: Vec<String> = several.iter().map(|file| file.display().to_string()).collect();
+                Err(none(format!("it has several GGUF files, give one of {}", list(&names))))
+            }
+        }
+    }
+
+    fn of_folder(folder: &Path) -> Result<Self> {
+        let description = folder.join(CONFIG);
+        let json = DecoderConfig::parse(&description)?;
+        let config = DecoderConfig::from_parsed(&json, &description)?;
+        let files = weights_of(folder)?;
+        let parameters = config.parameters()?;
+        for (name, shape) in &parameters {
+            check_weight(&files, name, shape, &description)?;
+        }
+        let used: BTreeSet<&str> = parameters.iter().map(|(name, _)| name.as_str()).chain([HEAD]).collect();
+        let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_of_images(&json, name)).collect();
+        if !extra.is_empty() {
+            let (path, names) = (files.path().to_owned(), list(&extra));
+            return Err(ParamError::ExtraTensors { path, names }.into());
+        }
+        let (folder, tokenizer) = (folder.to_owned(), folder.to_owned());
+        Ok(Self { folder, tokenizer, json, config, values: Arc::new(files) })
+    }
+
+    fn of_gguf(file: &Path) -> Result<Self> {
+        let gguf = GgufFile::open(file)?;
+        let json = gguf.config_json()?;
+        let config = DecoderConfig::from_parsed(&json, file)?;
+        let gguf = gguf.described_by(&config)?;
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let tokenizer = if has_tokenizer(folder) { folder } else { file }.to_owned();
+        Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf) })
+    }
+
+    /// The model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// Checks that `config.json` describes what is read here and nothing more: what is written from a part of a model would not be
+    /// what it describes.
+    ///
+    /// # Errors
+    /// [`FinetuneError::MoreThanText`].
+    pub fn check_whole(&self) -> Result<()> {
+        match self.json.get("text_config") {
+            None => Ok(()),
+            Some(_) => Err(FinetuneError::MoreThanText { path: self.folder.clone() }.into()),
+        }
+    }
+
+    /// The content of `config.json`; of a GGUF file, what stands in for it.
+    pub fn config_json(&self) -> &Value {
+        &self.json
+    }
+
+    /// The folder; that of the file, for a GGUF file.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where the tokenizer and the chat template are, for [`Tokenizer::open`](crate::Tokenizer::open) and
+    /// [`Template::open`](crate::Template::open): the folder, or a GGUF file that no tokenizer lies beside.
+    pub fn tokenizer_path(&self) -> &Path {
+        &self.tokenizer
+    }
+
+    /// The weights, for [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values).
+    pub fn values(&self) -> Arc<dyn InitialValues> {
+        self.values.clone()
+    }
+
+    /// The weights, for a model without an engine: each is read when the model asks for it. Asking for another one is an error.
+    pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        builder_over(self.values.clone(), dtype, device)
+    }
+
+    /// Checks that the embedding has a row for each id of a tokenizer, `ids` being one more than the largest.
+    ///
+    /// # Errors
+    /// Ids without a row: the message says how many.
+    pub fn check_tokens(&self, ids: usize) -> Result<()> {
+        check_rows(self.config.vocab, ids)
+    }
+}
+
+/// The weights in a folder of Hugging Face.
+pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
+    WeightFiles::open(folder).map_err(|error| match error {
+        // The folder itself was opened: there is no file in it.
+        candle_zero::Error::Io { path, .. } if path == folder => {
+            let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
+            FinetuneError::NoModel { path, reason }.into()
+        }
+        other => other,
+    })
+}
+
+/// Checks that there is a tensor for a parameter of this shape, by the file `description`.
+pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], description: &Path) -> Result<()> {
+    let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
+    if tensor.shape() != shape {
+        let paths = [tensor.file(), description];
+        return Err(FinetuneError::not_as_described(name, paths, tensor.shape(), shape).into());
+    }
+    tensor.check(name, shape)
+}
+
+/// Checks that an embedding of so many rows has one for each of so many ids.
+pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
+    match ids.checked_sub(rows) {
+        None | Some(0) => Ok(()),
+        Some(beyond) => Err(FinetuneError::TokensBeyondEmbedding { last: ids - 1, rows, beyond }.into()),
+    }
+}
+
+/// An output projection, which files may have also where a model takes its embedding for it.
+const HEAD: &str = "lm_head.weight";
+
+/// Whether a tensor belongs to the part of a model that looks at images, around the language model.
+fn is_of_images(json: &Value, name: &str) -> bool {
+    const PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    json.get("text_config").is_some() && PARTS.iter().any(|part| name.starts_with(part))
+}
+
+/// A builder of models without an engine: each tensor is read when the model asks for it.
+pub(crate) fn builder_over(values: Arc<dyn InitialValues>, dtype: DType, device: &Device) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(InitialValuesBackend(values)), dtype, device.clone())
+}
+
+/// Makes a tensor of what a model asks for.
+struct InitialValuesBackend(Arc<dyn InitialValues>);
+
+impl SimpleBackend for InitialValuesBackend {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        if !self.0.has(name) {
+            candle_core::bail!("the model has no tensor {name}")
+        }
+        let values = self.0.values(name, shape.dims(), 0..shape.elem_count()).map_err(refuse)?;
+        Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("{name} is asked for without a shape; use vb.get with its shape")
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.has(name)
+    }
+}

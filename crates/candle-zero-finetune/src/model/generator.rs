@@ -1,0 +1,236 @@
+//! Answers of a model: from a prompt to text, token by token, up to the end of the turn.
+
+use crate::BaseModel;
+use crate::chat::conversation::Conversation;
+use crate::chat::template::Template;
+use crate::chat::tokenizer::Tokenizer;
+use crate::chat::tokenizer_files::object;
+use crate::data::sample::Sample;
+use crate::error::FinetuneError;
+use crate::error::Result;
+use candle_zero::models::{Session, TokenRng, keep_likeliest, next_token};
+use serde_json::{Map, Value};
+use std::ops::ControlFlow;
+
+/// How the tokens of an answer are chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampling {
+    /// The most tokens of an answer, the one that ends it included.
+    pub max_tokens: usize,
+    /// 0 takes the likeliest token each time; above it one is drawn, with logits divided by this.
+    pub temperature: f64,
+    /// Of so many likeliest tokens; 0 for all.
+    pub top_k: usize,
+    /// Of the likeliest tokens that together have this probability; 1 for all.
+    pub top_p: f64,
+    /// Of what is drawn.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { max_tokens: 256, temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 }
+    }
+}
+
+impl Sampling {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Sampling`].
+    pub fn check(&self) -> Result<()> {
+        let wrong = |name, found: String, allowed| Err(FinetuneError::Sampling { name, found, allowed }.into());
+        if self.max_tokens == 0 {
+            return wrong("max_tokens", "0".into(), "at least 1");
+        }
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            return wrong("temperature", self.temperature.to_string(), "0 or a positive finite number");
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return wrong("top_p", self.top_p.to_string(), "above 0 and at most 1");
+        }
+        Ok(())
+    }
+}
+
+/// What a model has said.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GeneratedText {
+    /// The tokens, without the one that ends the answer.
+    pub ids: Vec<u32>,
+    /// Their text, without special tokens.
+    pub text: String,
+    /// Whether the model ended the answer itself.
+    pub ended: bool,
+}
+
+/// Turns prompts into ids and what a model says after them into text.
+///
+/// ```no_run
+/// use candle_zero::finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
+/// use candle_zero::models::Decoder;
+/// use std::ops::ControlFlow;
+///
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
+/// let model = Decoder::new(base.config(), base.var_builder(candle_core::DType::F32, &candle_core::Device::Cpu))?;
+/// let tokenizer = Tokenizer::open(base.tokenizer_path())?;
+/// let template = Template::open(base.tokenizer_path(), &tokenizer)?;
+/// let generator = Generator::new(&base, &tokenizer, Some(&template))?;
+/// let prompt = generator.of_conversation(&Conversation::new([("user", "What is 2+2?")]))?;
+/// let answer = generator.answer(
+///     &prompt,
+///     &Sampling::default(),
+///     |session, ids| Ok(model.extend(session, ids)?),
+///     |piece| {
+///         print!("{piece}");
+///         ControlFlow::Continue(())
+///     },
+/// )?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Generator<'a> {
+    tokenizer: &'a Tokenizer,
+    template: Option<&'a Template>,
+    base: &'a BaseModel,
+    ends: Vec<u32>,
+}
+
+impl<'a> Generator<'a> {
+    /// Answers of a model of `base`'s kind. An answer ends with the tokens that `generation_config.json`, `config.json` and the
+    /// tokenizer call the end of a text, and with the one that the template ends an answer with.
+    ///
+    /// # Errors
+    /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json` that is no
+    /// JSON object.
+    pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
+        base.check_tokens(tokenizer.vocab_size())?;
+        let settings = object(&base.folder().join("generation_config.json"))?;
+        let mut ends = named_ends(&settings);
+        let config = base.config_json().as_object();
+        let text = config.and_then(|config| config.get("text_config")?.as_object());
+        config.into_iter().chain(text).for_each(|config| ends.extend(named_ends(config)));
+        ends.extend(tokenizer.special_id("eos_token"));
+        ends.extend(template.and_then(|template| end_of_turn(tokenizer, template)));
+        ends.sort_unstable();
+        ends.dedup();
+        Ok(Self { tokenizer, template, base, ends })
+    }
+
+    /// The tokens that end an answer.
+    pub fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
+    /// Whether there is a chat template.
+    pub fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// A conversation as ids, up to the header of the answer that is to come.
+    ///
+    /// # Errors
+    /// [`FinetuneError::NoTemplate`]; those of [`Template::render`] and [`Tokenizer::encode`].
+    pub fn of_conversation(&self, conversation: &Conversation) -> Result<Vec<u32>> {
+        let none = || FinetuneError::NoTemplate { folder: self.base.folder().to_owned() };
+        let text = self.template.ok_or_else(none)?.render(conversation, true)?;
+        Ok(self.tokenizer.encode(&text)?.ids)
+    }
+
+    /// A text to be continued as ids, behind what the tokenizer begins a text with.
+    ///
+    /// # Errors
+    /// Those of [`Tokenizer::encode`].
+    pub fn of_text(&self, text: &str) -> Result<Vec<u32>> {
+        let ids = self.tokenizer.encode(text)?.ids;
+        Ok([self.tokenizer.around().0, &ids].concat())
+    }
+
+    /// The answer to `prompt`. `extend` adds ids to a session and gives the logits `[vocab]` of the token after them
+    /// ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)); `give` gets each piece of text and may end the
+    /// answer.
+    ///
+    /// With an engine at stage 3 each call of `extend` is collective: all ranks answer the same prompt with the same
+    /// sampling, and none of them ends an answer by itself.
+    ///
+    /// ```no_run
+    /// # use candle_core::{Device, Tensor};
+    /// # use candle_zero::{Engine, Result, finetune::{GeneratedText, Generator, Sampling}, models::Decoder};
+    /// # use std::ops::ControlFlow;
+    /// # fn answer(engine: &mut Engine<Decoder>, generator: &Generator<'_>, prompt: &[u32]) -> Result<GeneratedText> {
+    /// generator.answer(
+    ///     prompt,
+    ///     &Sampling::default(),
+    ///     |session, ids| {
+    ///         let logits = engine.eval(|model| Tensor::new(model.extend(session, ids)?, &Device::Cpu))?;
+    ///         Ok(logits.to_vec1()?)
+    ///     },
+    ///     |_| ControlFlow::Continue(()),
+    /// )
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// A prompt without ids, numbers that make no sense ([`Sampling::check`]), logits that are not finite; those of `extend`.
+    pub fn answer(
+        &self,
+        prompt: &[u32],
+        sampling: &Sampling,
+        mut extend: impl FnMut(&mut Session, &[u32]) -> Result<Vec<f32>>,
+        mut give: impl FnMut(&str) -> ControlFlow<()>,
+    ) -> Result<GeneratedText> {
+        sampling.check()?;
+        if prompt.is_empty() {
+            return Err(FinetuneError::EmptyPrompt.into());
+        }
+        let (mut rng, mut session) = (TokenRng::new(sampling.seed), Session::new());
+        session.reserve(prompt.len().saturating_add(sampling.max_tokens));
+        let mut stream = self.tokenizer.stream(true);
+        let mut answer = GeneratedText::default();
+        for _ in 0..sampling.max_tokens {
+            let mut logits = extend(&mut session, answer.ids.last().map_or(prompt, std::slice::from_ref))?;
+            // Nothing but a token that a model never gives has a logit of minus infinity.
+            if logits.iter().any(|logit| logit.is_nan() || *logit == f32::INFINITY) {
+                return Err(FinetuneError::LogitsNotFinite.into());
+            }
+            keep_likeliest(&mut logits, sampling.top_k, sampling.top_p, sampling.temperature);
+            let id = next_token(&logits, sampling.temperature, &mut rng);
+            if self.ends.contains(&id) {
+                answer.ended = true;
+                break;
+            }
+            answer.ids.push(id);
+            let piece = stream.push(id)?;
+            answer.text.push_str(&piece);
+            if !piece.is_empty() && give(&piece).is_break() {
+                return Ok(answer);
+            }
+        }
+        let rest = stream.finish()?;
+        answer.text.push_str(&rest);
+        if !rest.is_empty() {
+            // The answer ends anyway.
+            let _ = give(&rest);
+        }
+        Ok(answer)
+    }
+}
+
+/// `eos_token_id`: one id or several.
+fn named_ends(config: &Map<String, Value>) -> Vec<u32> {
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    match config.get("eos_token_id") {
+        Some(Value::Array(several)) => several.iter().filter_map(id).collect(),
+        Some(one) => id(one).into_iter().collect(),
+        None => vec![],
+    }
+}
+
+/// The special token that a template ends an answer with.
+fn end_of_turn(tokenizer: &Tokenizer, template: &Template) -> Option<u32> {
+    let conversation = Conversation::new([("user", "a"), ("assistant", "b")]);
+    let sample = Sample::of_conversation(tokenizer, template, &conversation).ok()?;
+    let last = sample.targets.iter().rposition(|target| *target)?;
+    let id = sample.ids[last];
+    tokenizer.special_texts().iter().any(|text| tokenizer.id(text) == Some(id)).then_some(id)
+}

@@ -1,0 +1,284 @@
+//! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
+
+use super::output_dir::{new_folder, write_beside};
+use crate::chat::tokenizer_files::TokenizerFiles;
+use crate::error::{Error, FinetuneError, Result};
+use crate::{Adapter, AdapterTensor, BaseModel};
+use candle_zero::checkpoint::{ConsolidatedDtype, TensorEntry, write_model_files};
+use candle_zero::engine::InitialValues;
+use candle_zero::files;
+use candle_zero::models::{DecoderConfig, ParameterNaming};
+use candle_zero::nn::WeightLayout;
+use candle_zero::nn::low_rank_update::LowRankUpdate;
+use candle_zero::precision::{FlatRef, has_non_finite};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model as it leaves fine-tuning: its weights, with an adapter merged in where there is one, W + s B A. Written tensor by
+/// tensor, read piece by piece, it is never whole in memory.
+///
+/// ```no_run
+/// use candle_zero::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
+///
+/// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
+/// let adapter = Adapter::read("adapter")?;
+/// let merged = MergedModel::new(&base, Some(&adapter))?;
+/// merged.write_hugging_face("merged", None)?;
+/// merged.write_gguf("merged.gguf", GgufFormat::Q8_0)?;
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+pub struct MergedModel<'a> {
+    pub(crate) base: &'a BaseModel,
+    values: Arc<dyn InitialValues>,
+    /// Names and shapes of the base's parameters.
+    parameters: Vec<(String, Vec<usize>)>,
+    adapter: Option<&'a Adapter>,
+    /// Is told bytes that are written, and those of the whole file or files.
+    progress: Option<&'a dyn Fn(u64, u64)>,
+}
+
+impl std::fmt::Debug for MergedModel<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (base, adapter) = (&self.base, &self.adapter);
+        f.debug_struct("MergedModel").field("base", base).field("adapter", adapter).finish_non_exhaustive()
+    }
+}
+
+impl<'a> MergedModel<'a> {
+    /// The model of `base`, with `adapter` merged in.
+    ///
+    /// # Errors
+    /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`], [`FinetuneError::MoreThanText`].
+    pub fn new(base: &'a BaseModel, adapter: Option<&'a Adapter>) -> Result<Self> {
+        base.check_whole()?;
+        let parameters = DecoderConfig { lora: None, ..base.config().clone() }.parameters()?;
+        if let Some(adapter) = adapter {
+            let lora = Some(adapter.config.clone());
+            adapter.check_fits(&DecoderConfig { lora, ..base.config().clone() }.parameters()?)?;
+        }
+        Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
+    }
+
+    /// The same, which tells `progress` how many bytes of tensors are written, and of how many, while it is written.
+    #[must_use]
+    pub fn reporting(self, progress: &'a dyn Fn(u64, u64)) -> Self {
+        Self { progress: Some(progress), ..self }
+    }
+
+    /// The number of tensors, and of those that the adapter changes.
+    pub fn counts(&self) -> (usize, usize) {
+        let is_changed = |name: &str| {
+            let module = name.strip_suffix(".weight");
+            module.is_some_and(|module| self.part(module, "lora_A.weight").is_some())
+        };
+        (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
+    }
+
+    /// A tensor of the adapter's for a module.
+    fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
+        self.adapter?.tensor(&format!("{module}.{end}"))
+    }
+
+    /// Counts written bytes, of `total`.
+    pub(crate) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
+        let (progress, mut done) = (self.progress, 0);
+        move |bytes| {
+            done += bytes as u64;
+            if let Some(progress) = progress {
+                progress(done, total);
+            }
+        }
+    }
+
+    /// The same with these values in place of the base's: of a model all of whose weights were trained.
+    #[must_use]
+    pub fn with_values(self, values: Arc<dyn InitialValues>) -> Self {
+        Self { values, ..self }
+    }
+
+    /// Names and shapes.
+    pub(crate) fn shapes(&self) -> &[(String, Vec<usize>)] {
+        &self.parameters
+    }
+
+    /// A tensor's values, some lines at a time.
+    ///
+    /// # Errors
+    /// Those of reading the weights.
+    pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> Result<MergedTensor<'_>> {
+        let mut tensor = MergedTensor {
+            weights: &*self.values,
+            adapter: self.adapter.map_or(Path::new(""), Adapter::path),
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            low: None,
+            factors: None,
+        };
+        let part = |end: &str| self.part(name.strip_suffix(".weight")?, end);
+        let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
+            (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
+        else {
+            return Ok(tensor);
+        };
+        let layout = layout_of(name);
+        let (inputs, outputs) = if layout == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
+        let scale = adapter.config.scale() as f32;
+        let low = LowRankUpdate { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
+        tensor.low = Some(low);
+        if let Some(magnitude) = part("lora_magnitude_vector") {
+            let norms = low.norms(|lines, piece| tensor.read(lines, piece))?;
+            tensor.factors = Some(magnitude.values.iter().zip(norms).map(|(m, norm)| m / norm).collect());
+        }
+        Ok(tensor)
+    }
+}
+
+impl BaseModel {
+    /// The precision that its description says.
+    pub(crate) fn dtype(&self) -> ConsolidatedDtype {
+        let json = self.config_json();
+        match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
+            Some("bfloat16") => ConsolidatedDtype::Bf16,
+            Some("float16") => ConsolidatedDtype::F16,
+            _ => ConsolidatedDtype::F32,
+        }
+    }
+}
+
+/// How the weight of a projection of this name lies: GPT-2's are Conv1D's.
+pub(crate) fn layout_of(name: &str) -> WeightLayout {
+    const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
+    if CONV1D.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+}
+
+/// One tensor of [`MergedModel`].
+pub(crate) struct MergedTensor<'a> {
+    weights: &'a dyn InitialValues,
+    /// The adapter's folder.
+    adapter: &'a Path,
+    name: String,
+    shape: Vec<usize>,
+    low: Option<LowRankUpdate<'a>>,
+    /// With DoRA, of the outputs.
+    factors: Option<Vec<f32>>,
+}
+
+impl MergedTensor<'_> {
+    /// Lines, those of the first dimension, and the elements of each.
+    pub fn lines(&self) -> (usize, usize) {
+        match self.shape[..] {
+            [] => (1, 1),
+            [len] => (1, len),
+            [lines, ..] => (lines, self.shape[1..].iter().product()),
+        }
+    }
+
+    /// The lines in pieces of a size that caches hold, each a multiple of `unit` lines, but the last.
+    pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        const ELEMENTS: usize = 1 << 20;
+        let (lines, width) = self.lines();
+        let step = (ELEMENTS / width.max(1)).max(1).next_multiple_of(unit.max(1));
+        (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
+    }
+
+    /// The merged values of some lines.
+    ///
+    /// # Errors
+    /// Those of reading the weights; [`FinetuneError::MergedNotFinite`].
+    pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
+        let mut values = vec![0f32; lines.len() * self.lines().1];
+        self.read(lines.clone(), &mut values)?;
+        if let Some(low) = &self.low {
+            low.add_to(lines.clone(), &mut values);
+            if let Some(factors) = &self.factors {
+                low.scale(lines, &mut values, factors);
+            }
+            self.check(&values)?;
+        }
+        Ok(values)
+    }
+
+    /// Refuses merged values that are not finite.
+    fn check(&self, values: &[f32]) -> Result<()> {
+        if !has_non_finite(FlatRef::F32(values)) {
+            return Ok(());
+        }
+        let value = values.iter().copied().find(|value| !value.is_finite()).unwrap_or(f32::NAN);
+        let (tensor, adapter) = (self.name.clone(), self.adapter.to_owned());
+        Err(FinetuneError::MergedNotFinite { tensor, adapter, value }.into())
+    }
+
+    /// The base's values of some lines.
+    fn read(&self, lines: Range<usize>, values: &mut [f32]) -> Result<()> {
+        let width = self.lines().1;
+        let found = self.weights.values(&self.name, &self.shape, lines.start * width..lines.end * width)?;
+        values.copy_from_slice(&found);
+        Ok(())
+    }
+}
+
+impl MergedModel<'_> {
+    /// Writes the model into the folder `out`, which must be absent or empty, as transformers reads it: safetensors files of
+    /// at most 5 GB, `config.json`, and those of the base's other files that belong to the tokenizer. Without a `dtype` in
+    /// the base's own.
+    ///
+    /// # Errors
+    /// A folder that is not empty, a value that the precision cannot hold; what reading and writing brings. `out` is as it
+    /// was then.
+    pub fn write_hugging_face(&self, out: impl AsRef<Path>, dtype: Option<ConsolidatedDtype>) -> Result<()> {
+        let out = out.as_ref();
+        let folder = new_folder(out)?;
+        self.write_into(folder.path(), dtype)?;
+        folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
+    }
+
+    /// Writes the same files into a folder that exists, if its disk has room for them.
+    ///
+    /// # Errors
+    /// As [`write_hugging_face`](Self::write_hugging_face).
+    pub(crate) fn write_into(&self, folder: &Path, dtype: Option<ConsolidatedDtype>) -> Result<()> {
+        const MOST_BYTES: u64 = 5_000_000_000;
+        let dtype = dtype.unwrap_or_else(|| self.base.dtype());
+        let shapes = self.shapes();
+        let entries: Vec<TensorEntry> = shapes
+            .iter()
+            .map(|(name, shape)| TensorEntry {
+                name: self.name_in_files(name),
+                dtype: dtype.names().0.into(),
+                shape: shape.clone(),
+                bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
+            })
+            .collect();
+        let bytes = entries.iter().map(|entry| entry.bytes).sum();
+        files::check_free_space(folder, bytes)?;
+        let mut count = self.counter(bytes);
+        write_model_files(folder, &entries, MOST_BYTES, |at, take| {
+            let (name, shape) = &shapes[at];
+            let tensor = self.tensor(name, shape)?;
+            for lines in tensor.pieces(1) {
+                let bytes =
+                    dtype.encode(&tensor.values(lines)?).map_err(|value| too_large(name, value, dtype.names().0))?;
+                take(&bytes)?;
+                count(bytes.len());
+            }
+            Ok(())
+        })?;
+        write_beside(self.base.folder(), self.base.config_json().clone(), folder, dtype)?;
+        match self.base.tokenizer_path() {
+            file if file.is_file() => TokenizerFiles::read(file)?.write(folder),
+            _ => Ok(()),
+        }
+    }
+
+    /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.
+    fn name_in_files(&self, name: &str) -> String {
+        let prefix = if self.base.config().naming == ParameterNaming::Gpt2 { "transformer." } else { "model." };
+        if name.starts_with(prefix) || name.starts_with("lm_head.") { name.into() } else { format!("{prefix}{name}") }
+    }
+}
+
+/// The error about a value that a precision cannot hold.
+pub(crate) fn too_large(tensor: &str, value: f32, format: &str) -> Error {
+    FinetuneError::TooLarge { tensor: tensor.into(), value, format: format.to_lowercase() }.into()
+}

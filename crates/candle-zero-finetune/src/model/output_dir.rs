@@ -1,0 +1,81 @@
+//! Folders that fine-tuning writes.
+
+use crate::chat::template_files::{ADDITIONAL_TEMPLATES, additional_templates};
+use crate::error::{Error, OutputError, Result};
+use candle_zero::checkpoint::{ConsolidatedDtype, create, write_json};
+use candle_zero::files::{self, AtomicFolder, free_folder};
+use serde_json::Value;
+use std::io::Write as _;
+use std::path::Path;
+
+/// A folder beside `out`, which must be absent or empty.
+pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
+    let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
+    match free_folder(out).map_err(wrong("read"))? {
+        Ok(out) => AtomicFolder::beside(&out).map_err(wrong("create")),
+        Err(problem) => Err(OutputError::Refused { path: out.to_owned(), problem: problem.into() }.into()),
+    }
+}
+
+/// The files beside weights that make a model's folder whole.
+pub(crate) const COMPANION_FILES: [&str; 12] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "LICENSE",
+];
+
+/// Those that a tokenizer is made of.
+pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1).1;
+
+/// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
+/// the weights.
+pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
+    if let Some(config) = config.as_object_mut() {
+        // As transformers 5 calls it, and as 4 did.
+        let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+        config.insert(key.into(), dtype.names().1.into());
+        config.remove("quantization_config");
+    }
+    write_json(to, "config.json", &config)?;
+    copy_files(from, to, &COMPANION_FILES)
+}
+
+/// Copies files of these names from one folder to another, those that there are, and the additional chat templates.
+pub(crate) fn copy_files(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
+    const MOST: u64 = 1 << 28;
+    let read = |path: &Path| {
+        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        files::read(path, MOST).map_err(wrong)
+    };
+    let copy = |path: &Path, to: &Path, name: &str| {
+        let bytes = read(path)?;
+        create(to, name, |file| {
+            let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
+            file.write_all(&bytes).map_err(wrong)
+        })
+    };
+    for name in names {
+        let path = from.join(name);
+        if path.is_file() {
+            copy(&path, to, name)?;
+        }
+    }
+    let additional = additional_templates(from)?;
+    if !additional.is_empty() {
+        let to = to.join(ADDITIONAL_TEMPLATES);
+        std::fs::create_dir(&to).map_err(|source| Error::Io { action: "create", path: to.clone(), source })?;
+        for path in additional {
+            copy(&path, &to, &path.file_name().unwrap_or_default().to_string_lossy())?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! Low-rank adapters in the files of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! Keys of the tensors are `base_model.model.` and the parameter's name in transformers' language model, whose blocks stand
+//! behind `model.` or `transformer.`; files of the models themselves may leave that out.
+
+use super::config::PeftConfig;
+use crate::error::{Error, FinetuneError, Result};
+use crate::model::output_dir::new_folder;
+use candle_zero::engine::Engine;
+use candle_zero::files;
+use candle_zero::nn::{LoraConfig, LoraTargets, adapted_module, is_adapter};
+use candle_zero::param::check_finite;
+use candle_zero::util::{fnv1a, list};
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "adapter_config.json";
+const TENSORS: &str = "adapter_model.safetensors";
+const PREFIX: &str = "base_model.model.";
+/// No adapter's configuration is larger.
+const MOST_CONFIG: u64 = 1 << 20;
+/// No adapter's tensors are.
+const MOST_TENSORS: u64 = 1 << 36;
+
+/// A tensor of an adapter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdapterTensor {
+    /// The shape.
+    pub shape: Vec<usize>,
+    /// The values, row by row.
+    pub values: Vec<f32>,
+}
+
+/// A low-rank adapter, whole in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Adapter {
+    /// The settings that it was trained with.
+    pub config: LoraConfig,
+    /// The model that it was trained on: a folder's or a hub's name, where it says so.
+    pub base: Option<String>,
+    /// Where it was read from.
+    path: PathBuf,
+    /// By name: that of the parameter, behind what may stand before the blocks.
+    tensors: BTreeMap<String, AdapterTensor>,
+}
+
+impl Adapter {
+    /// An adapter of parameters by their names in the model.
+    pub fn new(
+        config: LoraConfig,
+        base: Option<String>,
+        parameters: impl IntoIterator<Item = (String, AdapterTensor)>,
+    ) -> Self {
+        let tensors = parameters.into_iter().map(|(name, tensor)| (bare(&name).to_owned(), tensor)).collect();
+        Self { config, base, path: PathBuf::new(), tensors }
+    }
+
+    /// Collective: the adapter that an engine trains.
+    ///
+    /// # Errors
+    /// Those of [`Engine::safe_get_full_fp32_param`].
+    pub fn of_engine<M>(engine: &mut Engine<M>, config: LoraConfig, base: Option<String>) -> Result<Self> {
+        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_adapter(name)).collect();
+        let mut parameters = Vec::with_capacity(names.len());
+        for name in names {
+            let tensor = engine.safe_get_full_fp32_param(&name)?;
+            let (shape, values) = (tensor.dims().to_vec(), tensor.flatten_all()?.to_vec1()?);
+            parameters.push((name, AdapterTensor { shape, values }));
+        }
+        Ok(Self::new(config, base, parameters))
+    }
+
+    /// A hash of names, shapes and values.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let mut bytes = Vec::new();
+        for (name, tensor) in &self.tensors {
+            bytes.extend_from_slice(name.as_bytes());
+            tensor.shape.iter().for_each(|dim| bytes.extend((*dim as u64).to_le_bytes()));
+            let values = tensor.values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+            bytes.extend(fnv1a(&values).to_le_bytes());
+        }
+        fnv1a(&bytes)
+    }
+
+    /// Reads a folder that PEFT, or [`Adapter::write`], has written.
+    ///
+    /// # Errors
+    /// A file that is missing, damaged or too large, another kind of adapter, settings that this library does not compute
+    /// with.
+    pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let io = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { action: "read", path, source }
+        };
+        let path = folder.join(CONFIG);
+        let text = files::read_text(&path, MOST_CONFIG).map_err(io(&path))?;
+        let mut config = PeftConfig::read(&text).map_err(|reason| unusable(&path, reason))?;
+        let path = folder.join(TENSORS);
+        let bytes = files::read(&path, MOST_TENSORS).map_err(io(&path))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|e| unusable(&path, e.to_string()))?;
+        let mut tensors = BTreeMap::new();
+        for (key, view) in file.iter() {
+            let name = key.strip_prefix(PREFIX).filter(|name| is_adapter(name)).ok_or_else(|| {
+                unusable(
+                    &path,
+                    format!("{key} is no tensor of a LoRA adapter, whose keys are {PREFIX}NAME.lora_A.weight"),
+                )
+            })?;
+            let values = values_of(&view).ok_or_else(|| {
+                unusable(&path, format!("{key} has dtype {:?}; f32, bf16 and f16 are read", view.dtype()))
+            })?;
+            check_finite(&path, key, 0, &values)?;
+            tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
+        }
+        if config.is_pattern {
+            let modules: BTreeSet<&str> = tensors.keys().filter_map(|name| adapted_module(name)).collect();
+            config.lora.targets = LoraTargets::Names(modules.into_iter().map(str::to_owned).collect());
+            config.lora.validate().map_err(|_| unusable(&path, "it has no tensors of an adapter".into()))?;
+        }
+        Ok(Self { config: config.lora, base: config.base, path: folder.to_owned(), tensors })
+    }
+
+    /// Checks that all values are finite.
+    ///
+    /// # Errors
+    /// [`ParamError::NotFinite`](crate::error::ParamError::NotFinite).
+    pub(crate) fn check_finite(&self) -> Result<()> {
+        self.tensors.iter().try_for_each(|(name, tensor)| check_finite(&self.path, name, 0, &tensor.values))
+    }
+
+    /// The values of a parameter by its name in the model.
+    pub fn tensor(&self, parameter: &str) -> Option<&AdapterTensor> {
+        self.tensors.get(bare(parameter))
+    }
+
+    /// Checks that this is an adapter for a model with these parameters and shapes, its adapters included.
+    ///
+    /// # Errors
+    /// [`FinetuneError::AdapterDoesNotFit`], which names the tensor that has another shape, or that the model does not have;
+    /// [`FinetuneError::IncompleteAdapter`], which names those that are missing.
+    pub fn check_fits(&self, parameters: &[(String, Vec<usize>)]) -> Result<()> {
+        let wrong = |tensor: &str, problem: String| {
+            let (path, base) = (self.path.clone(), self.base.clone());
+            Err(FinetuneError::AdapterDoesNotFit { path, base, tensor: tensor.into(), problem }.into())
+        };
+        let shapes: HashMap<&str, &[usize]> =
+            parameters.iter().map(|(name, shape)| (bare(name), shape.as_slice())).collect();
+        for (name, tensor) in &self.tensors {
+            match shapes.get(name.as_str()) {
+                None => return wrong(name, "the model has no such projection".into()),
+                Some(shape) if **shape != tensor.shape => {
+                    return wrong(name, format!("it has shape {:?}, and the model needs {shape:?}", tensor.shape));
+                }
+                Some(_) => (),
+            }
+        }
+        let lacks = |name: &&str| is_adapter(name) && self.tensor(name).is_none();
+        let missing: Vec<&str> = parameters.iter().map(|(name, _)| name.as_str()).filter(lacks).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let (path, base, names) = (self.path.clone(), self.base.clone(), list(&missing));
+        Err(FinetuneError::IncompleteAdapter { path, base, names }.into())
+    }
+
+    /// The folder that it was read from; empty for one that was made here.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all of the
+    /// base's parameters, from which it follows how its weights lie.
+    ///
+    /// # Errors
+    /// [`Error::Io`], a folder with other files. `out` is as it was then.
+    pub fn write<'a>(&self, out: impl AsRef<Path>, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        let out = out.as_ref();
+        let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
+        let folder = new_folder(out)?;
+        self.write_into(folder.path(), parameters).map_err(wrong)?;
+        folder.finish().map_err(wrong)
+    }
+
+    /// Writes the two files into a folder that exists.
+    pub(crate) fn write_into<'a>(
+        &self,
+        folder: &Path,
+        parameters: impl IntoIterator<Item = &'a str>,
+    ) -> std::io::Result<()> {
+        let is_conv1d = parameters.into_iter().any(|name| name.ends_with(".attn.c_attn.weight"));
+        let modules = self.tensors.keys().filter_map(|name| name.strip_suffix(".lora_A.weight"));
+        let config = PeftConfig { lora: self.config.clone(), base: self.base.clone(), is_pattern: false };
+        let config = config.write(modules, is_conv1d);
+        files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
+        let prefix = format!("{PREFIX}{}", if is_conv1d { "transformer." } else { "model." });
+        let bytes: Vec<(String, &[usize], Vec<u8>)> = self
+            .tensors
+            .iter()
+            .map(|(name, tensor)| {
+                let bytes = tensor.values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                (format!("{prefix}{name}"), tensor.shape.as_slice(), bytes)
+            })
+            .collect();
+        let invalid = |e: safetensors::SafeTensorError| std::io::Error::new(std::io::ErrorKind::InvalidData, e);
+        let views = bytes.iter().map(|(name, shape, bytes)| {
+            Ok((name, TensorView::new(Dtype::F32, shape.to_vec(), bytes).map_err(invalid)?))
+        });
+        let views = views.collect::<std::io::Result<Vec<_>>>()?;
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let file = safetensors::serialize(views, Some(metadata)).map_err(invalid)?;
+        files::write_whole(&folder.join(TENSORS), ".adapter", &file)?;
+        files::sync_folder(folder)
+    }
+}
+
+/// A parameter's name without what may stand before the blocks.
+fn bare(name: &str) -> &str {
+    ["model.", "transformer."].iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
+}
+
+fn unusable(path: &Path, reason: String) -> Error {
+    FinetuneError::AdapterFile { path: path.to_owned(), reason }.into()
+}
+
+/// The values in f32.
+fn values_of(view: &TensorView<'_>) -> Option<Vec<f32>> {
+    // The header's length is any number of bytes, so elements need not be aligned.
+    fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Option<Vec<f32>> {
+        Some(bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect())
+    }
+    match view.dtype() {
+        Dtype::F32 => read(view.data(), f32::from_le_bytes),
+        Dtype::BF16 => read(view.data(), |b| bf16::from_le_bytes(b).to_f32()),
+        Dtype::F16 => read(view.data(), |b| f16::from_le_bytes(b).to_f32()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn adapter() -> Adapter {
+        let tensor = |shape: &[usize]| AdapterTensor {
+            shape: shape.to_vec(),
+            values: (0..shape.iter().product::<usize>()).map(|i| i as f32 / 3.0).collect(),
+        };
+        let config = "r=2,alpha=3,targets=q_proj,rslora".parse().unwrap();
+        let parameters = [
+            ("model.layers.0.self_attn.q_proj.lora_A.weight".to_owned(), tensor(&[2, 6])),
+            ("model.layers.0.self_attn.q_proj.lora_B.weight".to_owned(), tensor(&[4, 2])),
+        ];
+        Adapter::new(config, Some("llama".into()), parameters)
+    }
+
+    fn parameters() -> Vec<(String, Vec<usize>)> {
+        [("lora_A.weight", [2, 6]), ("lora_B.weight", [4, 2]), ("weight", [4, 6])]
+            .map(|(end, shape)| (format!("model.layers.0.self_attn.q_proj.{end}"), shape.to_vec()))
+            .to_vec()
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("adapter");
+        let adapter = adapter();
+        adapter.write(&out, ["model.layers.0.self_attn.q_proj.weight"]).unwrap();
+        let read = Adapter::read(&out).unwrap();
+        assert_eq!(read, Adapter { path: out.clone(), ..adapter.clone() });
+        read.check_fits(&parameters()).unwrap();
+        let file = std::fs::read(out.join(TENSORS)).unwrap();
+        let file = SafeTensors::deserialize(&file).unwrap();
+        let mut names = file.names();
+        names.sort_unstable();
+        let want = ["A", "B"].map(|m| format!("base_model.model.model.layers.0.self_attn.q_proj.lora_{m}.weight"));
+        assert_eq!(names, want);
+        // A folder with files is never written over.
+        adapter.write(&out, []).unwrap_err();
+    }
+
+    #[test]
+    fn an_adapter_for_another_base_is_refused_by_the_name_of_the_tensor() {
+        let text = |parameters: &[(String, Vec<usize>)]| adapter().check_fits(parameters).unwrap_err().to_string();
+        let mut other = parameters();
+        other[0].1 = vec![2, 8];
+        insta::assert_snapshot!(text(&other), @"the adapter  (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [2, 6], and the model needs [2, 8]; take the model that it was trained on");
+        insta::assert_snapshot!(text(&other[1..]), @"the adapter  (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: the model has no such projection; take the model that it was trained on");
+        let mut more = parameters();
+        more.push(("model.layers.1.self_attn.q_proj.lora_A.weight".into(), vec![2, 6]));
+        insta::assert_snapshot!(text(&more), @"the adapter  (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.1.self_attn.q_proj.lora_A.weight too; copy it again from where it is from, or take the model that it was trained on");
+    }
+}

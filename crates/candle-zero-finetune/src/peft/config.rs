@@ -1,0 +1,289 @@
+//! PEFT's `adapter_config.json`.
+
+use candle_zero::models::shortened;
+use candle_zero::nn::{LoraConfig, LoraTargets};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
+
+/// What this library takes from such a file, and puts into one.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct PeftConfig {
+    pub lora: LoraConfig,
+    /// The base's name.
+    pub base: Option<String>,
+    /// `target_modules` is a regular expression, as unsloth writes it: the file of tensors says which modules it means.
+    pub is_pattern: bool,
+}
+
+/// Settings that change what an adapter computes, or which weights it has, and are not computed with here.
+const UNSUPPORTED: [&str; 17] = [
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "exclude_modules",
+    "modules_to_save",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "megatron_config",
+];
+
+/// Settings that are looked at one by one, and those that change nothing of an adapter that is made: who wrote it, the ways to
+/// begin it, and parts of settings that are refused.
+const KNOWN: [&str; 25] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+];
+
+/// Values of `init_lora_weights` with which an adapter begins beside weights that stay as they are. PEFT takes their start's part
+/// from the base's weights with the others (PiSSA, OLoRA, CorDA, LoRA-GA), or quantizes them (LoftQ): such an adapter belongs to
+/// a base that is written nowhere.
+const PLAIN_STARTS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+
+impl PeftConfig {
+    /// Reads a file's text; else what is wrong with it.
+    pub fn read(text: &str) -> Result<Self, String> {
+        let config: Map<String, Value> =
+            serde_json::from_str(text).map_err(|e| format!("it is no JSON object: {e}"))?;
+        let get = |key: &str| config.get(key).filter(|value| !value.is_null());
+        match get("peft_type").and_then(Value::as_str) {
+            Some("LORA") => (),
+            Some(other) => return Err(format!("peft_type is {other}; LORA is read")),
+            None => return Err("it has no peft_type; LORA is read".into()),
+        }
+        let is_off = |value: &Value| match value {
+            Value::Null => true,
+            Value::Bool(on) => !on,
+            Value::String(text) => text.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            Value::Object(map) => map.is_empty(),
+            Value::Number(_) => false,
+        };
+        for (key, value) in config.iter().filter(|(_, value)| !is_off(value)) {
+            let value = shortened(value);
+            if UNSUPPORTED.contains(&key.as_str()) {
+                return Err(format!("{key} is {value}, which is not supported; train the adapter without it"));
+            }
+            if !KNOWN.contains(&key.as_str()) {
+                return Err(format!(
+                    "{key} is {value}, and this key is not known: it may change what the adapter computes; remove it from the \
+                     file if it does not"
+                ));
+            }
+        }
+        check_start(get("init_lora_weights"))?;
+        if let Some(bias) = get("bias").filter(|bias| *bias != "none") {
+            return Err(format!("bias is {bias}; only \"none\" is supported"));
+        }
+        let number = |key: &str, default: Option<f64>| match get(key).map(Value::as_f64) {
+            Some(Some(number)) => Ok(number),
+            Some(None) => Err(format!("{key} is {}, which is no number", config[key])),
+            None => default.ok_or_else(|| format!("it has no {key}")),
+        };
+        let flag = |key: &str| match get(key) {
+            None => Ok(false),
+            Some(value) => value.as_bool().ok_or_else(|| format!("{key} is {value}, which is neither true nor false")),
+        };
+        let r = match get("r").and_then(Value::as_u64).and_then(|r| usize::try_from(r).ok()) {
+            Some(r) => r,
+            None => return Err(format!("r is {}; it must be a whole number", config.get("r").unwrap_or(&Value::Null))),
+        };
+        let lora = LoraConfig {
+            r,
+            alpha: number("lora_alpha", None)?,
+            dropout: number("lora_dropout", Some(0.0))? as f32,
+            targets: targets(get("target_modules"))?,
+            rslora: flag("use_rslora")?,
+            dora: flag("use_dora")?,
+        };
+        lora.validate().map_err(|e| e.to_string())?;
+        let is_pattern = get("target_modules").is_some_and(Value::is_string) && lora.targets != LoraTargets::AllLinear;
+        let base = get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned);
+        Ok(Self { lora, base, is_pattern })
+    }
+
+    /// The text of a file for adapters of these projections; `is_conv1d`: whose weights are `[in, out]`. With the keys that
+    /// all versions of PEFT since 0.10 read.
+    pub fn write<'a>(&self, modules: impl IntoIterator<Item = &'a str>, is_conv1d: bool) -> String {
+        let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
+        let targets: BTreeSet<&str> = match targets {
+            LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
+            LoraTargets::AllLinear => modules.into_iter().filter_map(|module| module.rsplit('.').next()).collect(),
+        };
+        // PEFT has it as a whole number.
+        let alpha = if alpha.fract() == 0.0 && alpha < 1e15 { json!(alpha as u64) } else { json!(alpha) };
+        // The shortest decimal number that is this one in f32.
+        let dropout: f64 = dropout.to_string().parse().unwrap_or(f64::from(dropout));
+        let config = json!({
+            "alpha_pattern": {},
+            "auto_mapping": null,
+            "base_model_name_or_path": self.base,
+            "bias": "none",
+            "fan_in_fan_out": is_conv1d,
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "layers_pattern": null,
+            "layers_to_transform": null,
+            "lora_alpha": alpha,
+            "lora_dropout": dropout,
+            "modules_to_save": null,
+            "peft_type": "LORA",
+            "r": r,
+            "rank_pattern": {},
+            "revision": null,
+            "target_modules": targets,
+            "task_type": "CAUSAL_LM",
+            "use_dora": dora,
+            "use_rslora": rslora,
+        });
+        format!("{config:#}\n")
+    }
+}
+
+/// Refuses an adapter that began by changing the base's weights.
+fn check_start(found: Option<&Value>) -> Result<(), String> {
+    let is_plain = match found {
+        None | Some(Value::Bool(_)) => true,
+        Some(Value::String(name)) => PLAIN_STARTS.contains(&name.to_lowercase().as_str()),
+        Some(_) => false,
+    };
+    match found {
+        Some(found) if !is_plain => Err(format!(
+            "init_lora_weights is {}: such an adapter began by changing the base's weights, so it belongs to weights that \
+             are not the base's. Supported are true, false, {}: save it from PEFT as a plain adapter, with \
+             model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter \
+             as it was before training",
+            shortened(found),
+            PLAIN_STARTS.map(|name| format!("\"{name}\"")).join(", ")
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn targets(found: Option<&Value>) -> Result<LoraTargets, String> {
+    let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
+    match found {
+        Some(Value::String(all)) if all == "all-linear" => Ok(LoraTargets::AllLinear),
+        Some(Value::String(pattern)) => Ok(LoraTargets::Names(vec![pattern.clone()])),
+        Some(Value::Array(list)) => match names(list) {
+            Some(names) => Ok(LoraTargets::Names(names)),
+            None => Err(format!("target_modules is {list:?}; it must be a list of names")),
+        },
+        Some(other) => Err(format!(
+            "target_modules is {other}; a list of names, \"all-linear\" or a regular expression is supported"
+        )),
+        None => Err("it has no target_modules; a list of names is needed".into()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_written_configuration_is_read_again_with_the_names_of_all_targets() {
+        let lora: LoraConfig = "r=4,alpha=9,dropout=0.05,dora,targets=all-linear".parse().unwrap();
+        let config = PeftConfig { lora, base: Some("dir".into()), is_pattern: false };
+        let modules = ["h.0.attn.c_proj", "h.0.attn.c_attn", "h.0.mlp.c_proj"];
+        let text = config.write(modules, true);
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["target_modules"], json!(["c_attn", "c_proj"]));
+        assert_eq!((&value["lora_alpha"], &value["lora_dropout"]), (&json!(9), &json!(0.05)));
+        assert_eq!(value["fan_in_fan_out"], true);
+        let names = LoraTargets::Names(vec!["c_attn".into(), "c_proj".into()]);
+        let want = LoraConfig { targets: names, ..config.lora.clone() };
+        assert_eq!(PeftConfig::read(&text).unwrap(), PeftConfig { lora: want, ..config });
+    }
+
+    #[test]
+    fn of_the_starts_those_are_read_that_leave_the_base_as_it_is() {
+        let read = |start: Value| {
+            let config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
+                "init_lora_weights": start});
+            PeftConfig::read(&config.to_string())
+        };
+        for start in
+            [json!(true), json!(false), json!(null), json!("gaussian"), json!("Gaussian"), json!("eva"), json!("mica")]
+        {
+            read(start).unwrap();
+        }
+        let refused = ["pissa", "pissa_niter_4", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "new", ""];
+        for start in refused.map(|start| json!(start)).into_iter().chain([json!(1), json!({}), json!([])]) {
+            assert!(read(start.clone()).unwrap_err().starts_with("init_lora_weights is "), "{start}");
+        }
+    }
+
+    #[test]
+    fn keys_that_peft_writes_without_effect_are_read() {
+        let config = r#"{"task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": {"unsloth_fixed": true},
+            "peft_version": "0.21.2", "base_model_name_or_path": null, "revision": "main", "inference_mode": true, "r": 8,
+            "target_modules": ["q"], "exclude_modules": null, "lora_alpha": 8, "lora_dropout": 0.0, "fan_in_fan_out": true,
+            "bias": "none", "use_rslora": false, "modules_to_save": [], "init_lora_weights": true,
+            "layers_to_transform": null, "layers_pattern": null, "rank_pattern": {}, "alpha_pattern": {},
+            "megatron_config": null, "megatron_core": "megatron.core", "trainable_token_indices": null,
+            "loftq_config": {}, "eva_config": {"rho": 2.0}, "corda_config": null, "lora_ga_config": null,
+            "use_dora": false, "velora_config": null, "alora_invocation_tokens": null, "use_qalora": false,
+            "qalora_group_size": 16, "monteclora_config": null, "layer_replication": null, "lora_bias": false,
+            "target_parameters": null, "use_bdlora": null, "arrow_config": null, "kasa_config": null,
+            "ensure_weight_tying": true, "of_a_later_version": null, "and_another": false}"#;
+        PeftConfig::read(config).unwrap();
+    }
+
+    #[test]
+    fn configurations_that_cannot_be_computed_with_are_refused() {
+        let text = |more: Value| {
+            let mut config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]});
+            for (key, value) in more.as_object().unwrap() {
+                config[key] = value.clone();
+            }
+            PeftConfig::read(&config.to_string()).unwrap_err()
+        };
+        insta::assert_snapshot!(PeftConfig::read("[1]").unwrap_err(), @"it is no JSON object: invalid type: sequence, expected a map at line 1 column 0");
+        insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; LORA is read");
+        insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; LORA is read");
+        insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a whole number");
+        insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be 1 to 1048576");
+        insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
+        insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
+        insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
+        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16": such an adapter began by changing the base's weights, so it belongs to weights that are not the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was before training"#);
+        insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, and this key is not known: it may change what the adapter computes; remove it from the file if it does not");
+        insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a positive finite number, in f32 too");
+        insta::assert_snapshot!(text(json!({"target_modules": 3})), @r#"target_modules is 3; a list of names, "all-linear" or a regular expression is supported"#);
+        insta::assert_snapshot!(text(json!({"use_dora": 1})), @"use_dora is 1, which is neither true nor false");
+    }
+}

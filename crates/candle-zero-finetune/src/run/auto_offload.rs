@@ -1,0 +1,61 @@
+//! The stage and the offload of a run that was given no DeepSpeed configuration.
+
+use super::memory_fit::{MemoryDemand, memory_of_rank};
+use super::options::{Objective, TuningMethod};
+use super::prepare::{PreparedRun, StartModel};
+use crate::data::sample_cache::own_cache;
+use crate::error::Result;
+use crate::peft::qlora::{PACKING, is_quantized};
+use candle_zero::comm::Communicator;
+use candle_zero::estimate::Shapes;
+use candle_zero::models::{ActivationPass, Decoder};
+use candle_zero::nn::is_adapter;
+use candle_zero::util::fnv1a;
+use serde_json::Value;
+
+/// Bytes that every rank may take: the least of what they measure. Collective.
+pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
+    let own = memory_of_rank(comm.size()).unwrap_or(u64::MAX) as f64;
+    let of_ranks = comm.gather_f64(vec![own]).wait()?;
+    Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
+}
+
+/// `config` with what fits into `memory` bytes on each rank, and why; as it is, where the user has given a configuration, and for
+/// an encoder.
+///
+/// # Errors
+/// Those of [`MemoryDemand::choose`].
+pub(crate) fn fitted(
+    prepared: &PreparedRun,
+    config: Value,
+    memory: u64,
+    ranks: usize,
+) -> Result<(Value, Option<String>)> {
+    let options = &prepared.options;
+    let sizes = match &prepared.start {
+        StartModel::Decoder { config, .. } if options.ds_config.is_none() => config,
+        _ => return Ok((config, None)),
+    };
+    let shapes = Shapes::of("model", |vb| Decoder::new(sizes, vb))?;
+    let shapes = match options.method {
+        TuningMethod::Full => shapes,
+        TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
+        TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
+    };
+    // A pair of a preference is two rows.
+    let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };
+    let element = options.precision.dtype().size_in_bytes();
+    let trains_base = options.method == TuningMethod::Full;
+    let activations = |rows: usize, recompute: bool| {
+        let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
+        sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
+    };
+    // A folder of its own: one serves one job at a time.
+    let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
+    let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
+    let (recompute, activations) = (options.recompute, &activations);
+    let demand =
+        MemoryDemand { shapes: &shapes, config: &config, recompute, ranks, activations, memory, folder: &folder };
+    let choice = demand.choose()?;
+    Ok((choice.config, Some(choice.why)))
+}

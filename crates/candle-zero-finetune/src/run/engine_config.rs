@@ -1,0 +1,110 @@
+//! The engine's configuration of a run: that of the user's file, where there is one, with what the options say where it says
+//! nothing.
+
+use super::options::{ModelPrecision, Options, misused};
+use crate::error::Result;
+use candle_zero::config::{Config, RunValues, read_value};
+use serde_json::{Map, Value, json};
+
+/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. A step has `rows` rows where
+/// neither the file nor the options say it; whether that is so stands beside the configuration.
+pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
+    let mut config = match &options.ds_config {
+        Some(path) => read_value(path)?,
+        None => json!({}),
+    };
+    let Some(map) = config.as_object_mut() else { return Ok((config, false)) };
+    let takes_rows = batch(map, options, world, rows)?;
+    rate(map, options, hidden_size)?;
+    let mut set = |key: &str, value: Value| _ = map.entry(key).or_insert(value);
+    set("gradient_clipping", json!(1.0));
+    set("seed", json!(options.seed));
+    if ["fp16", "bf16", "bfloat16"].iter().all(|key| map.get(*key).is_none()) {
+        match options.precision {
+            ModelPrecision::F32 => {}
+            ModelPrecision::Bf16 => _ = map.insert("bf16".into(), json!({ "enabled": true })),
+            ModelPrecision::F16 => _ = map.insert("fp16".into(), json!({ "enabled": true })),
+        }
+    }
+    Ok((config, takes_rows))
+}
+
+/// What the file says, unless it leaves that to the run.
+fn said(value: Option<&Value>) -> Option<&Value> {
+    value.filter(|value| !value.is_null() && value.as_str() != Some("auto"))
+}
+
+const BATCH: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+
+/// Gives whether a step has `rows` rows, as nobody says otherwise.
+fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: usize) -> Result<bool> {
+    if BATCH.iter().any(|key| said(map.get(*key)).is_some()) {
+        if let (Some(batch), Some(found)) = (options.batch, said(map.get(BATCH[0])))
+            && found.as_u64() != Some(batch as u64)
+        {
+            return Err(conflict("--batch", batch, BATCH[0], found));
+        }
+        return Ok(false);
+    }
+    let at_once = options.micro_batch.max(1).saturating_mul(world.max(1));
+    if let Some(batch) = options.batch.filter(|batch| batch % at_once != 0) {
+        let below = batch / at_once * at_once;
+        let near = [below, below.saturating_add(at_once)];
+        let near: Vec<String> = near.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
+        let why = format!(
+            "is {batch}, which is not a multiple of the {at_once} rows that are computed at once (--micro_batch {} on {}); \
+             give --batch {}, or another --micro_batch",
+            options.micro_batch,
+            if world == 1 { "1 rank".into() } else { format!("{world} ranks") },
+            near.join(" or "),
+        );
+        return Err(misused("--batch", why));
+    }
+    // "auto" is what these are.
+    BATCH.iter().for_each(|key| _ = map.remove(*key));
+    map.insert(BATCH[0].into(), json!(options.batch.unwrap_or(rows)));
+    map.insert(BATCH[1].into(), json!(options.micro_batch));
+    Ok(options.batch.is_none())
+}
+
+fn rate(map: &mut Map<String, Value>, options: &Options, hidden_size: usize) -> Result<()> {
+    let Some(optimizer) = map.get("optimizer") else {
+        let params =
+            json!({ "lr": options.peak_lr(hidden_size), "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0 });
+        map.insert("optimizer".into(), json!({ "type": "AdamW", "params": params }));
+        return Ok(());
+    };
+    match (options.lr, said(optimizer.pointer("/params/lr"))) {
+        (Some(lr), Some(found)) if found.as_f64() != Some(lr) => {
+            Err(conflict("--lr", lr, "optimizer.params.lr", found))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found: &Value) -> candle_zero::Error {
+    misused(
+        flag,
+        format!("is {given}, and the DeepSpeed configuration says {key}: {found}; give one of them, or \"auto\" there"),
+    )
+}
+
+/// The configuration as the engine takes it, for a run of so many steps.
+pub(super) fn resolve(
+    config: &Value,
+    options: &Options,
+    world: usize,
+    hidden_size: usize,
+    warmup: u64,
+    steps: u64,
+) -> Result<Config> {
+    let values = RunValues {
+        train_micro_batch_size_per_gpu: options.micro_batch,
+        lr: options.peak_lr(hidden_size),
+        warmup_num_steps: Some(warmup),
+        total_num_steps: Some(steps),
+        hidden_size: Some(hidden_size as u64),
+        ..RunValues::default()
+    };
+    Config::load_for(config.clone(), world, &values)
+}

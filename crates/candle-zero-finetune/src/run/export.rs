@@ -1,0 +1,185 @@
+//! What a run leaves: an adapter in PEFT's files, or a model in a Hugging Face folder.
+
+use super::model_card::ModelCard;
+use super::prepare::{PreparedRun, StartModel};
+use super::result_folders::ResultFolder;
+use crate::data::sample_cache::own_cache;
+use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
+use crate::model::merged_model::MergedModel;
+use crate::model::trainable_model::TrainableModel;
+use crate::peft::adapter::Adapter;
+use candle_zero::engine::Engine;
+use candle_zero::files::{AtomicFolder, OutputDigests, folder_of};
+use candle_zero::param::WeightFiles;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Collective: writes a part of the result into its folder from rank 0. What this run has written there before is replaced.
+/// Gives what is wrong, if it could not be written: the ranks are in step then, and nothing there is changed.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn write(
+    engine: &mut Engine<TrainableModel>,
+    card: &ModelCard<'_>,
+    part: ResultFolder,
+    to: &Path,
+    written: &mut OutputDigests,
+) -> Result<Option<Error>> {
+    let prepared = card.prepared;
+    let place = |written: &OutputDigests| prepared.options.place(part, to, written);
+    let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
+    let begin = || AtomicFolder::beside(&place(written)?.0).map_err(wrong);
+    let begun = (engine.rank() == 0).then(begin).transpose();
+    let folder = match agree(engine, to, begun)? {
+        Ok(folder) => folder,
+        Err(error) => return Ok(Some(error)),
+    };
+    let filled = fill(engine, prepared, folder.as_ref().map_or(to, AtomicFolder::path))?;
+    let filled = filled.and_then(|()| folder.as_ref().map_or(Ok(()), |folder| card.write(folder.path())));
+    let filled = match agree(engine, to, filled)? {
+        Ok(()) => Ok(()),
+        Err(error) => return Ok(Some(error)),
+    };
+    let finished = filled.and_then(|()| {
+        let Some(folder) = folder else { return Ok(()) };
+        // Hours may have passed: what came there in between is nobody's to replace.
+        let (_, is_replaced) = place(written)?;
+        written.begin(part.name(), folder.path()).map_err(wrong)?;
+        match is_replaced {
+            true => folder.exchange(|path| written.is_own(part.name(), path)),
+            false => folder.finish(),
+        }
+        .and_then(|()| written.end(part.name()))
+        .map_err(wrong)
+    });
+    Ok(agree(engine, to, finished)?.err())
+}
+
+/// Collective: what rank 0 has, if it has something; else an error on all ranks.
+fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Result<Result<T>> {
+    let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
+    let others = std::io::Error::other("rank 0 could not write, and says why");
+    Ok(match own {
+        Ok(_) if failed.iter().any(|rank| rank[0] != 0.0) => {
+            Err(Error::Io { action: "write", path: to.to_owned(), source: others })
+        }
+        own => own,
+    })
+}
+
+/// Collective: writes the files from rank 0 into the folder `into`, which is empty. The inner error is one of writing.
+fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
+    let is_first = engine.rank() == 0;
+    let (base, config) = match &prepared.start {
+        StartModel::Encoder { base, .. } => {
+            let file = into.join("model.safetensors");
+            let exported = export(engine, &file)?;
+            if !is_first {
+                return Ok(exported);
+            }
+            let write = || {
+                for (name, tensor) in WeightFiles::open(&file)?.tensors() {
+                    let numel = tensor.shape().iter().product();
+                    tensor.values(name, tensor.shape(), 0..numel).map_err(diverged)?;
+                }
+                base.write_beside(into)
+            };
+            return Ok(exported.and_then(|()| write()));
+        }
+        StartModel::Decoder { base, config } => (base, config),
+    };
+    if let Some(lora) = prepared.options.method.lora() {
+        let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
+        let adapter = Adapter::of_engine(engine, lora.clone(), Some(name))?;
+        if !is_first {
+            return Ok(Ok(()));
+        }
+        let write = || {
+            adapter.check_finite().map_err(diverged)?;
+            let parameters = config.parameters()?;
+            let written = adapter.write_into(into, parameters.iter().map(|(name, _)| name.as_str()));
+            written.map_err(|source| Error::Io { action: "write", path: into.to_owned(), source })
+        };
+        return Ok(write());
+    }
+    // All weights in f32, which the folder's files are made of; beside it, in the scratch folder.
+    let whole = into.with_file_name("weights.safetensors");
+    let exported = export(engine, &whole)?;
+    if !is_first {
+        return Ok(exported);
+    }
+    let merged = exported.and_then(|()| {
+        let values = WeightFiles::open(&whole)?;
+        MergedModel::new(base, None)?.with_values(Arc::new(values)).write_into(into, None).map_err(diverged)
+    });
+    _ = std::fs::remove_file(&whole);
+    Ok(merged)
+}
+
+/// The error about a trained weight that is not finite, of the one about the file or adapter that has it.
+fn diverged(error: Error) -> Error {
+    match error {
+        Error::Param(ParamError::NotFinite { name, element, value, .. }) => {
+            FinetuneError::Diverged { tensor: name, element, value }.into()
+        }
+        other => other,
+    }
+}
+
+/// Collective: writes all weights in f32. The inner error is one of writing, on all ranks.
+fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>> {
+    match engine.export_safetensors(path) {
+        Err(error @ (Error::Io { .. } | Error::Output(_))) => Ok(Err(error)),
+        exported => exported.map(Ok),
+    }
+}
+
+/// Collective: writes a part of the result at the end. If its place cannot be written any more, it is saved in another one, which the
+/// error names; a run whose last checkpoint is saved has it in that.
+///
+/// # Errors
+/// [`OutputError`]; a failed collective.
+pub(crate) fn finish(
+    engine: &mut Engine<TrainableModel>,
+    card: &ModelCard<'_>,
+    (part, to): (ResultFolder, PathBuf),
+    written: &mut OutputDigests,
+    is_saved: bool,
+) -> Result<()> {
+    let Some(error) = write(engine, card, part, &to, written)? else { return Ok(()) };
+    let problem = match error {
+        // There is no result.
+        error if error.downcast_ref::<FinetuneError>().is_some() => return Err(error),
+        Error::Output(OutputError::Refused { problem, .. }) => problem,
+        other => other.to_string(),
+    };
+    if let Some(saving) = card.prepared.options.saving.as_ref().filter(|_| is_saved) {
+        let saved = saving.dir.display();
+        let problem = format!(
+            "{problem}; nothing is lost: the last step is saved in {saved}, correct this and run the same command with --resume"
+        );
+        return Err(OutputError::Refused { path: to, problem }.into());
+    }
+    for saved in elsewhere(&to) {
+        if write(engine, card, part, &saved, &mut OutputDigests::nothing(None))?.is_none() {
+            return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
+        }
+    }
+    Err(OutputError::Refused { path: to, problem: format!("{problem}; nor could the result be saved elsewhere") }
+        .into())
+}
+
+/// Folders that nothing is in the way of: beside the place that was asked for, in the current folder, the user's cache, and
+/// that of temporary files. As many on every rank.
+fn elsewhere(to: &Path) -> [PathBuf; 4] {
+    let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let beside = folder_of(to).to_owned();
+    let cache = own_cache().unwrap_or_else(|_| std::env::temp_dir());
+    let here = std::env::current_dir().unwrap_or_else(|_| std::env::temp_dir());
+    [beside, here, cache, std::env::temp_dir()].map(|folder| {
+        let free = (1u32..).map(|n| folder.join(format!("{name}-saved-{n}")));
+        let is_free = |path: &PathBuf| path.symlink_metadata().is_err();
+        free.take(1000).find(is_free).unwrap_or_else(|| folder.join(format!("{name}-saved")))
+    })
+}

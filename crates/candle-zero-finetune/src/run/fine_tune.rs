@@ -1,0 +1,605 @@
+//! A run of fine-tuning, step by step.
+//!
+//! ```text
+//! Prepared -> start -> step, step, ... -> finish
+//!                      | forward, backward, update: as many micro batches as a step has
+//!                      | validate, where it is due; the best one is kept
+//!                      | save, where it is due, or where a signal asks for the end
+//! ```
+//!
+//! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
+//! would have done, to the bit.
+
+use super::auto_offload::memory_of_all;
+use super::export;
+use super::learning_rate::LearningRates;
+use super::model_card::{ModelCard, RunOutcome};
+use super::objective::Validation;
+use super::options::{CheckpointOptions, Options, TuningMethod, misused};
+use super::plan::{RunPlan, remembered_batch};
+use super::prepare::{PreparedRun, StartModel};
+use super::result_folders::ResultFolder;
+use super::run_identity::{KEY, RunIdentity, SavedRun};
+use super::step_report::{StepReport, StopReason};
+use crate::chat::conversation::Conversation;
+use crate::data::batches::Batches;
+use crate::error::{Error, Result};
+use crate::model::generator::{GeneratedText, Generator, Sampling};
+use crate::model::trainable_model::TrainableModel;
+use crate::peft::qlora::{PACKING, is_quantized};
+use candle_core::{DType, Device, Tensor};
+use candle_zero::checkpoint::{self, LoadOptions, SaveOptions};
+use candle_zero::comm::Communicator;
+use candle_zero::config::Config;
+use candle_zero::engine::{Engine, EngineBuilder};
+use candle_zero::files::{OutputDigests, OutputLocks};
+use candle_zero::models::{Bert, Decoder, Session};
+use candle_zero::monitor::rss_peak_bytes;
+use candle_zero::nn::Rewards;
+use candle_zero::nn::is_adapter;
+use candle_zero::notice;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What a run remembers beside the engine's state.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+struct RunState {
+    /// The best validation: steps made, and its loss.
+    best: Option<(u64, f64)>,
+    /// Validations since.
+    stale: u64,
+    /// The loss of the last step.
+    loss: Option<f64>,
+}
+
+/// A run.
+pub struct FineTune {
+    prepared: PreparedRun,
+    engine: Engine<TrainableModel>,
+    comm: Arc<dyn Communicator>,
+    training: Batches,
+    validation: Option<Batches>,
+    total: u64,
+    /// On rank 0 of a run that saves.
+    identity: Option<RunIdentity>,
+    shorter: Option<usize>,
+    /// For the record beside the result.
+    settings: Value,
+    state: RunState,
+    ended: Option<StopReason>,
+    resumed: Option<PathBuf>,
+    skipped_before: u64,
+    first_step: u64,
+    chosen: Option<String>,
+    /// Outputs that no other job may write; of rank 0, unless the process that started it keeps them.
+    _claims: OutputLocks,
+    /// What this run has written into the folders of its result.
+    written: OutputDigests,
+    /// Whether the best model could not be written.
+    best_is_lost: bool,
+    /// Why the newest checkpoint could not be saved.
+    failed_save: Option<Error>,
+}
+
+impl FineTune {
+    /// Builds the model on the ranks of `comm`, or goes on from a checkpoint. Collective.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run, or of more steps
+    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a folder for
+    /// checkpoints that cannot be written to.
+    pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let memory = memory_of_all(&*comm)?;
+        let remembered = remembered_batch(&prepared, &*comm)?;
+        let abort = |error: &Error| comm.abort(&error.to_string());
+        let plan = RunPlan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
+        // Checkpoints have the client state of rank 0.
+        let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
+        let identity = identity.transpose().inspect_err(abort)?;
+        let settings = json!(plan.settings(&prepared));
+        let RunPlan { config, rates, training, validation, total, shorter, chosen } = plan;
+        prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
+        let claims = match comm.rank() == 0 && !prepared.is_claimed {
+            true => {
+                let claims = prepared.options.claim(|outputs| outputs);
+                let claims = claims.and_then(|claims| prepared.check_room().map(|()| claims));
+                claims.inspect_err(|error| comm.abort(&error.to_string()))?
+            }
+            false => OutputLocks::default(),
+        };
+        let written = prepared.options.written();
+        let engine = build(&prepared, config, rates, comm.clone())?;
+        let mut run = Self {
+            prepared,
+            engine,
+            comm,
+            training,
+            validation,
+            total,
+            shorter,
+            identity,
+            settings,
+            state: RunState::default(),
+            ended: None,
+            resumed: None,
+            skipped_before: 0,
+            first_step: 0,
+            chosen,
+            _claims: claims,
+            written,
+            best_is_lost: false,
+            failed_save: None,
+        };
+        run.resume()?;
+        run.check_result()?;
+        Ok(run)
+    }
+
+    /// Goes on from the newest checkpoint, where one is asked for and there.
+    fn resume(&mut self) -> Result<()> {
+        let Some(saving) = self.prepared.options.saving.clone() else { return Ok(()) };
+        self.engine.check_save_dir(&saving.dir)?;
+        if !saving.resume {
+            return Ok(());
+        }
+        // Known by now: another job that saved into the folder may have done so while this one waited for it.
+        let saved = self.prepared.saved();
+        self.check_saved(saved.as_ref())?;
+        let Some(loaded) = self.engine.load_checkpoint(&saving.dir, None, &LoadOptions::default())? else {
+            return Ok(());
+        };
+        if saved.is_none() {
+            // From an object store.
+            let saved = SavedRun::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
+            self.check_saved(Some(&saved))?;
+        }
+        self.state = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
+        (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
+        // One that was killed behind its last save may have left more than are kept.
+        if let (0, Some(keep), Some(tag)) = (self.comm.rank(), saving.keep, loaded.path.file_name()) {
+            checkpoint::keep_newest(&saving.dir, keep, &tag.to_string_lossy());
+        }
+        self.resumed = Some(loaded.path);
+        let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
+        if self.state.stale >= patience {
+            self.ended = Some(StopReason::NoImprovement);
+        }
+        Ok(())
+    }
+
+    /// Checks, on rank 0, that this run may continue from a checkpoint.
+    fn check_saved(&self, saved: Option<&SavedRun>) -> Result<()> {
+        let (Some(saved), Some(identity)) = (saved, &self.identity) else { return Ok(()) };
+        let said = saved.check(identity, self.total, self.prepared.options.resume_anyway);
+        if let Some(said) = said.inspect_err(|error| self.abort(error))? {
+            notice::say(&said);
+        }
+        Ok(())
+    }
+
+    /// Refuses, before the first step, folders for the result that have what this run may not replace: now it is known
+    /// whether it continues from a checkpoint.
+    fn check_result(&mut self) -> Result<()> {
+        if self.resumed.is_none() {
+            let saving = self.prepared.options.saving.as_ref();
+            self.written = OutputDigests::nothing(saving.map(|saving| saving.dir.as_path()));
+        }
+        // Of the host that writes.
+        match self.comm.rank() {
+            0 => self.prepared.options.check_free(&self.written).inspect_err(|error| self.abort(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// What was prepared.
+    pub fn prepared(&self) -> &PreparedRun {
+        &self.prepared
+    }
+
+    /// The engine.
+    pub fn engine(&mut self) -> &mut Engine<TrainableModel> {
+        &mut self.engine
+    }
+
+    /// The stage and the offload that were chosen and why, where there was something to choose.
+    pub fn chosen(&self) -> Option<&str> {
+        self.chosen.as_deref()
+    }
+
+    /// Steps of the whole run.
+    pub fn total_steps(&self) -> u64 {
+        self.total
+    }
+
+    /// Steps that are made.
+    pub fn steps(&self) -> u64 {
+        self.engine.global_steps()
+    }
+
+    /// Rows of an epoch.
+    pub fn rows_per_epoch(&self) -> usize {
+        self.training.rows_per_epoch()
+    }
+
+    /// Tokens of a row, where rows hold fewer samples than would fit, so that an epoch has more steps.
+    pub fn shorter_rows(&self) -> Option<usize> {
+        self.shorter
+    }
+
+    /// How often the run goes through the data.
+    pub fn epochs(&self) -> f64 {
+        let rows = self.engine.config().batch.train_batch_size as f64 * self.total as f64;
+        rows / self.training.rows_per_epoch() as f64
+    }
+
+    /// The checkpoint that the run goes on from.
+    pub fn resumed(&self) -> Option<&Path> {
+        self.resumed.as_deref()
+    }
+
+    /// Why the run has ended, once [`step`](Self::step) gives nothing.
+    pub fn ended(&self) -> Option<StopReason> {
+        self.ended
+    }
+
+    /// The best validation: the steps made by then, and its loss.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        self.state.best
+    }
+
+    /// Whether the model of the best validation could not be written, which was reported then.
+    pub fn best_is_lost(&self) -> bool {
+        self.best_is_lost
+    }
+
+    /// Makes the next step; validates and saves, where that is due. Nothing, if the run has ended. Collective.
+    ///
+    /// # Errors
+    /// Those of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be written.
+    pub fn step(&mut self) -> Result<Option<StepReport>> {
+        self.step_telling(&mut |_, _| ())
+    }
+
+    /// [`step`](Self::step), which calls `tell` behind each of this rank's micro batches with their number, from 1, and how many
+    /// the step has.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
+        if self.ended.is_none() {
+            self.ended = self.is_at_end()?;
+        }
+        if self.ended.is_some() {
+            let saved = self.engine.wait_for_checkpoint();
+            self.report_failed_save(saved)?;
+            return Ok(None);
+        }
+        let mut report = self.train(tell)?;
+        self.state.loss = Some(report.loss);
+        let steps = self.engine.global_steps();
+        if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
+            let validation = self.validate()?;
+            report.val_loss = Some(validation.loss);
+            (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
+            report.val_rewards = validation.rewards;
+            self.keep_if_best(steps, validation.loss)?;
+        }
+        let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
+        if every.is_some_and(|every| steps.is_multiple_of(every)) && steps != self.total {
+            let saved = self.save(true);
+            self.report_failed_save(saved)?;
+        }
+        Ok(Some(report))
+    }
+
+    /// Whether the run ends before the next step; what is due then is saved.
+    fn is_at_end(&mut self) -> Result<Option<StopReason>> {
+        let steps = self.engine.global_steps();
+        let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
+        let is_new = steps > self.first_step;
+        let ended = match () {
+            () if steps >= self.total => StopReason::Complete,
+            () if self.state.stale >= patience => StopReason::NoImprovement,
+            () if self.engine.stop_requested()? => StopReason::Asked,
+            () => return Ok(None),
+        };
+        if is_new {
+            let saved = self.save(false);
+            match ended {
+                // There is nothing else that would be left.
+                StopReason::Asked => saved?,
+                _ => self.report_failed_save(saved)?,
+            }
+        }
+        Ok(Some(ended))
+    }
+
+    /// A checkpoint that cannot be saved, on all ranks alike, does not cost the training: it is reported, and the result is
+    /// written all the same.
+    fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
+        match saved {
+            Err(error @ Error::Checkpoint(_)) => {
+                if self.comm.rank() == 0 {
+                    notice::say(&format!("warning: {error}; training continues"));
+                }
+                self.failed_save = Some(error);
+                Ok(())
+            }
+            saved => saved,
+        }
+    }
+
+    /// Forward, backward and update.
+    fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
+        let (begun, step) = (Instant::now(), self.engine.global_steps());
+        let (batch, world) = (self.engine.config().batch, self.engine.world_size());
+        let files_before = self.engine.offload_report();
+        let (lr, loss_scale) = (self.engine.get_lr()[0], self.engine.loss_scale());
+        let micro_steps = batch.gradient_accumulation_steps;
+        // The engine takes the mean over ranks and micro batches: the mean over all targets comes of sums, each divided by
+        // an equal part of their number.
+        let divisor = self.training.targets_of_step(step).max(1) as f64 / (world * micro_steps) as f64;
+        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
+        let (mut loss_sum, mut tokens, mut rewards_sum) = (0.0, 0, [0.0; 4]);
+        for micro_step in 0..micro_steps {
+            let rows = self.training.batch(step, micro_step);
+            let reference = match objective.needs_reference() {
+                true => Some(self.engine.eval(|model| objective.reference(model, &rows, &device))?),
+                false => None,
+            };
+            let mut rewards = None;
+            let loss = self.engine.forward(|model| {
+                let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
+                // The last time is the one with the weights as they are, if the closure runs again to check the gradient.
+                rewards = of_pairs;
+                Ok(loss)
+            })?;
+            self.engine.backward(&loss)?;
+            // A save in the background that has failed is told here, after the step was made.
+            let made = self.engine.step();
+            self.report_failed_save(made)?;
+            let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
+            rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
+            loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            tokens += rows.tokens;
+            tell(micro_step + 1, micro_steps);
+        }
+        let mut own = vec![loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
+        let ranks = self.engine.gather_f64(&own)?;
+        let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
+        let most = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])) as u64;
+        let timings = self.engine.timings();
+        let files = self.engine.offload_report().since(&files_before);
+        Ok(StepReport {
+            step,
+            loss: sum(0) / world as f64,
+            lr,
+            grad_norm: self.engine.get_global_grad_norm(),
+            loss_scale,
+            skipped: !self.engine.was_step_applied(),
+            tokens: sum(1) as u64,
+            tokens_per_s: sum(1) / begun.elapsed().as_secs_f64(),
+            forward_ms: timings.forward_ms,
+            backward_ms: timings.backward_ms,
+            step_ms: timings.step_ms,
+            comm_ms: timings.comm_ms,
+            disk_ms: timings.disk_ms,
+            disk_read_bytes: files.bytes_read,
+            disk_written_bytes: files.bytes_written,
+            disk_bytes_per_s: files.bytes_per_s(),
+            rss_peak_bytes: (most > 0).then_some(most),
+            val_loss: None,
+            val_accuracy: None,
+            val_f1: None,
+            rewards: objective.needs_reference().then(|| {
+                let mean = |i: usize| sum(i) / world as f64;
+                Rewards::of_numbers([mean(3), mean(4), mean(5), mean(6)])
+            }),
+            val_rewards: None,
+        })
+    }
+
+    /// Steps between two validations.
+    fn eval_every(&self) -> u64 {
+        self.prepared.options.eval_every.unwrap_or(self.total.div_ceil(10)).max(1)
+    }
+
+    /// Validates the model with all of the data that is held out. Collective: every rank has equally many batches.
+    ///
+    /// # Errors
+    /// A failed collective.
+    ///
+    /// # Panics
+    ///
+    /// Without validation data.
+    pub fn validate(&mut self) -> Result<Validation> {
+        let batches = self.validation.as_ref().expect("a run that is validated has data for it");
+        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
+        let mut sums = vec![];
+        for step in 0..batches.steps_per_epoch() {
+            let rows = batches.batch(step, 0);
+            let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+            sums.resize(of_batch.len(), 0.0);
+            sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
+        }
+        let ranks = self.engine.gather_f64(&sums)?;
+        let sums: Vec<f64> = (0..sums.len()).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
+        Ok(objective.validation(&sums))
+    }
+
+    /// What the model answers to a prompt: to a turn of the user's, where there is a chat template, else a text that goes on.
+    /// Collective: all ranks ask the same.
+    ///
+    /// # Errors
+    /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
+        let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
+        let StartModel::Decoder { base, config } = start else {
+            return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
+        };
+        let generator = Generator::new(base, tokenizer, template.as_ref())?;
+        let ids = match template {
+            Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
+            None => generator.of_text(prompt)?,
+        };
+        // Beyond the context each token would cost all of them.
+        let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
+        let engine = &mut self.engine;
+        let extend = |session: &mut Session, ids: &[u32]| {
+            let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
+            Ok(logits.to_vec1()?)
+        };
+        generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
+    }
+
+    /// What the run has come to.
+    fn outcome(&self) -> RunOutcome {
+        let RunState { best, loss, .. } = self.state;
+        RunOutcome { steps: self.engine.global_steps(), total: self.total, loss, best }
+    }
+
+    /// Keeps the model, if no validation before was better.
+    fn keep_if_best(&mut self, steps: u64, loss: f64) -> Result<()> {
+        if self.state.best.is_some_and(|(_, best)| loss >= best) {
+            self.state.stale += 1;
+            return Ok(());
+        }
+        self.state = RunState { best: Some((steps, loss)), stale: 0, ..self.state };
+        let to = self.prepared.options.best();
+        let outcome = self.outcome();
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        let failed = export::write(&mut self.engine, &card, ResultFolder::Best, &to, &mut self.written)
+            .inspect_err(|error| self.abort(error))?;
+        self.best_is_lost = failed.is_some();
+        if let (Some(error), 0) = (failed, self.comm.rank()) {
+            notice::say(&format!("warning: the best model so far is not saved: {error}; training continues"));
+        }
+        Ok(())
+    }
+
+    /// Saves a checkpoint, where there is a folder for them.
+    fn save(&mut self, in_background: bool) -> Result<()> {
+        let Some(CheckpointOptions { dir, keep, .. }) = self.prepared.options.saving.clone() else { return Ok(()) };
+        let options = SaveOptions {
+            in_background,
+            keep,
+            exclude_frozen_parameters: self.prepared.options.method != TuningMethod::Full,
+            ..SaveOptions::default()
+        };
+        let identity = self.identity.as_ref().map(RunIdentity::to_json);
+        let state = json!({ "finetune": self.state, KEY: identity });
+        self.engine.save_checkpoint_with(dir, None, state, &options)?;
+        self.failed_save = None;
+        Ok(())
+    }
+
+    /// Writes the result. Collective.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped; with the result in its place, a
+    /// checkpoint that an object store did not get.
+    pub fn finish(mut self) -> Result<()> {
+        let saved = self.engine.wait_for_checkpoint();
+        self.report_failed_save(saved)?;
+        let (made, skipped) =
+            (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
+        if made > 0 && skipped == made {
+            return Err(candle_zero::error::EngineError::NothingLearned {
+                steps: made,
+                adapts: self.engine.config().precision.adapts_loss_scale(),
+            }
+            .into());
+        }
+        // A run that was stopped behind its end has left it already.
+        let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
+        let outcome = self.outcome();
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        export::finish(&mut self.engine, &card, (ResultFolder::Result, to), &mut self.written, is_saved)
+            .inspect_err(|error| self.abort(error))?;
+        if let Some(error) = self.failed_save.take() {
+            if self.comm.rank() == 0 {
+                notice::say(&format!("the result is in {}", self.prepared.options.out.display()));
+            }
+            return Err(error);
+        }
+        self.engine.wait_for_upload()
+    }
+
+    /// Writes the model as it is now, of a run that was stopped and has no checkpoints, into the folder
+    /// [`Options::stopped`], or that name with a number behind it if there is something, and returns the folder. Training
+    /// cannot be resumed from it. Collective.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to.
+    pub fn finish_stopped(mut self) -> Result<PathBuf> {
+        let first = self.prepared.options.stopped();
+        let numbered = (2..1000u32).map(|number| {
+            let mut name = first.file_name().unwrap_or_default().to_os_string();
+            name.push(format!("-{number}"));
+            first.with_file_name(name)
+        });
+        let free = std::iter::once(first.clone()).chain(numbered).find(|path| path.symlink_metadata().is_err());
+        let to = free.unwrap_or(first);
+        let outcome = self.outcome();
+        let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
+        export::finish(&mut self.engine, &card, (ResultFolder::Stopped, to.clone()), &mut self.written, false)
+            .inspect_err(|error| self.abort(error))?;
+        Ok(to)
+    }
+
+    /// Steps that this start of the run has made.
+    pub fn steps_made(&self) -> u64 {
+        self.engine.global_steps() - self.first_step
+    }
+
+    /// What became of the engine's memory, transfers and files, for the last line of metrics.
+    pub fn summary(&self) -> Value {
+        json!({
+            "summary": true,
+            "world_size": self.engine.world_size(),
+            "steps": self.total,
+            "skipped_steps": self.engine.skipped_steps(),
+            "memory": self.engine.memory_report(),
+            "comm": self.engine.comm_report(),
+            "offload": self.engine.offload_report(),
+        })
+    }
+
+    /// Tells the other ranks why this one cannot go on.
+    fn abort(&self, error: &Error) {
+        self.comm.abort(&error.to_string());
+    }
+}
+
+/// The engine, with the model's weights.
+fn build(
+    prepared: &PreparedRun,
+    config: Config,
+    rates: LearningRates,
+    comm: Arc<dyn Communicator>,
+) -> Result<Engine<TrainableModel>> {
+    let Options { method, seed, .. } = &prepared.options;
+    let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
+    builder = builder.initial_values(prepared.values.clone());
+    if config.scheduler.is_none() {
+        builder = builder.schedule(rates);
+    }
+    let sizes = match &prepared.start {
+        StartModel::Encoder { config: sizes, .. } => {
+            return builder.initialize(|vb| Bert::new(sizes, vb).map(TrainableModel::Encoder), config);
+        }
+        StartModel::Decoder { config, .. } => config,
+    };
+    if *method != TuningMethod::Full {
+        builder = builder.trainable(|name, _| is_adapter(name));
+    }
+    if let TuningMethod::Qlora(_) = method {
+        builder = builder.quantized(PACKING, is_quantized);
+    }
+    builder.initialize(|vb| Decoder::new(sizes, vb).map(TrainableModel::Decoder), config)
+}

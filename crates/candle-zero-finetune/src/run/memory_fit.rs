@@ -1,0 +1,331 @@
+//! The stage, the offload, and the size of micro batches with which a run fits into memory.
+//!
+//! Candidates stand in the order of their speed: everything in memory; in memory with blocks that run again in backward; states,
+//! then parameters, in files. The first one whose needs, by [`Estimate`], are within a share of the memory is taken. Smaller
+//! micro batches are tried before the next candidate: on a CPU they cost little.
+
+use crate::error::{FinetuneError, Result};
+use candle_zero::config::Config;
+use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
+use candle_zero::util::binary;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// A run for which there is to be enough memory.
+pub struct MemoryDemand<'a> {
+    /// The parameters; which of them are trained, and how the others are held.
+    pub shapes: &'a Shapes,
+    /// The configuration but for what is chosen here: `zero_optimization` and `activation_checkpointing`. It has
+    /// `train_batch_size`. A `train_micro_batch_size_per_gpu` stays as it is; without one it is chosen too.
+    pub config: &'a Value,
+    /// Whether blocks run again in backward, where that is not to be chosen.
+    pub recompute: Option<bool>,
+    /// Ranks of the job.
+    pub ranks: usize,
+    /// Bytes of activations of a micro batch of so many rows, whose blocks run again in backward or do not; for instance
+    /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
+    pub activations: &'a dyn Fn(usize, bool) -> usize,
+    /// Bytes that a rank may take; for instance [`memory_of_rank`].
+    pub memory: u64,
+    /// A folder on a fast local disk for states that do not fit into memory.
+    pub folder: &'a Path,
+}
+
+/// The stage, the offload and the micro batch chosen for a [`MemoryDemand`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryFit {
+    /// The whole configuration.
+    pub config: Value,
+    /// `zero_optimization.stage`.
+    pub stage: u8,
+    /// Master weights, moments and shares of gradients lie in files.
+    pub optimizer_in_files: bool,
+    /// Shares of parameters lie in files.
+    pub parameters_in_files: bool,
+    /// Blocks run again in backward.
+    pub recompute: bool,
+    /// Rows of a rank's micro batch.
+    pub micro_batch: usize,
+    /// Bytes of a rank in memory, at most.
+    pub bytes: u64,
+    /// What was chosen and why, for people.
+    pub why: String,
+}
+
+/// The share of the memory that a choice may fill; the rest is for the program, data on their way, and what the allocator keeps.
+const SHARE: f64 = 0.8;
+
+/// Elements that are gathered ahead where memory is scarce: the next unit's first ones.
+const AHEAD: usize = 10_000_000;
+
+const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
+
+impl MemoryDemand<'_> {
+    /// The fastest choice that fits.
+    ///
+    /// # Errors
+    /// Nothing fits: the message has the least that is needed. A configuration that cannot be used.
+    pub fn choose(&self) -> Result<MemoryFit> {
+        let most = (self.memory as f64 * SHARE) as u64;
+        let sizes = self.micro_batches()?;
+        let (mut first, mut least): (Option<MemoryFit>, Option<MemoryFit>) = (None, None);
+        for candidate in self.candidates() {
+            for size in &sizes {
+                let choice = self.needs(&candidate, *size)?;
+                if choice.bytes <= most {
+                    return Ok(self.explained(choice, first));
+                }
+                if least.as_ref().is_none_or(|least| choice.bytes < least.bytes) {
+                    least = Some(choice.clone());
+                }
+                first.get_or_insert(choice);
+            }
+        }
+        let least = least.map_or(0, |least| least.bytes);
+        let (needed, had) = (binary((least as f64 / SHARE).ceil() as u64), binary(self.memory));
+        Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
+    }
+
+    /// Rows of micro batches, the most first.
+    fn micro_batches(&self) -> Result<Vec<usize>> {
+        let batch = self.load(&json!({"stage": 0}), None, false)?.batch;
+        let rows = batch.train_batch_size / self.ranks;
+        let is_given = self.config.get(MICRO_BATCH).is_some();
+        let is_one = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
+        let small = (1..=rows.isqrt()).filter(|size| rows.is_multiple_of(*size));
+        let mut sizes: Vec<usize> = small.flat_map(|size| [size, rows / size]).filter(is_one).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        sizes.dedup();
+        Ok(sizes)
+    }
+
+    fn candidates(&self) -> Vec<PlacementCandidate> {
+        let in_memory = [
+            StatePlacement::Memory(0),
+            StatePlacement::Memory(1),
+            StatePlacement::Memory(2),
+            StatePlacement::Memory(3),
+            StatePlacement::Sparing,
+        ];
+        let is_of_use = |place: &StatePlacement| match place {
+            // What is packed stays packed at stage 3 alone.
+            _ if self.shapes.is_quantized() => place.stage() == 3,
+            // One rank shares with none.
+            StatePlacement::Memory(stage) => *stage == 0 || self.ranks > 1,
+            // Less is gathered at a time, but a share and what is gathered of it are both in memory.
+            StatePlacement::Sparing => self.ranks > 1,
+            StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
+        };
+        let in_memory: Vec<StatePlacement> = in_memory.into_iter().filter(is_of_use).collect();
+        let on_disk = [StatePlacement::OptimizerInFiles, StatePlacement::AllInFiles];
+        let with = |recompute| move |place: &StatePlacement| PlacementCandidate { place: *place, recompute };
+        let mut all: Vec<PlacementCandidate> = in_memory.iter().map(with(false)).collect();
+        all.extend(in_memory.iter().map(with(true)));
+        all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
+        all.retain(|candidate| self.recompute.is_none_or(|recompute| candidate.recompute == recompute));
+        all
+    }
+
+    /// The configuration with a section for parameters and states.
+    fn config(&self, zero: &Value, micro_batch: Option<usize>, recompute: bool) -> Value {
+        let mut config = self.config.clone();
+        config["zero_optimization"] = zero.clone();
+        if let Some(rows) = micro_batch {
+            config[MICRO_BATCH] = json!(rows);
+        }
+        if recompute {
+            config["activation_checkpointing"] = json!({"every_unit": true});
+        }
+        config
+    }
+
+    fn load(&self, zero: &Value, micro_batch: Option<usize>, recompute: bool) -> Result<Config> {
+        Config::load(self.config(zero, micro_batch, recompute), self.ranks)
+    }
+
+    /// The needs of a candidate.
+    fn needs(&self, candidate: &PlacementCandidate, micro_batch: usize) -> Result<MemoryFit> {
+        let PlacementCandidate { place, recompute } = *candidate;
+        let zero = place.section(self.folder);
+        let config = self.load(&zero, Some(micro_batch), recompute)?;
+        let state = Estimate::with(self.shapes, &config, EstimateOptions { recompute, ..EstimateOptions::default() })?
+            .host_bytes();
+        Ok(MemoryFit {
+            config: self.config(&zero, Some(micro_batch), recompute),
+            stage: place.stage(),
+            optimizer_in_files: matches!(place, StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles),
+            parameters_in_files: place == StatePlacement::AllInFiles,
+            recompute,
+            micro_batch,
+            bytes: state.saturating_add((self.activations)(micro_batch, recompute)) as u64,
+            why: String::new(),
+        })
+    }
+
+    /// The choice with its reason; `first` did not fit.
+    fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> MemoryFit {
+        let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
+        choice.why = format!("{}: at most {bytes} of {memory} a rank", choice.words(Some(self.folder)));
+        if let Some(first) = first {
+            choice.why += &format!("; {} would need {}", first.words(None), binary(first.bytes));
+        }
+        if self.shapes.is_quantized() {
+            choice.why += ". Packed weights stay packed at stage 3 alone";
+        }
+        choice
+    }
+}
+
+impl MemoryFit {
+    /// What is chosen, for people.
+    fn words(&self, folder: Option<&Path>) -> String {
+        let what = match (self.optimizer_in_files, self.parameters_in_files) {
+            (_, true) => " with parameters and optimizer states in files",
+            (true, false) => " with optimizer states in files",
+            (false, false) => "",
+        };
+        let place = folder.filter(|_| !what.is_empty()).map(|folder| format!(" under {}", folder.display()));
+        let rows = if self.micro_batch == 1 { "1 row".into() } else { format!("{} rows", self.micro_batch) };
+        let again = if self.recompute { ", blocks running again in backward" } else { "" };
+        format!("stage {}{what}{}, micro batches of {rows}{again}", self.stage, place.unwrap_or_default())
+    }
+}
+
+/// One combination of what is chosen, but for the micro batch.
+#[derive(Debug, Clone, Copy)]
+struct PlacementCandidate {
+    place: StatePlacement,
+    recompute: bool,
+}
+
+/// Where states are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StatePlacement {
+    /// In memory, at a stage.
+    Memory(u8),
+    /// At stage 3, with no more gathered than is about to be used.
+    Sparing,
+    OptimizerInFiles,
+    AllInFiles,
+}
+
+impl StatePlacement {
+    fn stage(self) -> u8 {
+        if let Self::Memory(stage) = self { stage } else { 3 }
+    }
+
+    /// `zero_optimization`.
+    fn section(self, folder: &Path) -> Value {
+        let mut section = json!({"stage": self.stage()});
+        if matches!(self, Self::Memory(_)) {
+            return section;
+        }
+        section["stage3_max_reuse_distance"] = json!(0);
+        section["stage3_prefetch_bucket_size"] = json!(AHEAD);
+        if matches!(self, Self::OptimizerInFiles | Self::AllInFiles) {
+            section["sub_group_size"] = json!(AHEAD);
+            section["offload_optimizer"] =
+                json!({"device": "nvme", "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});
+        }
+        if self == Self::AllInFiles {
+            section["offload_param"] = json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": 0});
+        }
+        section
+    }
+}
+
+/// Bytes of memory that each of `ranks` processes on this machine may take: their part of what is available
+/// ([`monitor::available_memory`](candle_zero::monitor::available_memory)), within the limits that are set for the process (`ulimit`
+/// -d and -v). `None` where the system does not report it.
+pub fn memory_of_rank(ranks: usize) -> Option<u64> {
+    let available = candle_zero::monitor::available_memory().map(|bytes| bytes / ranks.max(1) as u64);
+    available.into_iter().chain(candle_zero::monitor::process_limit()).min()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::is_quantized;
+    use candle_zero::models::{ActivationPass, Decoder, DecoderConfig, DecoderSizes, LlamaConfig};
+    use candle_zero::nn::{LoraConfig, is_adapter};
+    use candle_zero::precision::{Nf4Scales, WeightPacking};
+
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Tuning {
+        Full,
+        Lora,
+        Qlora,
+    }
+
+    const GIB: u64 = 1 << 30;
+
+    fn choose(preset: &str, method: Tuning, ranks: usize, gib: f64) -> Result<MemoryFit> {
+        let config = LlamaConfig { ctx: 1024, ..LlamaConfig::preset(preset)? };
+        let lora = (method != Tuning::Full).then(LoraConfig::default);
+        let config = DecoderConfig { lora, ..config.decoder()? };
+        let shapes = Shapes::of(preset, |vb| Decoder::new(&config, vb))?;
+        let shapes = match method {
+            Tuning::Full => shapes,
+            Tuning::Lora => shapes.trainable(|name, _| is_adapter(name)),
+            Tuning::Qlora => shapes
+                .trainable(|name, _| is_adapter(name))
+                .quantized_by(WeightPacking::Nf4(Nf4Scales::Bf16), is_quantized),
+        };
+        let trains_base = method == Tuning::Full;
+        let activations = |rows: usize, recompute: bool| {
+            config.activation_bytes(ActivationPass { tokens: rows * 1024, element: 2, recompute, trains_base })
+        };
+        let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
+        let memory = (gib * GIB as f64) as u64;
+        let (activations, folder) = (&activations, Path::new("/scratch"));
+        MemoryDemand { shapes: &shapes, config: &json, recompute: None, ranks, activations, memory, folder }.choose()
+    }
+
+    #[test]
+    fn what_is_chosen_is_the_fastest_that_fits() {
+        let why = |preset, method, ranks, gib| match choose(preset, method, ranks, gib) {
+            Ok(choice) => choice.why,
+            Err(error) => error.to_string(),
+        };
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB a rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 8.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 2.0), @"stage 3 with parameters and optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 1.6 GiB of 2.0 GiB a rank; stage 0, micro batches of 8 rows would need 11.1 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 2, 4.0), @"stage 3, micro batches of 1 row: at most 3.0 GiB of 4.0 GiB a rank; stage 0, micro batches of 4 rows would need 6.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 64.0), @"stage 0, micro batches of 4 rows: at most 24.6 GiB of 64.0 GiB a rank");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 2, 16.0), @"stage 2, micro batches of 4 rows, blocks running again in backward: at most 12.7 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 24.6 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Full, 1, 8.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 4 rows, blocks running again in backward: at most 6.1 GiB of 8.0 GiB a rank; stage 0, micro batches of 8 rows would need 28.8 GiB");
+        insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Qlora, 1, 4.0), @"stage 3, micro batches of 1 row: at most 2.4 GiB of 4.0 GiB a rank; stage 3, micro batches of 8 rows would need 9.9 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 2, 16.0), @"stage 3, micro batches of 1 row: at most 11.5 GiB of 16.0 GiB a rank; stage 0, micro batches of 4 rows would need 27.5 GiB");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 2, 6.0), @"stage 3, micro batches of 2 rows, blocks running again in backward: at most 4.1 GiB of 6.0 GiB a rank; stage 3, micro batches of 4 rows would need 17.4 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Qlora, 1, 6.0), @"stage 3 with optimizer states in files under /scratch, micro batches of 1 row, blocks running again in backward: at most 4.8 GiB of 6.0 GiB a rank; stage 3, micro batches of 8 rows would need 33.5 GiB. Packed weights stay packed at stage 3 alone");
+        insta::assert_snapshot!(why("llama-2-7b", Tuning::Lora, 1, 1.0), @"this run needs 2.1 GiB a rank even with all states in files, and 1.0 GiB are available to each of 1; take a shorter context or a smaller model, or give the job more memory");
+    }
+
+    #[test]
+    fn more_memory_never_chooses_what_is_slower() {
+        let rank = |choice: &MemoryFit| (choice.parameters_in_files, choice.optimizer_in_files, choice.recompute);
+        for method in [Tuning::Full, Tuning::Lora, Tuning::Qlora] {
+            for ranks in [1, 2] {
+                let choices: Vec<MemoryFit> = (0..8)
+                    .filter_map(|power| choose("llama-3.2-1b", method, ranks, f64::from(1 << power)).ok())
+                    .collect();
+                assert!(choices.len() >= 4, "{method:?}");
+                assert!(choices.windows(2).all(|two| rank(&two[0]) >= rank(&two[1])), "{method:?}: {choices:#?}");
+                assert!(choices.iter().all(|choice| method != Tuning::Qlora || choice.stage == 3));
+            }
+        }
+    }
+
+    #[test]
+    fn the_chosen_configuration_is_one_that_the_engine_takes() {
+        for gib in [2.0, 8.0, 64.0] {
+            let choice = choose("llama-3.2-1b", Tuning::Lora, 2, gib).unwrap();
+            let config = Config::load(choice.config.clone(), 2).unwrap();
+            assert_eq!(config.zero.stage.number(), choice.stage);
+            assert_eq!(config.zero.param_files().is_some(), choice.parameters_in_files);
+            assert_eq!(config.activation_checkpointing, choice.recompute);
+            assert_eq!(config.batch.train_batch_size, 8);
+        }
+    }
+}

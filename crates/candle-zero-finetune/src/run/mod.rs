@@ -1,0 +1,30 @@
+//! A fine-tuning run: options -> checked inputs -> plan -> steps -> result.
+//!
+//! | file | content |
+//! |---|---|
+//! | `options.rs` | what a run is told |
+//! | `prepare.rs`, `result_folders.rs` | model, data and folders, checked before any weight is read |
+//! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | the engine's configuration, batches and steps |
+//! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
+//! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; what is reported of a step |
+//! | `objective.rs`, `labelled_texts.rs`, `scores.rs` | losses, and what a validation measures |
+//! | `run_identity.rs` | whether a checkpoint is one of the same run |
+//! | `export.rs`, `model_card.rs` | the files of the result |
+
+mod auto_offload;
+mod batch_size;
+mod engine_config;
+mod export;
+pub(super) mod fine_tune;
+pub(super) mod labelled_texts;
+mod learning_rate;
+pub(super) mod memory_fit;
+mod model_card;
+pub(super) mod objective;
+pub(super) mod options;
+mod plan;
+pub(super) mod prepare;
+mod result_folders;
+mod run_identity;
+pub(super) mod scores;
+pub(super) mod step_report;

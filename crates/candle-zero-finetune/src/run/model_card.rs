@@ -1,0 +1,162 @@
+//! What lies beside a result's weights: the tokenizer's files, a README that says what the model is and how it is used, and a
+//! record of the run.
+
+use super::options::{Objective, TuningMethod};
+use super::prepare::PreparedRun;
+use crate::chat::tokenizer_files::TokenizerFiles;
+use crate::data::data_report::DataReport;
+use crate::data::dataset::Dataset;
+use crate::error::{Error, Result};
+use crate::model::output_dir::{TOKENIZER, copy_files};
+use candle_zero::checkpoint::{create, write_json};
+use serde_json::{Value, json};
+use std::io::Write as _;
+use std::path::Path;
+
+/// The record's file.
+pub(super) const RECORD: &str = "run.json";
+const README: &str = "README.md";
+
+/// What a run has come to, beside its settings.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct RunOutcome {
+    /// Steps that were made.
+    pub steps: u64,
+    /// Steps of the whole run.
+    pub total: u64,
+    /// The loss of the last step.
+    pub loss: Option<f64>,
+    /// The best validation: steps made, and its loss.
+    pub best: Option<(u64, f64)>,
+}
+
+/// What is known of a run when its result is written.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelCard<'a> {
+    pub prepared: &'a PreparedRun,
+    /// The settings that the result follows from, by name.
+    pub settings: &'a Value,
+    pub outcome: RunOutcome,
+}
+
+impl ModelCard<'_> {
+    /// Writes the files into a result's folder. The same run writes the same bytes, however often it was stopped.
+    ///
+    /// # Errors
+    /// Files that cannot be read or written.
+    pub fn write(&self, into: &Path) -> Result<()> {
+        let Self { prepared, settings, outcome } = *self;
+        if prepared.options.method.lora().is_some() {
+            match prepared.start.tokenizer_path() {
+                file if file.is_file() => TokenizerFiles::read(file)?.write(into)?,
+                folder => copy_files(folder, into, TOKENIZER)?,
+            }
+        }
+        write_json(into, RECORD, &record(prepared, settings, outcome))?;
+        let text = readme(prepared, outcome);
+        create(into, README, |file| {
+            let wrong = |source| Error::Io { action: "write", path: into.join(README), source };
+            file.write_all(text.as_bytes()).map_err(wrong)
+        })
+    }
+}
+
+/// The base as a README calls it.
+fn base_name(prepared: &PreparedRun) -> String {
+    let folder = || prepared.options.model.display().to_string();
+    prepared.options.base_name.clone().unwrap_or_else(folder)
+}
+
+fn method(prepared: &PreparedRun) -> String {
+    let options = &prepared.options;
+    let what = match &options.method {
+        TuningMethod::Full => "All weights were trained".to_owned(),
+        TuningMethod::Lora(lora) => {
+            format!("Low-rank adapters (LoRA, r {}, alpha {}) were trained", lora.r, lora.alpha)
+        }
+        TuningMethod::Qlora(lora) => format!(
+            "Low-rank adapters (LoRA, r {}, alpha {}) were trained beside weights in NF4 (QLoRA)",
+            lora.r, lora.alpha
+        ),
+    };
+    match options.objective {
+        Objective::Generate => what,
+        Objective::Prefer { beta } => format!("{what} on preferences (DPO, beta {beta})"),
+        Objective::Classify => format!("{what} to classify texts"),
+    }
+}
+
+fn readme(prepared: &PreparedRun, outcome: RunOutcome) -> String {
+    let (base, options) = (base_name(prepared), &prepared.options);
+    let (library, pipeline) = match (&options.method, options.objective) {
+        (_, Objective::Classify) => ("transformers", "text-classification"),
+        (TuningMethod::Full, _) => ("transformers", "text-generation"),
+        _ => ("peft", "text-generation"),
+    };
+    // JSON strings are YAML strings.
+    let quoted = Value::from(base.as_str());
+    let mut text =
+        format!("---\nbase_model: {quoted}\nlibrary_name: {library}\npipeline_tag: {pipeline}\ntags:\n- candle-zero\n");
+    if options.method.lora().is_some() {
+        text += "- lora\n";
+    }
+    text += &format!(
+        "---\n\n# A fine-tuned model\n\n{}, starting from `{base}`, with candle-zero {} in {} of {} steps",
+        method(prepared),
+        env!("CARGO_PKG_VERSION"),
+        outcome.steps,
+        outcome.total,
+    );
+    if let Some(loss) = outcome.loss {
+        text += &format!("; the loss of the last step is {loss:.4}");
+    }
+    if let Some((steps, loss)) = outcome.best {
+        text += &format!("; the best validation loss is {loss:.4}, after {steps} steps");
+    }
+    text += &format!(". [{RECORD}]({RECORD}) has the settings and the data.\n\n## Use\n\n```sh\n");
+    text += match (&options.method, options.objective) {
+        (_, Objective::Classify) => "zerorun classify THIS_FOLDER \"a text\"\n",
+        (TuningMethod::Full, _) => "zerorun generate THIS_FOLDER --prompt \"a question\"\n",
+        _ => {
+            "zerorun generate BASE_MODEL --adapter THIS_FOLDER --prompt \"a question\"\n\
+              zerorun merge BASE_MODEL THIS_FOLDER --out merged\n"
+        }
+    };
+    text += "```\n\n```python\n";
+    text += &match (&options.method, options.objective) {
+        (_, Objective::Classify) => "from transformers import pipeline\n\n\
+             pipeline(\"text-classification\", \"THIS_FOLDER\")(\"a text\")\n"
+            .to_owned(),
+        (TuningMethod::Full, _) => "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+             model = AutoModelForCausalLM.from_pretrained(\"THIS_FOLDER\")\n\
+             tokenizer = AutoTokenizer.from_pretrained(\"THIS_FOLDER\")\n"
+            .to_owned(),
+        _ => format!(
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+             model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({quoted}), \"THIS_FOLDER\")\n\
+             tokenizer = AutoTokenizer.from_pretrained(\"THIS_FOLDER\")\n"
+        ),
+    };
+    text += "```\n";
+    text
+}
+
+fn record(prepared: &PreparedRun, settings: &Value, outcome: RunOutcome) -> Value {
+    let files = |data: &Dataset| -> Vec<Value> {
+        let of_file = |(path, report): (&Path, &DataReport)| json!({ "path": path.display().to_string(), "found": report.to_string(), "notes": report.notes() });
+        data.reports().map(of_file).collect()
+    };
+    let data = |data: &Dataset| json!({ "samples": data.len(), "files": files(data) });
+    let best = outcome.best.map(|(steps, loss)| json!({ "steps": steps, "loss": loss }));
+    json!({
+        "program": concat!("candle-zero ", env!("CARGO_PKG_VERSION")),
+        "base_model": base_name(prepared),
+        "settings": settings,
+        "training_data": data(prepared.training()),
+        "validation_data": prepared.validation().map(data),
+        "steps": outcome.steps,
+        "total_steps": outcome.total,
+        "loss": outcome.loss,
+        "best_validation": best,
+    })
+}

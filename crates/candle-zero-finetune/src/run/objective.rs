@@ -1,0 +1,148 @@
+//! What a run learns from its batches: a loss to go down, and the sums that a validation is made of.
+
+use super::labelled_texts::LabelledTexts;
+use super::options::Objective;
+use super::scores::Scores;
+use crate::data::batches::{NO_TARGET, RowBatch};
+use crate::model::trainable_model::TrainableModel;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_zero::models::Decoder;
+use candle_zero::nn::{Rewards, dpo_loss};
+use candle_zero::nn::{Sequences, without_adapters};
+
+/// A validation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Validation {
+    /// The mean loss: over target tokens, over pairs of a preference, or over texts with labels.
+    pub loss: f64,
+    /// The share of pairs where the model is ahead of its reference, or of texts whose label it tells.
+    pub accuracy: Option<f64>,
+    /// The mean of the labels' F1 ([`Scores::macro_f1`]), where labels are told.
+    pub f1: Option<f64>,
+    /// The rewards of the answers of preferences.
+    pub rewards: Option<Rewards>,
+}
+
+/// Rows as tensors.
+struct BatchTensors {
+    ids: Tensor,
+    targets: Tensor,
+    sequences: Sequences,
+}
+
+impl BatchTensors {
+    fn new(rows: &RowBatch, device: &Device) -> Result<Self> {
+        let shape = (rows.rows, rows.time);
+        Ok(Self {
+            ids: Tensor::from_slice(&rows.ids, shape, device)?,
+            targets: Tensor::from_slice(&rows.targets, shape, device)?,
+            sequences: Sequences::from_starts(rows.starts.clone(), rows.time)?,
+        })
+    }
+
+    /// Sums of log probabilities of the chosen answers and of the rejected ones, which are the rows in turn.
+    fn sums(&self, model: &Decoder) -> Result<[Tensor; 2]> {
+        let sums = model.log_probabilities(&self.ids, &self.targets, Some(&self.sequences))?.sum(1)?;
+        let pairs = sums.reshape(((), 2))?;
+        Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
+    }
+}
+
+impl Objective {
+    /// Whether the loss of a batch needs to be told what the model says without its adapters ([`Objective::reference`]).
+    pub(super) fn needs_reference(self) -> bool {
+        matches!(self, Self::Prefer { .. })
+    }
+
+    /// What the model says of a batch without its adapters, as sums of log probabilities, `[2, pairs]`.
+    pub(super) fn reference(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
+        let [chosen, rejected] = without_adapters(|| BatchTensors::new(rows, device)?.sums(model.decoder()?))?;
+        Tensor::stack(&[chosen, rejected], 0)
+    }
+
+    /// The loss of a batch, a scalar of f32: its sum over targets or labels, divided by `divisor`; of a preference, the mean
+    /// over its pairs beside a `reference`, with their rewards.
+    pub(super) fn loss(
+        self,
+        model: &TrainableModel,
+        rows: &RowBatch,
+        reference: Option<&Tensor>,
+        divisor: f64,
+        device: &Device,
+    ) -> Result<(Tensor, Option<Rewards>)> {
+        if self == Self::Classify {
+            return Ok((LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
+        }
+        let (batch, model) = (BatchTensors::new(rows, device)?, model.decoder()?);
+        match (self, reference) {
+            (Self::Prefer { beta }, Some(reference)) => {
+                let [chosen, rejected] = batch.sums(model)?;
+                let of_reference = [reference.get(0)?, reference.get(1)?];
+                let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
+                Ok((dpo.loss, Some(dpo.rewards)))
+            }
+            (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
+            _ => Ok((model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor))?, None)),
+        }
+    }
+
+    /// What a batch adds to a validation: loss, what it is divided by, and then with preferences the
+    /// rewards of their pairs, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
+    pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
+        let sums = match self {
+            Self::Classify => {
+                let (model, texts) = (model.encoder()?, LabelledTexts::of(rows, device)?);
+                let mut scores = Scores::new(model.config().labels.len());
+                let loss = texts.judge(&texts.logits(model)?, &mut scores)?;
+                [vec![loss, scores.texts() as f64], scores.to_numbers()].concat()
+            }
+            Self::Generate => {
+                let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
+                let loss = self.loss(model, rows, None, 1.0, device)?.0.to_scalar::<f32>()?;
+                vec![f64::from(loss), targets as f64]
+            }
+            Self::Prefer { beta } => {
+                let reference = self.reference(model, rows, device)?;
+                let batch = BatchTensors::new(rows, device)?;
+                let [chosen, rejected] = batch.sums(model.decoder()?)?;
+                let mut sums = vec![0.0; 6];
+                let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
+                let real: Vec<bool> = real.step_by(2).collect();
+                let values = |sums: &Tensor| sums.to_dtype(DType::F32)?.to_vec1::<f32>();
+                let [chosen, rejected] = [values(&chosen)?, values(&rejected)?];
+                let reference = reference.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                for pair in (0..real.len()).filter(|pair| real[*pair]) {
+                    let rewards = [chosen[pair] - reference[0][pair], rejected[pair] - reference[1][pair]];
+                    let rewards = rewards.map(|ahead| beta * f64::from(ahead));
+                    let ahead = f64::from(chosen[pair] - rejected[pair]);
+                    let margin = beta * (ahead - f64::from(reference[0][pair] - reference[1][pair]));
+                    let right = f64::from(u8::from(margin > 0.0));
+                    // -log sigmoid(margin)
+                    sums[0] += (-margin).max(0.0) + (-margin.abs()).exp().ln_1p();
+                    sums[1] += 1.0;
+                    sums[2..].iter_mut().zip([rewards[0], rewards[1], margin, right]).for_each(|(sum, x)| *sum += x);
+                }
+                sums
+            }
+        };
+        Tensor::new(sums, &Device::Cpu)
+    }
+
+    /// The validation that sums over all batches and ranks make.
+    pub(super) fn validation(self, sums: &[f64]) -> Validation {
+        let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
+        let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };
+        match self {
+            Self::Generate => none,
+            Self::Prefer { .. } => {
+                let rewards = Rewards::of_numbers([2, 3, 4, 5].map(mean));
+                Validation { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
+            }
+            Self::Classify => {
+                let scores = Scores::of_numbers(sums.get(2..).unwrap_or_default());
+                Validation { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
+            }
+        }
+    }
+}

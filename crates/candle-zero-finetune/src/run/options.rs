@@ -1,0 +1,452 @@
+//! What a fine-tuning run is told.
+
+use crate::data::columns::Columns;
+use crate::data::data_options::Truncation;
+use crate::data::source::Source;
+use crate::error::FinetuneError;
+use crate::error::Result;
+use candle_core::DType;
+use candle_zero::nn::LoraConfig;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Which weights are trained.
+#[derive(Debug, Clone, PartialEq)]
+pub enum TuningMethod {
+    /// All weights.
+    Full,
+    /// Low-rank adapters beside frozen weights.
+    Lora(LoraConfig),
+    /// Low-rank adapters beside frozen weights, of which the projections of the blocks are in NF4 (QLoRA, arXiv
+    /// 2305.14314).
+    Qlora(LoraConfig),
+}
+
+impl TuningMethod {
+    /// Its name.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Lora(_) => "lora",
+            Self::Qlora(_) => "qlora",
+        }
+    }
+
+    /// The adapters' settings, where there are adapters.
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        match self {
+            Self::Full => None,
+            Self::Lora(lora) | Self::Qlora(lora) => Some(lora),
+        }
+    }
+}
+
+/// What is learned.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Objective {
+    /// To say what the assistant says: cross entropy of the targets.
+    Generate,
+    /// To prefer one answer to another, by direct preference optimization against the model without its adapters.
+    Prefer {
+        /// How much a difference in log probability counts.
+        beta: f64,
+    },
+    /// To tell the label of a text: cross entropy of the classes. The model is an encoder, and all of its weights are trained.
+    Classify,
+}
+
+/// How long training lasts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TrainingLength {
+    /// Three times through the data, and up to fifteen times with fewer than some hundred samples, of which each is to be seen more
+    /// often to be learned.
+    Auto,
+    /// So many times through the data.
+    Epochs(f64),
+    /// So many optimizer steps.
+    Steps(u64),
+}
+
+/// The numbers of the model while it is trained. Weights that are trained have f32 copies in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ModelPrecision {
+    /// Single precision.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// Half precision, with loss scaling.
+    F16,
+}
+
+impl ModelPrecision {
+    /// The type of the model's tensors.
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::F16 => DType::F16,
+        }
+    }
+}
+
+/// How the learning rate decays after warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LrDecay {
+    /// Half a wave of a cosine, down to nothing.
+    #[default]
+    Cosine,
+    /// A line down to nothing.
+    Linear,
+    /// As it is.
+    Constant,
+}
+
+/// How long the learning rate rises at the beginning.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum WarmupLength {
+    /// A part of all steps.
+    Part(f64),
+    /// So many steps.
+    Steps(u64),
+}
+
+/// The data for validation.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ValidationData {
+    /// Files of their own.
+    Files(Vec<Source>),
+    /// A part of the training data, from 0 to 1, which is not trained on.
+    Part(f64),
+}
+
+/// Which checkpoints a run saves, and whether it resumes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointOptions {
+    /// Their folder.
+    pub dir: PathBuf,
+    /// Steps between two; none: one, at the end.
+    pub every: Option<u64>,
+    /// Newest ones that stay; none: all.
+    pub keep: Option<usize>,
+    /// Whether the run goes on from the newest one that is there.
+    pub resume: bool,
+}
+
+/// Everything that a fine-tuning run is told. What is not said has a default that suits.
+///
+/// ```
+/// use candle_zero::finetune::{TrainingLength, Options};
+///
+/// let options = Options { length: TrainingLength::Steps(100), ..Options::new("SmolLM2-135M-Instruct", "adapter") };
+/// assert!(options.method.lora().is_some_and(|lora| lora.r == 16));
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, the folder of a BERT.
+    pub model: PathBuf,
+    /// What an adapter's file calls the model. Default: its folder.
+    pub base_name: Option<String>,
+    /// Training data.
+    pub data: Vec<Source>,
+    /// The folder for the result, absent or empty until the end.
+    pub out: PathBuf,
+    /// What is trained. Default: LoRA of rank 16 on all projections.
+    pub method: TuningMethod,
+    /// The folder of an adapter that the run begins with, whose settings take the place of the method's. Default: one that
+    /// changes nothing yet.
+    pub adapter: Option<PathBuf>,
+    /// What is learned. Default: to say what the assistant says.
+    pub objective: Objective,
+    /// A DeepSpeed configuration. What it says goes before what these options say; stage and offload follow from it alone.
+    /// Without one they are chosen by the memory at hand.
+    pub ds_config: Option<PathBuf>,
+    /// The model's numbers. Default: f32.
+    pub precision: ModelPrecision,
+    /// How long is trained. Default: three epochs, and up to fifteen with few samples.
+    pub length: TrainingLength,
+    /// The highest learning rate. Default: for adapters 2e-4 where the model's stream is 4096 wide, more for a narrower one in
+    /// proportion, up to 1e-3, and less for a wider one; 2e-5 for all weights; a tenth of either for preferences.
+    pub lr: Option<f64>,
+    /// Rows, or pairs of a preference, in a step of all ranks. Default: 8, or with little data 4, 2 or 1, so that an epoch has
+    /// 30 steps or more, rounded up to a multiple of what the ranks take at once; with very little, rows also hold fewer samples
+    /// than would fit.
+    pub batch: Option<usize>,
+    /// Rows that a rank computes at once. Default: 1.
+    pub micro_batch: usize,
+    /// Tokens of a row. Default: 1024, or the model's context where that is shorter.
+    pub ctx: Option<usize>,
+    /// The rise of the learning rate. Default: 3 % of the steps.
+    pub warmup: WarmupLength,
+    /// The learning rate after it. Default: a cosine.
+    pub scheduler: LrDecay,
+    /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
+    /// true.
+    pub shuffle: bool,
+    /// Whether a row holds as many samples as fit, rather than one, of samples without labels. Default: true.
+    pub packing: bool,
+    /// What becomes of samples that are longer than a row. Default: they are cut.
+    pub overlong: Truncation,
+    /// Whether a record that cannot be used is an error. Default: false, they are counted.
+    pub strict: bool,
+    /// Whether a run goes on where more than a tenth of a file's records cannot be used.
+    pub allow_skipped: bool,
+    /// What the columns of data files are read as, where they have names of their own.
+    pub columns: Columns,
+    /// The labels to tell apart, in the order of their numbers. Default: all of the data, sorted.
+    pub labels: Vec<String>,
+    /// The data for validation. Default: nothing.
+    pub validation: Option<ValidationData>,
+    /// Steps between validations. Default: a tenth of all.
+    pub eval_every: Option<u64>,
+    /// Validations without an improvement after which training ends. Default: it goes on.
+    pub patience: Option<u64>,
+    /// Checkpoints. Default: none.
+    pub saving: Option<CheckpointOptions>,
+    /// Whether the run continues from a checkpoint also where its settings are not those that the checkpoint was saved with.
+    /// Default: false, it is refused with the differences.
+    pub resume_anyway: bool,
+    /// Seed of adapters, order and dropout. Default: 42.
+    pub seed: u64,
+    /// Whether blocks run again in backward, rather than keep what they computed. Default: chosen by the memory at hand;
+    /// with a DeepSpeed configuration they do not.
+    pub recompute: Option<bool>,
+    /// The folder for tokenized data. Default: `candle-zero/samples` in the user's cache.
+    pub cache: Option<PathBuf>,
+}
+
+impl Options {
+    /// Options with their defaults.
+    pub fn new(model: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
+        Self {
+            model: model.into(),
+            base_name: None,
+            data: vec![],
+            out: out.into(),
+            method: TuningMethod::Lora(LoraConfig::default()),
+            adapter: None,
+            objective: Objective::Generate,
+            ds_config: None,
+            precision: ModelPrecision::F32,
+            length: TrainingLength::Auto,
+            lr: None,
+            batch: None,
+            micro_batch: 1,
+            ctx: None,
+            warmup: WarmupLength::Part(0.03),
+            scheduler: LrDecay::Cosine,
+            shuffle: true,
+            packing: true,
+            overlong: Truncation::Truncate,
+            strict: false,
+            allow_skipped: false,
+            columns: Columns::default(),
+            labels: vec![],
+            validation: None,
+            eval_every: None,
+            patience: None,
+            saving: None,
+            resume_anyway: false,
+            seed: 42,
+            recompute: None,
+            cache: None,
+        }
+    }
+
+    /// The highest learning rate, for a model whose stream is so wide.
+    pub(super) fn peak_lr(&self, hidden_size: usize) -> f64 {
+        // A step of an optimizer as Adam changes each element of an adapter alike, and a wider model's output by more.
+        let by_width = 2e-4 * 4096.0 / hidden_size.max(1) as f64;
+        let usual = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
+        let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
+        self.lr.unwrap_or(usual * part)
+    }
+
+    /// Refuses values that make no run.
+    pub(crate) fn check(&self) -> Result<()> {
+        let at_least_one = "a whole number from 1 on";
+        let positive = |x: f64| x > 0.0 && x.is_finite();
+        if self.data.is_empty() {
+            return Err(refused("--data", "nothing", "one file or several"));
+        }
+        match self.length {
+            TrainingLength::Epochs(epochs) if !(positive(epochs) && epochs <= 1e6) => {
+                return Err(refused("--epochs", epochs, "above 0 and at most 1000000"));
+            }
+            TrainingLength::Steps(0) => return Err(refused("--steps", 0, at_least_one)),
+            _ => (),
+        }
+        if let Some(lr) = self.lr.filter(|lr| !positive(*lr)) {
+            return Err(refused("--lr", lr, "a positive finite number"));
+        }
+        for (flag, value) in [("--batch", self.batch), ("--micro_batch", Some(self.micro_batch))] {
+            if value == Some(0) {
+                return Err(refused(flag, 0, at_least_one));
+            }
+            if let Some(rows) = value.filter(|rows| *rows > MOST_ROWS) {
+                return Err(refused(flag, rows, format!("at most {MOST_ROWS}")));
+            }
+        }
+        for (flag, value) in [("--eval_every", self.eval_every), ("--patience", self.patience)] {
+            if value == Some(0) {
+                return Err(refused(flag, 0, at_least_one));
+            }
+            if value.is_some() && self.validation.is_none() {
+                return Err(misused(flag, "is of use with validation alone: give --val FILE or --val 5%"));
+            }
+        }
+        if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
+            return Err(refused("--ctx", ctx, "2 or more: a token, and one to predict"));
+        }
+        if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MOST_CTX) {
+            return Err(refused("--ctx", ctx, format!("at most {MOST_CTX}")));
+        }
+        match self.warmup {
+            WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
+                return Err(refused("--warmup", part, "a number of steps, or a part of them as 3%"));
+            }
+            _ => (),
+        }
+        if self.adapter.is_some() && self.method == TuningMethod::Full {
+            return Err(misused("--adapter", "is of use with adapters alone: leave out --full"));
+        }
+        if let Some(ValidationData::Part(part)) = self.validation
+            && !(part > 0.0 && part < 1.0)
+        {
+            return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
+        }
+        if self.objective == Objective::Classify && self.method != TuningMethod::Full {
+            let why =
+                "classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter";
+            return Err(misused("--task", why));
+        }
+        if let Objective::Prefer { beta } = self.objective {
+            if !positive(beta) {
+                return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, as beta=0.1"));
+            }
+            if self.method == TuningMethod::Full {
+                let why = "needs adapters, for the model without them is the reference: leave out --full";
+                return Err(misused("--dpo", why));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The most rows of a step, and tokens of a row: more than any run has.
+const MOST_ROWS: usize = 1 << 24;
+const MOST_CTX: usize = 1 << 27;
+
+/// The error about an option's value.
+pub(crate) fn refused(flag: &'static str, found: impl fmt::Display, allowed: impl Into<String>) -> candle_zero::Error {
+    FinetuneError::Option { flag, found: found.to_string(), allowed: allowed.into() }.into()
+}
+
+/// The error about an option that does not go with the others.
+pub(super) fn misused(flag: &'static str, problem: impl Into<String>) -> candle_zero::Error {
+    FinetuneError::OptionUse { flag, problem: problem.into() }.into()
+}
+
+/// Reads `5%` as a part.
+fn percentage(text: &str) -> Option<f64> {
+    Some(text.strip_suffix('%')?.trim().parse::<f64>().ok()? / 100.0)
+}
+
+/// A part that is written as a fraction, as other trainers take it: 5% for 0.05.
+fn fraction(text: &str) -> Option<String> {
+    let part = text.trim().parse::<f64>().ok().filter(|part| *part > 0.0 && *part < 1.0)?;
+    // To a millionth of a percent: 0.07 * 100 is not 7.
+    Some(format!("{}%", (part * 1e8).round() / 1e6))
+}
+
+impl FromStr for WarmupLength {
+    type Err = candle_zero::Error;
+
+    /// Reads `100` or `3%`.
+    fn from_str(text: &str) -> Result<Self> {
+        let steps = || text.parse().ok().map(Self::Steps);
+        let warmup = percentage(text).map(Self::Part).or_else(steps);
+        warmup.ok_or_else(|| match fraction(text) {
+            Some(percent) => {
+                refused("--warmup", text, format!("a number of steps, or a part of all steps as {percent}"))
+            }
+            None => refused("--warmup", text, "a number of steps, or a part of them as 3%"),
+        })
+    }
+}
+
+impl ValidationData {
+    /// Reads what follows `--val`: files, or a part as `5%`.
+    ///
+    /// # Errors
+    /// A part beside other arguments, a file's weight that is none.
+    pub fn parse<T: AsRef<str>>(arguments: &[T]) -> Result<Self> {
+        if let [only] = arguments
+            && let Some(part) = percentage(only.as_ref())
+        {
+            return Ok(Self::Part(part));
+        }
+        if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
+            let why = format!("has {} beside files: give a part of the training data or files", part.as_ref());
+            return Err(misused("--val", why));
+        }
+        let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
+        if let Some((text, percent)) = arguments.iter().find_map(|text| Some((text, fraction_of(text.as_ref())?))) {
+            let allowed = format!("files, or a part of the training data as {percent}");
+            return Err(refused("--val", text.as_ref(), allowed));
+        }
+        Ok(Self::Files(arguments.iter().map(|file| Source::parse(file.as_ref())).collect::<Result<_>>()?))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn with_data() -> Options {
+        Options { data: vec![Source::parse("a.jsonl").unwrap()], ..Options::new("m", "o") }
+    }
+
+    #[test]
+    fn shares_are_read_as_parts_and_files_as_files() {
+        assert_eq!(ValidationData::parse(&["5%"]).unwrap(), ValidationData::Part(0.05));
+        assert!(
+            matches!(ValidationData::parse(&["a.jsonl", "b.csv"]).unwrap(), ValidationData::Files(files) if files.len() == 2)
+        );
+        assert_eq!("3%".parse::<WarmupLength>().unwrap(), WarmupLength::Part(0.03));
+        assert_eq!("12".parse::<WarmupLength>().unwrap(), WarmupLength::Steps(12));
+    }
+
+    #[test]
+    fn a_fraction_is_refused_with_its_percentage() {
+        insta::assert_snapshot!(ValidationData::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data as 5%");
+        insta::assert_snapshot!(ValidationData::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
+        insta::assert_snapshot!("0.03".parse::<WarmupLength>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
+    }
+
+    #[test]
+    fn values_that_make_no_run_are_refused_by_flag() {
+        let text = |options: Options| options.check().unwrap_err().to_string();
+        with_data().check().unwrap();
+        insta::assert_snapshot!(text(Options::new("m", "o")), @"--data is nothing, but must be one file or several");
+        insta::assert_snapshot!(text(Options { length: TrainingLength::Steps(0), ..with_data() }), @"--steps is 0, but must be a whole number from 1 on");
+        insta::assert_snapshot!(text(Options { length: TrainingLength::Epochs(-1.0), ..with_data() }), @"--epochs is -1, but must be above 0 and at most 1000000");
+        insta::assert_snapshot!(text(Options { lr: Some(f64::NAN), ..with_data() }), @"--lr is NaN, but must be a positive finite number");
+        insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number from 1 on");
+        insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be 2 or more: a token, and one to predict");
+        insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience is of use with validation alone: give --val FILE or --val 5%");
+        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
+        let dpo = Objective::Prefer { beta: 0.1 };
+        insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
+        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
+        let dpo = Objective::Prefer { beta: 0.0 };
+        insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, as beta=0.1");
+        insta::assert_snapshot!("x".parse::<WarmupLength>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
+        insta::assert_snapshot!(ValidationData::parse(&["5%", "a.jsonl"]).unwrap_err(), @"--val has 5% beside files: give a part of the training data or files");
+    }
+}

@@ -1,0 +1,231 @@
+//! What follows from what was prepared and the number of ranks: the engine's configuration, batches, steps.
+
+use super::auto_offload::fitted;
+use super::batch_size::{BatchSizing, epochs_for};
+use super::engine_config;
+use super::learning_rate::LearningRates;
+use super::memory_fit::memory_of_rank;
+use super::options::{LrDecay, Objective, TrainingLength};
+use super::prepare::{PreparedRun, StartModel};
+use super::run_identity::{RunIdentity, SavedRun, fingerprint};
+use crate::data::batches::{Batches, RowOrder, SequencePacking};
+#[cfg(doc)]
+use crate::error::FinetuneError;
+use crate::error::Result;
+use candle_zero::comm::Communicator;
+use candle_zero::config::Config;
+use candle_zero::data::BatchShape;
+use candle_zero::nn::{LoraConfig, LoraTargets};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// The plan of a run on some ranks.
+pub(super) struct RunPlan {
+    pub config: Config,
+    pub rates: LearningRates,
+    pub training: Batches,
+    pub validation: Option<Batches>,
+    /// Steps of the run.
+    pub total: u64,
+    /// Tokens of a row, where rows hold less than they could so that an epoch has more steps.
+    pub shorter: Option<usize>,
+    /// The stage and the offload that were chosen and why, where there was something to choose.
+    pub chosen: Option<String>,
+}
+
+impl RunPlan {
+    /// The plan of a rank, which may take `memory` bytes, of a run that continues from a checkpoint with `remembered` rows a step,
+    /// where it does.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
+    pub fn new(
+        prepared: &PreparedRun,
+        memory: u64,
+        world: usize,
+        rank: usize,
+        remembered: Option<usize>,
+    ) -> Result<Self> {
+        let options = &prepared.options;
+        let order = options.shuffle.then_some(options.seed).map_or(RowOrder::Sequential, RowOrder::Shuffled);
+        let unit = world.max(1).saturating_mul(options.micro_batch.max(1));
+        let usual = prepared.packing();
+        let pace = BatchSizing::new(&prepared.training, usual, order, unit, remembered);
+        let (config, takes_pace) = engine_config::filled_in(options, world, pace.rows, prepared.hidden_size())?;
+        let (config, chosen) = fitted(prepared, config, memory, world)?;
+        let resolve =
+            |warmup, steps| engine_config::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
+        let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
+        let (packing, pad) = (if takes_pace { pace.packing } else { usual }, prepared.pad());
+        let data = prepared.training.clone();
+        let training = match options.shuffle {
+            true => Batches::training(data, packing, shape, options.seed, pad),
+            false => Batches::in_order(data, packing, shape, pad),
+        };
+        let total = match options.length {
+            TrainingLength::Steps(steps) => steps,
+            TrainingLength::Epochs(epochs) => training.steps(epochs),
+            TrainingLength::Auto => training.steps(epochs_for(prepared.training.len() / prepared.training.group())),
+        };
+        let rates =
+            LearningRates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
+        let config = resolve(rates.warmup(), total)?;
+        // There is nothing to accumulate.
+        let shape = BatchShape { accumulation: 1, ..shape };
+        let validation = prepared.validation.clone();
+        let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
+        let shorter = match packing {
+            SequencePacking::Packed { .. } if packing != usual => Some(training.longest_row()),
+            _ => None,
+        };
+        Ok(Self { config, rates, training, validation, total, shorter, chosen })
+    }
+
+    /// What the run is, for its checkpoints. Reads all of the base's weights.
+    ///
+    /// # Errors
+    /// Weights that cannot be read, or are not finite.
+    pub fn identity(&self, prepared: &PreparedRun) -> Result<RunIdentity> {
+        let (values, parameters) = match &prepared.start {
+            StartModel::Decoder { base, .. } => (base.values(), base.config().parameters()?),
+            StartModel::Encoder { base, .. } => (base.values(), base.config().parameters()?),
+        };
+        let mut settings = self.settings(prepared);
+        settings.insert("base's weights".into(), hex(fingerprint(&*values, &parameters)?));
+        Ok(RunIdentity::new(settings))
+    }
+
+    /// The settings that the result follows from, by name, with fingerprints of what is too large to be kept.
+    pub fn settings(&self, prepared: &PreparedRun) -> BTreeMap<String, Value> {
+        let options = &prepared.options;
+        let mut settings = BTreeMap::new();
+        let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
+        set("tokenizer", hex(prepared.tokenizer.fingerprint()));
+        set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
+        set("method", json!(options.method.name()));
+        if let Some(LoraConfig { r, alpha, dropout, targets, rslora, dora }) = options.method.lora() {
+            set("r", json!(r));
+            set("alpha", json!(alpha));
+            set("dropout", json!(dropout));
+            let targets = match targets {
+                LoraTargets::AllLinear => "all-linear".to_owned(),
+                LoraTargets::Names(names) => {
+                    let mut names = names.clone();
+                    names.sort_unstable();
+                    names.join("+")
+                }
+            };
+            set("targets", json!(targets));
+            set("rslora", json!(rslora));
+            set("dora", json!(dora));
+        }
+        set("adapter that it began with", prepared.adapter.map_or(Value::Null, hex));
+        set(
+            "objective",
+            match options.objective {
+                Objective::Generate => json!("generate"),
+                Objective::Prefer { beta } => json!(format!("prefer, beta {beta}")),
+                Objective::Classify => json!("classify"),
+            },
+        );
+        set("data", hex(prepared.training.content()));
+        if !prepared.training.labels().is_empty() {
+            set("labels", json!(prepared.training.labels()));
+        }
+        set("ctx", json!(prepared.ctx()));
+        if let Some(tokens) = self.shorter {
+            set("tokens of a row", json!(tokens));
+        }
+        set("packing", json!(options.packing));
+        set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
+        set("seed", json!(options.seed));
+        settings.extend(of_config(self));
+        settings
+    }
+}
+
+/// What the engine's configuration and the rates say.
+fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
+    const SECTIONS: [&str; 13] = [
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "communication_data_type",
+        "data_types",
+        "fp16",
+        "bf16",
+        "torch_autocast",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
+    ];
+    let printed = plan.config.to_deepspeed_json();
+    let mut settings = BTreeMap::new();
+    for section in SECTIONS {
+        let value = section.split('.').fold(&printed, |value, key| &value[key]);
+        flatten(section.to_owned(), value, &mut settings);
+    }
+    // By the name of its flag.
+    if let Some(lr) = settings.remove("optimizer.params.lr") {
+        settings.insert("lr".into(), lr);
+    }
+    settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
+    let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
+    settings.insert("delayed_update_after".into(), json!(delayed));
+    // A DeepSpeed scheduler has its steps among its own settings.
+    if plan.config.scheduler.is_none() {
+        let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
+        settings.insert("warmup".into(), json!(format!("{warmup} steps")));
+        settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
+        // With a constant rate a longer run has the steps of a shorter one.
+        if shape != LrDecay::Constant {
+            settings.insert("steps".into(), json!(plan.total));
+        }
+    }
+    settings.retain(|_, value| !value.is_null());
+    settings
+}
+
+fn flatten(name: String, value: &Value, into: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Object(map) => map.iter().for_each(|(key, value)| flatten(format!("{name}.{key}"), value, into)),
+        other => _ = into.insert(name, other.clone()),
+    }
+}
+
+fn hex(number: u64) -> Value {
+    json!(format!("{number:016x}"))
+}
+
+/// The rows of a step that the newest checkpoint remembers, where the run continues from one: those that rank 0 reads.
+/// Collective.
+pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) -> Result<Option<usize>> {
+    let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
+    let of_ranks = comm.gather_f64(vec![own as f64]).wait()?;
+    let first = of_ranks.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
+    Ok(Some(first as usize).filter(|rows| *rows > 0))
+}
+
+impl PreparedRun {
+    /// Checks that a run on `world` ranks can be planned, and may continue from its newest checkpoint where it is to: what can be
+    /// known of it before a rank is started.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory;
+    /// [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration that are in the way of
+    /// others; a disk without room for the result.
+    pub fn check_for(&self, world: usize) -> Result<()> {
+        let saved = self.saved();
+        let remembered = saved.as_ref().and_then(SavedRun::batch);
+        let plan = RunPlan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
+        self.options.outputs_with(&plan.config).check()?;
+        self.check_room()?;
+        match saved {
+            // The rank that continues says what there is to say.
+            Some(saved) => saved.check(&plan.identity(self)?, plan.total, self.options.resume_anyway).map(drop),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! What a run needs before there is an engine: the model's description, its tokenizer, its data.
+
+use super::options::{Objective, Options, TuningMethod, ValidationData, misused, refused};
+use super::run_identity::SavedRun;
+use crate::chat::template::Template;
+use crate::chat::tokenizer::Tokenizer;
+use crate::data::batches::SequencePacking;
+use crate::data::data_options::{DataOptions, Task};
+use crate::data::dataset::{DataProgress, Dataset};
+use crate::data::labels::labels_of;
+use crate::data::sample_cache::default_cache;
+use crate::data::source::Source;
+use crate::error::FinetuneError;
+use crate::error::{Error, Result};
+use crate::model::base_model::BaseModel;
+use crate::model::encoder_base::EncoderBase;
+use crate::peft::adapted_values::AdaptedValues;
+use crate::peft::adapter::Adapter;
+use crate::peft::qlora::{PACKING, is_quantized};
+use candle_zero::engine::InitialValues;
+use candle_zero::models::{BertConfig, DecoderConfig};
+use candle_zero::util::counted;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
+#[derive(Debug)]
+pub struct PreparedRun {
+    pub(super) options: Options,
+    pub(super) start: StartModel,
+    /// First values of the parameters.
+    pub(super) values: Arc<dyn InitialValues>,
+    /// The fingerprint of the adapter that the run begins with, where there is one.
+    pub(super) adapter: Option<u64>,
+    ctx: usize,
+    pub(super) tokenizer: Tokenizer,
+    pub(super) template: Option<Template>,
+    pub(super) training: Arc<Dataset>,
+    pub(super) validation: Option<Arc<Dataset>>,
+    /// Whether another process keeps other jobs from the outputs.
+    pub(super) is_claimed: bool,
+}
+
+/// The model that a run begins with, and the description of the one that is trained.
+#[derive(Debug)]
+pub(super) enum StartModel {
+    /// A language model; the description has adapters and the rows' length.
+    Decoder { base: Box<BaseModel>, config: DecoderConfig },
+    /// An encoder that is to classify.
+    Encoder { base: EncoderBase, config: BertConfig },
+}
+
+impl StartModel {
+    fn open(options: &Options) -> Result<Self> {
+        let checkpoint_activations = options.recompute.unwrap_or(false);
+        if options.objective == Objective::Classify {
+            let labels = match options.labels.is_empty() {
+                true => labels_of(&options.data, &options.columns)?,
+                false => options.labels.clone(),
+            };
+            let base = EncoderBase::open(&options.model, &labels)?;
+            let config = BertConfig { checkpoint_activations, ..base.config().clone() };
+            return Ok(Self::Encoder { base, config });
+        }
+        let base = Box::new(BaseModel::open(&options.model)?);
+        base.check_whole()?;
+        let lora = options.method.lora().cloned();
+        let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
+        Ok(Self::Decoder { base, config })
+    }
+
+    /// The folder or file with the tokenizer.
+    pub(super) fn tokenizer_path(&self) -> &Path {
+        match self {
+            Self::Decoder { base, .. } => base.tokenizer_path(),
+            Self::Encoder { base, .. } => base.folder(),
+        }
+    }
+
+    fn check_tokens(&self, ids: usize) -> Result<()> {
+        match self {
+            Self::Decoder { base, .. } => base.check_tokens(ids),
+            Self::Encoder { base, .. } => base.check_tokens(ids),
+        }
+    }
+
+    /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
+    fn values(&mut self, ctx: usize, adapter: Option<Adapter>, options: &Options) -> Result<Arc<dyn InitialValues>> {
+        match self {
+            Self::Decoder { base, config } => {
+                config.ctx = ctx;
+                Ok(match config.lora {
+                    Some(_) => {
+                        let values = AdaptedValues::new(base, config, adapter)?;
+                        Arc::new(match options.method {
+                            TuningMethod::Qlora(_) => {
+                                values.quantized(PACKING, options.precision.dtype(), is_quantized)
+                            }
+                            _ => values,
+                        })
+                    }
+                    None => base.values(),
+                })
+            }
+            Self::Encoder { base, .. } => Ok(base.values()),
+        }
+    }
+
+    /// The longest row.
+    fn longest(&self) -> usize {
+        match self {
+            Self::Decoder { base, .. } => base.config().ctx,
+            Self::Encoder { base, .. } => base.config().max_position_embeddings,
+        }
+    }
+}
+
+impl PreparedRun {
+    /// Looks at the options, opens the model, and tokenizes the data, or maps what was tokenized before. `progress` is told
+    /// how far a data file is.
+    ///
+    /// # Errors
+    /// Options that make no run; those of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
+    /// [`Dataset::prepare`]; an output that cannot be written, or in the place of which is something that this run has not
+    /// written.
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+        options.check()?;
+        options.outputs().check()?;
+        options.check_free(&options.written())?;
+        let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
+        if let (Some(adapter), TuningMethod::Lora(lora) | TuningMethod::Qlora(lora)) = (&adapter, &mut options.method) {
+            *lora = adapter.config.clone();
+        }
+        let mut start = StartModel::open(&options)?;
+        let tokenizer = Tokenizer::open(start.tokenizer_path())?;
+        start.check_tokens(tokenizer.vocab_size())?;
+        let template = match Template::open(start.tokenizer_path(), &tokenizer) {
+            Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. })) => None,
+            found => Some(found?),
+        };
+        let longest = start.longest();
+        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(longest));
+        if ctx > longest {
+            return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
+        }
+        let begun_with = adapter.as_ref().map(Adapter::fingerprint);
+        let values = start.values(ctx, adapter, &options)?;
+        let labels = match &start {
+            StartModel::Decoder { .. } => vec![],
+            StartModel::Encoder { base, .. } => base.data_labels().to_vec(),
+        };
+        let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
+        let mut prepare = |sources: &[Source]| {
+            let task = match options.objective {
+                Objective::Generate => Task::Generate,
+                Objective::Prefer { .. } => Task::Prefer,
+                Objective::Classify => Task::Classify,
+            };
+            let (overlong, strict, labels) = (options.overlong, options.strict, labels.clone());
+            let columns = options.columns.clone();
+            let data = DataOptions { overlong, strict, labels, columns, ..DataOptions::new(task, ctx) };
+            let dataset = Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)?;
+            if !options.allow_skipped {
+                dataset.check_skipped()?;
+            }
+            Ok::<_, Error>(dataset)
+        };
+        let training = prepare(&options.data)?;
+        let (training, validation) = match &options.validation {
+            None => (training, None),
+            Some(ValidationData::Files(files)) => {
+                let validation = prepare(files)?;
+                (training, Some(validation))
+            }
+            Some(ValidationData::Part(part)) => {
+                let (samples, percent) = (training.len(), part * 100.0);
+                let (training, validation) = training.split(*part, options.seed);
+                if training.is_empty() || validation.is_empty() {
+                    let nothing = if training.is_empty() { "train on" } else { "validate with" };
+                    let why = format!(
+                        "takes {percent}% of {}, which leaves none to {nothing}: give another part, or files",
+                        counted(samples, "sample")
+                    );
+                    return Err(misused("--val", why));
+                }
+                (training, Some(validation))
+            }
+        };
+        let validation = validation.map(Arc::new);
+        let (adapter, training) = (begun_with, Arc::new(training));
+        let is_claimed = false;
+        Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation, is_claimed })
+    }
+
+    /// What the newest checkpoint says of its run, where this one is to continue from one that is there.
+    pub(super) fn saved(&self) -> Option<SavedRun> {
+        let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
+        SavedRun::newest(&saving.dir)
+    }
+
+    /// The same, where the process that started this one has claimed the outputs.
+    #[doc(hidden)]
+    pub fn claimed(self) -> Self {
+        Self { is_claimed: true, ..self }
+    }
+
+    /// The options.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The language model and the description of the one that is trained: the base's, with adapters and a context of a row's
+    /// length. None where an encoder is trained.
+    pub fn decoder(&self) -> Option<(&BaseModel, &DecoderConfig)> {
+        match &self.start {
+            StartModel::Decoder { base, config } => Some((base.as_ref(), config)),
+            StartModel::Encoder { .. } => None,
+        }
+    }
+
+    /// The encoder, where one is trained.
+    pub fn encoder(&self) -> Option<&EncoderBase> {
+        match &self.start {
+            StartModel::Decoder { .. } => None,
+            StartModel::Encoder { base, .. } => Some(base),
+        }
+    }
+
+    /// The most tokens of a row.
+    pub fn ctx(&self) -> usize {
+        self.ctx
+    }
+
+    /// The model's tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The model's chat template, if it has one.
+    pub fn template(&self) -> Option<&Template> {
+        self.template.as_ref()
+    }
+
+    /// The data that is trained on.
+    pub fn training(&self) -> &Dataset {
+        &self.training
+    }
+
+    /// The data that the model is validated with.
+    pub fn validation(&self) -> Option<&Dataset> {
+        self.validation.as_deref()
+    }
+
+    pub(crate) fn packing(&self) -> SequencePacking {
+        let packed = self.options.packing && self.training.group() == 1 && self.training.labels().is_empty();
+        if packed { SequencePacking::Packed { ctx: self.ctx } } else { SequencePacking::Padded }
+    }
+
+    /// Width of the residual stream.
+    pub(crate) fn hidden_size(&self) -> usize {
+        match &self.start {
+            StartModel::Decoder { config, .. } => config.hidden_size,
+            StartModel::Encoder { config, .. } => config.hidden_size,
+        }
+    }
+
+    /// What fills rows up.
+    pub(crate) fn pad(&self) -> u32 {
+        let ids = ["pad_token", "eos_token"].map(|name| self.tokenizer.special_id(name));
+        ids.into_iter().flatten().next().unwrap_or(0)
+    }
+}

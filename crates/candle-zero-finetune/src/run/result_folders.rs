@@ -1,0 +1,223 @@
+//! What a run reads and where it writes, through the gate of all outputs: before the first step it is known that nothing of
+//! the user's is in the way, and that there is room.
+
+use super::options::{Options, TuningMethod, ValidationData};
+use super::prepare::{PreparedRun, StartModel};
+use crate::error::{Error, OutputError, Result};
+use crate::model::output_dir::COMPANION_FILES;
+use candle_zero::checkpoint;
+use candle_zero::config::Config;
+use candle_zero::files::{
+    InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, check_free_space, free_folder, must_stay,
+};
+use candle_zero::nn::is_adapter;
+use std::path::{Path, PathBuf};
+
+/// A folder of a run's result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ResultFolder {
+    /// The model at the end.
+    Result,
+    /// That of the best validation.
+    Best,
+    /// That of a run that was stopped and has no checkpoints.
+    Stopped,
+}
+
+impl ResultFolder {
+    /// What it is called where a run remembers what it has written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Result => "result",
+            Self::Best => "best",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+impl Options {
+    /// Whether the run may go on from a checkpoint.
+    pub(super) fn is_resumed(&self) -> bool {
+        self.saving.as_ref().is_some_and(|saving| saving.resume)
+    }
+
+    /// The folder for the model of the best validation: that of the result, with `-best` behind its name.
+    pub fn best(&self) -> PathBuf {
+        self.beside_out("-best")
+    }
+
+    /// The folder for the model of a run that was stopped and has no checkpoints: that of the result, with `-stopped`
+    /// behind its name.
+    pub fn stopped(&self) -> PathBuf {
+        self.beside_out("-stopped")
+    }
+
+    fn beside_out(&self, end: &str) -> PathBuf {
+        let mut name = self.out.file_name().unwrap_or_default().to_os_string();
+        name.push(end);
+        self.out.with_file_name(name)
+    }
+
+    /// The folders of the result.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (ResultFolder, PathBuf)> {
+        let best = self.validation.is_some().then(|| (ResultFolder::Best, self.best()));
+        [(ResultFolder::Result, self.out.clone())].into_iter().chain(best)
+    }
+
+    /// What the run reads and writes, as far as the options tell.
+    pub(crate) fn outputs(&self) -> RunPaths {
+        let mut outputs = RunPaths::default().reads("MODEL", &self.model, InputKind::Model);
+        let held = match &self.validation {
+            Some(ValidationData::Files(files)) => files.as_slice(),
+            _ => &[],
+        };
+        for (flag, sources) in [("--data", self.data.as_slice()), ("--val", held)] {
+            outputs =
+                sources.iter().fold(outputs, |outputs, source| outputs.reads(flag, &source.path, InputKind::File));
+        }
+        if let Some(adapter) = &self.adapter {
+            outputs = outputs.reads("--adapter", adapter, InputKind::Model);
+        }
+        if let Some(file) = &self.ds_config {
+            outputs = outputs.reads("--ds_config", file, InputKind::File);
+        }
+        for (part, folder) in self.parts() {
+            let flag = if part == ResultFolder::Best { "the folder for the best model" } else { "--out" };
+            outputs = outputs.writes(flag, folder, OutputKind::Folder);
+        }
+        if let Some(saving) = &self.saving {
+            outputs = outputs.writes("--save", &saving.dir, OutputKind::Checkpoints);
+        }
+        match &self.cache {
+            Some(cache) => outputs.writes("--cache", cache, OutputKind::Shared),
+            None => outputs,
+        }
+    }
+
+    /// The same, with what a configuration adds.
+    pub(super) fn outputs_with(&self, config: &Config) -> RunPaths {
+        let (zero, monitoring) = (&config.zero, &config.monitoring);
+        let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
+        let param = zero.param_files().and_then(|section| section.to.nvme_path());
+        let mut offload: Vec<&Path> = optimizer.into_iter().chain(param).collect();
+        offload.dedup();
+        let mut outputs = self.outputs();
+        for folder in offload {
+            outputs = outputs.writes("nvme_path", folder, OutputKind::Shared);
+        }
+        if let Some(file) = monitoring.flops_profiler.as_ref().and_then(|profiler| profiler.output_file.as_ref()) {
+            outputs = outputs.writes("flops_profiler.output_file", file, OutputKind::File);
+        }
+        outputs
+    }
+
+    /// What a run may replace: what it has written before, where it goes on from a checkpoint that is there.
+    pub(super) fn written(&self) -> OutputDigests {
+        match &self.saving {
+            Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
+                OutputDigests::of_run(&saving.dir)
+            }
+            saving => OutputDigests::nothing(saving.as_ref().map(|saving| saving.dir.as_path())),
+        }
+    }
+
+    /// Refuses a folder for the result that has what the run may not replace, and returns where the folders are.
+    ///
+    /// # Errors
+    /// [`OutputError::Refused`].
+    pub(super) fn check_free(&self, written: &OutputDigests) -> Result<()> {
+        self.parts().try_for_each(|(part, folder)| self.place(part, &folder, written).map(drop))
+    }
+
+    /// Where the folder for a part is, if the run may write there, and whether something is to be replaced.
+    ///
+    /// # Errors
+    /// [`OutputError::Refused`].
+    pub(super) fn place(&self, part: ResultFolder, folder: &Path, written: &OutputDigests) -> Result<(PathBuf, bool)> {
+        let refuse = |problem: String| Err(OutputError::Refused { path: folder.to_owned(), problem }.into());
+        let wrong = |source| Error::Io { action: "read", path: folder.to_owned(), source };
+        match free_folder(folder).map_err(wrong)? {
+            Ok(free) => match free.file_name() {
+                Some(_) => Ok((free, false)),
+                None => refuse("it has no name".into()),
+            },
+            Err(problem) if !folder.is_dir() => refuse(problem.into()),
+            Err(problem) => match written.may_replace(part.name(), folder) {
+                Ok(()) => Ok((folder.canonicalize().map_err(wrong)?, true)),
+                Err(why) if self.is_resumed() => refuse(why),
+                Err(_) => refuse(problem.into()),
+            },
+        }
+    }
+
+    /// Makes all outputs this process's.
+    ///
+    /// # Errors
+    /// Outputs in the way of inputs or of each other; what cannot be written; another job that writes there.
+    #[doc(hidden)]
+    pub fn claim(&self, more: impl FnOnce(RunPaths) -> RunPaths) -> Result<OutputLocks> {
+        // Kind by kind first: what is in a folder counts less than which folder it is.
+        let outputs = more(self.outputs());
+        outputs.check()?;
+        self.check_places()?;
+        let claims = outputs.claim()?;
+        // Another job may have ended while this one waited for its locks.
+        self.check_places()?;
+        Ok(claims)
+    }
+
+    /// Refuses folders that have what the run neither continues nor may replace.
+    fn check_places(&self) -> Result<()> {
+        if let Some(saving) =
+            self.saving.as_ref().filter(|saving| !saving.resume && checkpoint::has_checkpoints(&saving.dir))
+        {
+            let problem = "it has checkpoints of an earlier run, which --resume continues".into();
+            return Err(OutputError::Refused { path: saving.dir.clone(), problem }.into());
+        }
+        self.check_free(&self.written())
+    }
+}
+
+impl PreparedRun {
+    /// Refuses folders for the result whose disk has too little room for it.
+    ///
+    /// # Errors
+    /// [`OutputError::NoSpace`], [`OutputError::Refused`].
+    pub(super) fn check_room(&self) -> Result<()> {
+        /// For descriptions and headers, and what a file system needs for names.
+        const MORE: u64 = 1 << 16;
+        let (last, while_written) = self.bytes()?;
+        let folders = self.options.parts().count() as u64;
+        let needed = last.saturating_add(MORE).saturating_mul(folders).saturating_add(while_written);
+        let out = &self.options.out;
+        let at = std::path::absolute(out).map_err(|source| Error::Io { action: "find", path: out.clone(), source })?;
+        let is_inside = at.is_dir() && must_stay(&at);
+        let folder = at.ancestors().skip(usize::from(!is_inside)).find(|folder| folder.is_dir());
+        check_free_space(folder.unwrap_or(Path::new("/")), needed)
+    }
+
+    /// Bytes of a folder of the result, and those that are needed while it is written.
+    fn bytes(&self) -> Result<(u64, u64)> {
+        let count = |shape: &[usize]| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
+        let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.fold(0u64, u64::saturating_add);
+        let (folder, weights, meanwhile) = match &self.start {
+            StartModel::Encoder { base, config } => {
+                let all = config.parameters()?;
+                (base.folder(), sum(&mut all.iter().map(|(_, shape)| count(shape))).saturating_mul(4), 0)
+            }
+            StartModel::Decoder { base, config } => {
+                let all = config.parameters()?;
+                let is_written = |name: &str| self.options.method == TuningMethod::Full || is_adapter(name);
+                let elements = sum(&mut all.iter().filter(|(name, _)| is_written(name)).map(|(_, shape)| count(shape)));
+                match self.options.method {
+                    TuningMethod::Full => {
+                        (base.folder(), elements.saturating_mul(base.dtype().bytes()), elements.saturating_mul(4))
+                    }
+                    _ => (base.folder(), elements.saturating_mul(4), 0),
+                }
+            }
+        };
+        let beside = COMPANION_FILES.iter().filter_map(|name| folder.join(name).metadata().ok());
+        Ok((sum(&mut beside.map(|file| file.len()).chain([weights])), meanwhile))
+    }
+}

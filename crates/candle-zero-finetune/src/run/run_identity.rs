@@ -1,0 +1,212 @@
+//! What a run is: everything that its result follows from. It lies in the run's checkpoints, so that a run that continues is
+//! the one that was saved, or says in what it is another one.
+//!
+//! What by design changes nothing of the result has no part in it: the number of ranks, stage and offload, the micro batch,
+//! where and how often is saved, and how often is validated.
+
+use crate::error::FinetuneError;
+use crate::error::Result;
+use candle_zero::checkpoint;
+use candle_zero::engine::InitialValues;
+use rayon::prelude::*;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::hash::Hasher as _;
+use std::path::{Path, PathBuf};
+use twox_hash::XxHash3_64;
+
+/// The key of an identity in a checkpoint's client state.
+pub(crate) const KEY: &str = "identity";
+
+/// The settings of a run by name, with fingerprints of what is too large to be kept.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RunIdentity(BTreeMap<String, Value>);
+
+/// What the newest checkpoint of a folder says of its run.
+#[derive(Debug)]
+pub(super) struct SavedRun {
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// Steps that were made.
+    pub made: u64,
+    /// None in checkpoints of earlier versions.
+    identity: Option<RunIdentity>,
+}
+
+impl SavedRun {
+    /// What the newest checkpoint of `dir` says, if there is one. What is wrong with one shows when it is loaded.
+    pub fn newest(dir: &Path) -> Option<Self> {
+        let (path, manifest) = checkpoint::newest_checkpoint(dir).ok().flatten()?;
+        Some(Self::of(path, manifest.global_steps, &manifest.client_state))
+    }
+
+    /// What a checkpoint says.
+    pub fn of(path: PathBuf, made: u64, client_state: &Value) -> Self {
+        Self { path, made, identity: RunIdentity::of_json(&client_state[KEY]) }
+    }
+
+    /// Rows of a step, those of all ranks.
+    pub fn batch(&self) -> Option<usize> {
+        self.identity.as_ref()?.0.get("batch")?.as_u64().and_then(|rows| usize::try_from(rows).ok())
+    }
+
+    /// Checks that the run `now`, of `total` steps, may continue from it. Gives what is to be said: that it may, with other
+    /// settings, because that is asked for (`anyway`), or that they could not be compared.
+    ///
+    /// # Errors
+    /// [`FinetuneError::StepsMade`], [`FinetuneError::OtherRun`].
+    pub fn check(&self, now: &RunIdentity, total: u64, anyway: bool) -> Result<Option<String>> {
+        let checkpoint = || self.path.clone();
+        if self.made > total {
+            return Err(FinetuneError::StepsMade { checkpoint: checkpoint(), made: self.made, total }.into());
+        }
+        let Some(saved) = &self.identity else {
+            return Ok(Some(format!(
+                "{} was saved by an earlier version, without the settings of its run: whether they are those of this run \
+                 could not be checked",
+                self.path.display()
+            )));
+        };
+        let differences = saved.differences(now);
+        match (differences.is_empty(), anyway) {
+            (true, _) => Ok(None),
+            (false, true) => Ok(Some(format!(
+                "{} was saved by a run with other settings, and this run continues from it as asked: {}",
+                self.path.display(),
+                differences.join("; ")
+            ))),
+            (false, false) => {
+                let differences = differences.join("; ");
+                Err(FinetuneError::OtherRun { checkpoint: checkpoint(), differences }.into())
+            }
+        }
+    }
+}
+
+impl RunIdentity {
+    /// One with these settings.
+    pub fn new(settings: BTreeMap<String, Value>) -> Self {
+        Self(settings)
+    }
+
+    /// For a checkpoint.
+    pub fn to_json(&self) -> Value {
+        Value::Object(self.0.clone().into_iter().collect())
+    }
+
+    fn of_json(found: &Value) -> Option<Self> {
+        Some(Self(found.as_object()?.clone().into_iter().collect()))
+    }
+
+    /// Settings that the run `now` has in another way: each with the saved value and its own.
+    fn differences(&self, now: &Self) -> Vec<String> {
+        let mut names: Vec<&String> = self.0.keys().chain(now.0.keys()).collect();
+        names.sort_unstable();
+        names.dedup();
+        let value = |of: &Self, name: &String| of.0.get(name).cloned().unwrap_or(Value::Null);
+        let differ = names.into_iter().map(|name| (name, value(self, name), value(now, name)));
+        let text = |value: &Value| match value {
+            Value::Null => "none".to_owned(),
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        differ.filter(|(_, a, b)| a != b).map(|(name, a, b)| format!("{name}: {} -> {}", text(&a), text(&b))).collect()
+    }
+}
+
+/// A number that changes with any weight: all are read, piece by piece on all cores. It does not depend on files, shards and
+/// their precision, only on names and values.
+pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
+    const ELEMENTS: usize = 1 << 20;
+    let pieces: Vec<(&str, &[usize], usize)> = parameters
+        .iter()
+        .filter(|(name, _)| values.has(name))
+        .flat_map(|(name, shape)| {
+            let numel: usize = shape.iter().product();
+            (0..numel).step_by(ELEMENTS).map(move |first| (name.as_str(), shape.as_slice(), first))
+        })
+        .collect();
+    let of_piece = |(name, shape, first): &(&str, &[usize], usize)| -> Result<u64> {
+        let end = shape.iter().product::<usize>().min(first + ELEMENTS);
+        let mut hash = XxHash3_64::new();
+        hash.write(format!("{name} {shape:?} {first} ").as_bytes());
+        hash.write(bytemuck::cast_slice(&values.values(name, shape, *first..end)?));
+        Ok(hash.finish())
+    };
+    let of_pieces: Vec<u64> = pieces.par_iter().map(of_piece).collect::<Result<_>>()?;
+    Ok(XxHash3_64::oneshot(bytemuck::cast_slice(&of_pieces)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn identity(settings: Value) -> RunIdentity {
+        RunIdentity::of_json(&settings).unwrap()
+    }
+
+    fn saved(identity: &RunIdentity, made: u64) -> SavedRun {
+        SavedRun::of("saves/step4".into(), made, &json!({ KEY: identity.to_json() }))
+    }
+
+    #[test]
+    fn a_run_with_other_settings_is_refused_with_all_of_them_or_said_where_that_is_asked_for() {
+        let before = identity(json!({"r": 4, "alpha": 8.0, "lr": 1e-3, "targets": "q_proj"}));
+        let now = identity(json!({"r": 4, "alpha": 800.0, "lr": 2e-3, "delayed_update_after": 3, "targets": "q_proj"}));
+        let saved = saved(&before, 4);
+        assert_eq!(saved.check(&before, 6, false).unwrap(), None);
+        insta::assert_snapshot!(saved.check(&now, 6, false).unwrap_err(), @"checkpoint saves/step4 was saved by a run with other settings: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002 (saved -> now); continued so, the result would be neither run's; give the saved settings, or another folder for --save to start anew, or continue all the same with --resume_anyway");
+        insta::assert_snapshot!(saved.check(&now, 6, true).unwrap().unwrap(), @"saves/step4 was saved by a run with other settings, and this run continues from it as asked: alpha: 8.0 -> 800.0; delayed_update_after: none -> 3; lr: 0.001 -> 0.002");
+    }
+
+    #[test]
+    fn fewer_steps_than_were_made_are_refused_whatever_is_asked_for() {
+        let identity = identity(json!({"lr": 1.0}));
+        let saved = saved(&identity, 4);
+        assert_eq!(saved.check(&identity, 4, false).unwrap(), None);
+        insta::assert_snapshot!(saved.check(&identity, 3, true).unwrap_err(), @"checkpoint saves/step4 has 4 steps made, and this run is to have 3 in all: a result of fewer steps cannot be made from it; give at least as many steps, or another folder for --save to start anew");
+    }
+
+    #[test]
+    fn a_checkpoint_without_settings_may_be_continued_and_that_is_said() {
+        let saved = SavedRun::of("saves/step4".into(), 4, &json!({"finetune": {}}));
+        insta::assert_snapshot!(saved.check(&identity(json!({})), 6, false).unwrap().unwrap(), @"saves/step4 was saved by an earlier version, without the settings of its run: whether they are those of this run could not be checked");
+    }
+
+    /// Weights of one parameter.
+    #[derive(Debug)]
+    struct Weights(Vec<f32>);
+
+    impl InitialValues for Weights {
+        fn has(&self, name: &str) -> bool {
+            name == "w"
+        }
+
+        fn values(&self, _: &str, _: &[usize], range: std::ops::Range<usize>) -> Result<Vec<f32>> {
+            Ok(self.0[range].to_vec())
+        }
+
+        fn fingerprint(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn the_fingerprint_of_weights_changes_with_any_of_them() {
+        let count = (1 << 20) + 3;
+        let of = |values: Vec<f32>| {
+            let parameters = [("w".to_owned(), vec![values.len()]), ("random".to_owned(), vec![5])];
+            fingerprint(&Weights(values), &parameters).unwrap()
+        };
+        let zeros = of(vec![0.0; count]);
+        assert_eq!(of(vec![0.0; count]), zeros);
+        for place in [0, 12_345, 1 << 20, count - 1] {
+            let mut values = vec![0.0; count];
+            values[place] = 1e-30;
+            assert_ne!(of(values), zeros, "{place}");
+        }
+        assert_ne!(of(vec![0.0; count - 1]), zeros);
+    }
+}

@@ -1,0 +1,761 @@
+//! The command line. Everything after the script's name belongs to the script.
+
+use super::launcher_variables::LauncherVariables;
+use super::ranks_per_host;
+use crate::error::{HostsError, Result};
+use crate::launch::comm_backend::CommBackend;
+use crate::launch::console::CommandLineError;
+use crate::launch::core_binding::CoreBinding;
+use crate::launch::hosts::core_list::CoreList;
+use crate::launch::hosts::host_filter::HostSelection;
+use crate::launch::mpirun::{MpirunFlavor, MpirunOptions};
+use crate::launch::nodes::NodeOptions;
+use crate::launch::nodes::listen_address::BIND_ADDR;
+use crate::launch::nodes::ssh::{MultiHostOptions, UNTIL_STDIN_ENDS};
+use crate::launch::{JobHosts, LaunchOptions};
+use crate::tools;
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun train.rs                                  one rank
+  zerorun --num_ranks 4 train.rs --steps 100        four ranks; `--steps 100` goes to the script
+  zerorun -n 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json
+                                                    an example of the package around it
+  zerorun -n 2 --features cuda train.rs             with a cargo feature
+  zerorun -n 2 ./target/release/train               a program that is built already
+  zerorun --hostfile hosts train.rs                 on the hosts of a file, by ssh
+  zerorun --print_package train.rs                  where the package generated from a script is
+
+A script is one Rust file. It may begin with its manifest:
+  #!/usr/bin/env zerorun
+  ---
+  [dependencies]
+  candle-zero = \"0.1\"
+  candle-core = \"0.11.1\"
+  ---
+  fn main() { ... }
+
+Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
+
+const HOSTS: &str = "Several hosts";
+
+/// The most hosts of a job.
+const MOST_NODES: usize = 4096;
+
+const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
+
+/// Starts a training script on N ranks of this host or of several: builds it, runs it, stops all ranks when one fails.
+#[derive(Debug, Parser)]
+#[command(name = "zerorun", version, override_usage = USAGE)]
+struct ZerorunArguments {
+    /// Number of ranks (processes) on each host, or cpu, gpu or auto: as many as it has cores, GPUs, or GPUs if any; with
+    /// --hostfile, in place of its slots [also: $PET_NPROC_PER_NODE]
+    #[arg(
+        short = 'n',
+        long = "num_ranks",
+        visible_aliases = ["num_gpus", "num_accelerators", "nproc_per_node"],
+        aliases = ["num-ranks", "num-gpus", "num-accelerators", "nproc-per-node"],
+        value_name = "N",
+        default_value = "1",
+        value_parser = ranks_per_host::ranks,
+    )]
+    ranks: u16,
+
+    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds
+    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    timeout: Option<Duration>,
+
+    /// How long the ranks may take to end after SIGINT, SIGTERM or SIGHUP to zerorun: time for a checkpoint
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
+    grace: Duration,
+
+    /// Cargo features for the build, as for `cargo build --features`
+    #[arg(long, value_name = "FEATURES")]
+    features: Option<String>,
+
+    /// MASTER_PORT of the ranks [default: a free port]; on several hosts the port at which their launchers meet
+    /// [default: 29500]
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
+          value_parser = clap::value_parser!(u16).range(1..))]
+    master_port: Option<u16>,
+
+    /// Run on the hosts of this file, with a line `NAME slots=RANKS` for each, by ssh
+    #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
+    hostfile: Option<PathBuf>,
+
+    /// With --hostfile: only these hosts and slots, as HOST@HOST:0,2
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    include: String,
+
+    /// With --hostfile: all but these hosts and slots
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    exclude: String,
+
+    /// With --hostfile: the first N hosts
+    #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
+    num_nodes: Option<usize>,
+
+    /// With --hostfile: ssh's port
+    #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
+    ssh_port: Option<u16>,
+
+    /// With --hostfile: reach a single host, and this one, by ssh too
+    #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
+    force_multi: bool,
+
+    /// With --hostfile: what starts the ranks: zerorun on each host by ssh, or the mpirun of this host
+    #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
+    launcher: HostLauncherFlag,
+
+    /// With --launcher openmpi or mpich: arguments for mpirun, in one word, separated by spaces
+    #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
+          requires = "hostfile", help_heading = HOSTS)]
+    launcher_args: Option<String>,
+
+    /// Without --hostfile: the number of hosts, on each of which something else starts zerorun, or auto: as many as mpirun, srun
+    /// or jsrun has started it on; FEWEST:N may go on with fewer after --max_restarts [also: $PET_NNODES]
+    #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
+    nnodes: Option<String>,
+
+    /// With --nnodes: this host's number, from 0 [default: as the launcher that has started zerorun says, see docs/cluster.md]
+    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
+    node_rank: Option<usize>,
+
+    /// The address of host 0 [default: the hostfile's first name; with --nnodes also: $PET_RDZV_ENDPOINT, $PET_MASTER_ADDR]
+    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
+    master_addr: Option<String>,
+
+    /// On host 0, where the others reach it through another address (NAT, a container's published port): the address of this host at
+    /// which they are awaited, for example 0.0.0.0 [default: that of --master_addr]
+    #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
+    bind_addr: Option<String>,
+
+    /// With --max_restarts: the fewest hosts to go on with when others are gone [default: all]
+    #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
+    min_nodes: Option<usize>,
+
+    /// With --nnodes: the first line of standard input is the secret, and its end is that of the job here
+    #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
+    until_stdin_ends: bool,
+
+    /// Bind each rank to cores of its own: the physical cores of a host, divided evenly; it gets as many threads
+    #[arg(long = "bind_cores_to_rank", alias = "bind-cores-to-rank")]
+    bind_cores_to_rank: bool,
+
+    /// With --bind_cores_to_rank: these cores of each host, as 0,2-4,6 [default: one thread of each physical core]
+    #[arg(long = "bind_core_list", alias = "bind-core-list", value_name = "LIST", requires = "bind_cores_to_rank",
+          value_parser = CoreList::parse)]
+    bind_core_list: Option<CoreList>,
+
+    /// What joins the ranks of one host: shared memory alone, or MPI as under mpirun, to try it out; hosts always meet in MPI
+    /// [default: shm]
+    #[arg(long, value_enum)]
+    backend: Option<CommBackend>,
+
+    /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
+    #[arg(long, value_name = "PORT")]
+    prometheus: Option<u16>,
+
+    /// How often the job is started again, in total, after a rank has failed [also: $PET_MAX_RESTARTS]
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    /// With --max_restarts: the fewest ranks to continue with when starts keep failing within 10 s
+    /// [default: that of --num_ranks]
+    #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    min_ranks: Option<u16>,
+
+    /// Record the work of all ranks over time, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
+    /// [default: $CANDLE_ZERO_TIMELINE]
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+
+    /// Print the folder of the package that would be built (generating it for a script), and stop
+    #[arg(long = "print_package", alias = "print-package")]
+    print_package: bool,
+
+    /// A Rust file or an executable, then its own arguments
+    // One positional for both: clap would otherwise take the script's `--timeout` for ours.
+    #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// What starts the ranks of a hostfile, by DeepSpeed's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum HostLauncherFlag {
+    /// zerorun on each host, by ssh
+    Ssh,
+    /// Open MPI's mpirun
+    Openmpi,
+    /// MPICH's mpirun, or another with its arguments
+    Mpich,
+}
+
+impl ZerorunArguments {
+    /// Takes what the variables of another launcher say where the command line says nothing. A hostfile says it all itself.
+    fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
+        const RESTARTS: &str = "PET_MAX_RESTARTS";
+        let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
+        if self.hostfile.is_some() {
+            return Ok(());
+        }
+        if is_default("max_restarts") {
+            self.max_restarts = variables.number(RESTARTS, "a whole number")?.unwrap_or(self.max_restarts);
+        }
+        if is_default("ranks") {
+            self.ranks = variables.ranks()?.unwrap_or(self.ranks);
+        }
+        self.nnodes = self.nnodes.take().or_else(|| variables.get("PET_NNODES"));
+        self.master_port = match self.master_port {
+            None if self.nnodes.is_none() => variables.master_port()?,
+            port => port,
+        };
+        Ok(())
+    }
+
+    /// Where the ranks run. Of hosts that meet, the port at which they do is filled in.
+    fn job_hosts(&mut self, own_ranks: bool, variables: &LauncherVariables<'_>) -> Result<JobHosts> {
+        if let Some(file) = &self.hostfile {
+            let selection = HostSelection {
+                include: self.include.clone(),
+                exclude: self.exclude.clone(),
+                num_nodes: self.num_nodes,
+                num_gpus: own_ranks.then_some(usize::from(self.ranks)),
+            };
+            let kind = match self.launcher {
+                HostLauncherFlag::Ssh => None,
+                HostLauncherFlag::Openmpi => Some(MpirunFlavor::OpenMpi),
+                HostLauncherFlag::Mpich => Some(MpirunFlavor::Mpich),
+            };
+            let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
+            let args: Vec<String> = words.map(String::from).collect();
+            return Ok(JobHosts::Hosts(MultiHostOptions {
+                file: file.clone(),
+                selection,
+                min_nodes: self.min_nodes,
+                master_addr: self.master_addr.clone(),
+                bind_addr: self.bind_addr.clone(),
+                ssh_port: self.ssh_port,
+                force_multi: self.force_multi,
+                mpirun: kind.map(|kind| MpirunOptions { kind, args }),
+            }));
+        }
+        let Some(text) = &self.nnodes else { return Ok(JobHosts::Alone) };
+        let range = match text.trim() {
+            "auto" => None,
+            _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
+        };
+        let alone = !self.until_stdin_ends;
+        if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
+            return Ok(JobHosts::Alone);
+        }
+        let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
+        if alone && nodes == 1 {
+            return Ok(JobHosts::Alone);
+        }
+        let (master_addr, port) = variables.first_host(self.master_addr.clone(), self.master_port, nodes)?;
+        self.master_port = Some(port);
+        let fewest = range.map_or(nodes, |(fewest, _)| fewest);
+        let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
+        let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
+        Ok(JobHosts::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
+    }
+}
+
+/// The fewest and the most hosts of `N` or `FEWEST:N`.
+fn hosts(text: &str) -> Option<(usize, usize)> {
+    let (fewest, most) = text.split_once(':').unwrap_or((text, text));
+    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
+    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES)
+}
+
+/// Reads a command line whose first word is the program's own name.
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
+    // A value that is not UTF-8 is no number: its replacement characters are refused by name.
+    let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    read_beside(words, &LauncherVariables(&lookup))
+}
+
+/// The same beside these variables.
+fn read_beside(
+    words: impl IntoIterator<Item = OsString>,
+    variables: &LauncherVariables<'_>,
+) -> std::result::Result<LaunchOptions, CommandLineError> {
+    let mut reader = ZerorunArguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let matches = reader.try_get_matches_from_mut(words).map_err(|e| CommandLineError(e.format(&mut reader)))?;
+    let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
+    let typed = ZerorunArguments::from_arg_matches(&matches);
+    let mut typed = typed.map_err(|e| CommandLineError(e.format(&mut reader)))?;
+    let filled_in = typed.fill_in(&matches, variables);
+    filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
+    let wrong = [wrong_min_ranks, wrong_min_nodes, wrong_backend, wrong_launcher];
+    if let Some(text) = wrong.iter().find_map(|wrong| wrong(&typed)) {
+        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
+    let job_hosts = typed.job_hosts(own_ranks, variables);
+    let job_hosts = job_hosts.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
+    let mut command = typed.command.into_iter();
+    let script = command.next().map(PathBuf::from).unwrap_or_default();
+    if let Some(tools::ZerorunTool { name, .. }) = tools::named(script.as_os_str()) {
+        let text = format!(
+            "`{name}` is a tool and must be the first word: `zerorun {name} ...`. A script of that name is started as \
+             ./{name}"
+        );
+        return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
+    Ok(LaunchOptions {
+        ranks: usize::from(typed.ranks),
+        job_hosts,
+        backend: typed.backend.unwrap_or(CommBackend::Shm),
+        binding: typed.bind_cores_to_rank.then_some(CoreBinding { list: typed.bind_core_list }),
+        timeout: typed.timeout,
+        grace: typed.grace,
+        features: typed.features,
+        master_port: typed.master_port,
+        prometheus: typed.prometheus,
+        max_restarts: typed.max_restarts,
+        min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
+        timeline: typed.timeline,
+        print_package: typed.print_package,
+        script,
+        script_args: command.collect(),
+    })
+}
+
+/// The problem of `--backend` with the other options, if any.
+fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
+    let several = typed.hostfile.is_some() || typed.nnodes.is_some();
+    (several && typed.backend == Some(CommBackend::Shm)).then(|| {
+        "--backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI"
+            .to_string()
+    })
+}
+
+/// The problem of `--launcher` with the other options, if any.
+fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
+    let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != HostLauncherFlag::Ssh) else {
+        return typed.launcher_args.as_ref().map(|_| {
+            "--launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out".to_string()
+        });
+    };
+    let ours = [
+        ("--max_restarts", typed.max_restarts > 0),
+        ("--min_nodes", typed.min_nodes.is_some()),
+        ("--bind_cores_to_rank", typed.bind_cores_to_rank),
+        ("--prometheus", typed.prometheus.is_some()),
+        ("--ssh_port", typed.ssh_port.is_some()),
+        ("--force_multi", typed.force_multi),
+        ("--bind_addr", typed.bind_addr.is_some()),
+    ];
+    ours.iter().find(|(_, is_given)| *is_given).map(|(option, _)| {
+        format!(
+            "{option} is for ranks that zerorun starts, and with --launcher {} mpirun does: leave it out, say it to mpirun in \
+             --launcher_args, or take --launcher ssh",
+            name.get_name()
+        )
+    })
+}
+
+/// The problem of `--min_nodes` with the other options, if any.
+fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
+    let fewest = typed.min_nodes?;
+    if typed.hostfile.is_none() && typed.nnodes.is_none() {
+        return Some(format!(
+            "--min_nodes {fewest} says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or \
+             leave it out"
+        ));
+    }
+    (typed.max_restarts == 0 || fewest == 0).then(|| {
+        format!(
+            "--min_nodes {fewest} says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or \
+             leave it out"
+        )
+    })
+}
+
+/// The problem of `--min_ranks` with the other options, if any.
+fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
+    let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
+    if typed.hostfile.is_some() || typed.nnodes.is_some() {
+        return Some(format!(
+            "--min_ranks {fewest} is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out"
+        ));
+    }
+    if typed.max_restarts == 0 {
+        return Some(format!(
+            "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
+             of at least 1, or leave --min_ranks out"
+        ));
+    }
+    (fewest > ranks).then(|| {
+        format!("--min_ranks {fewest} is above --num_ranks {ranks}: give at most {ranks}, or a larger --num_ranks")
+    })
+}
+
+/// `500ms`, `90s`, `10m`, `2h`, `90`.
+fn duration(text: &str) -> std::result::Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let milliseconds = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err("give a whole number with ms, s, m or h, for example 90s or 10m".to_string()),
+    };
+    let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
+    match number.checked_mul(milliseconds) {
+        Some(0) => Err("a rank cannot wait for zero time".to_string()),
+        // The ranks count in milliseconds and add to a clock: keep far from its end.
+        Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
+        _ => Err("at most 1000h".to_string()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::launch::hosts::recorded_cases;
+    use crate::launch::nodes::DEFAULT_PORT;
+    use serde_json::json;
+
+    fn typed(words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
+        beside("", words)
+    }
+
+    /// Beside variables, as `A=1 B=2`.
+    fn beside(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
+        let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
+        let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
+        let words = std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from);
+        read_beside(words, &LauncherVariables(&lookup))
+    }
+
+    fn refusal(words: &str) -> String {
+        typed(words).unwrap_err().message()
+    }
+
+    #[test]
+    fn everything_after_the_script_belongs_to_the_script() {
+        let options = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
+        assert_eq!(options.ranks, 3);
+        assert_eq!(options.script, PathBuf::from("train.rs"));
+        assert_eq!(options.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
+        let options = typed("-- train.rs --timeout 1").unwrap();
+        assert_eq!((options.ranks, options.timeout), (1, None));
+        assert_eq!(options.script_args, ["--timeout", "1"]);
+    }
+
+    #[test]
+    fn the_number_of_ranks_has_deepspeed_names_in_both_spellings() {
+        for name in
+            ["--num_ranks", "--num-ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"]
+        {
+            assert_eq!(typed(&format!("{name} 5 x.rs")).unwrap().ranks, 5, "{name}");
+            assert_eq!(typed(&format!("{name}=5 x.rs")).unwrap().ranks, 5, "{name}=");
+        }
+        assert_eq!(typed("-n 2 x.rs").unwrap().ranks, 2);
+        assert_eq!(typed("x.rs").unwrap().ranks, 1);
+    }
+
+    #[test]
+    fn restarts_are_asked_for_in_both_spellings() {
+        for (restarts, ranks) in [("--max_restarts", "--min_ranks"), ("--max-restarts", "--min-ranks")] {
+            let options = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
+            assert_eq!((options.max_restarts, options.min_ranks), (3, 2));
+        }
+        let options = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
+        assert_eq!((options.max_restarts, options.min_ranks), (1, 4));
+        assert_eq!(typed("x.rs").unwrap().max_restarts, 0);
+    }
+
+    #[test]
+    fn a_script_with_the_name_of_a_tool_has_a_folder_in_front() {
+        assert_eq!(typed("-n 2 ./bench disk").unwrap().script, PathBuf::from("./bench"));
+        assert_eq!(typed("train.rs bench").unwrap().script_args, ["bench"]);
+    }
+
+    #[test]
+    fn help_lists_the_tools() {
+        let help = refusal("--help");
+        assert!(help.contains("\n  bench     "), "{help}");
+    }
+
+    #[test]
+    fn an_example_of_the_help_names_files_that_are_there_and_gives_the_configuration_as_the_example_takes_it() {
+        let help = refusal("--help");
+        let line = help.lines().find(|line| line.contains("examples/train_gpt.rs")).expect("an example");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [.., script, "--ds_config", config] = words[..] else { panic!("{line}") };
+        for file in [script, config] {
+            assert!(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..").join(file).is_file(), "{file}");
+        }
+    }
+
+    /// What is wrong, without the usage.
+    fn wrong(words: &str) -> String {
+        refusal(words).split("\n\n").next().unwrap_or_default().to_string()
+    }
+
+    #[test]
+    fn wrong_hosts_are_named() {
+        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
+        assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
+    }
+
+    #[test]
+    fn hosts_are_read_with_the_fewest_of_them() {
+        let JobHosts::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
+        else {
+            panic!("several hosts")
+        };
+        assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
+        assert!(matches!(typed("--nnodes 1 x.rs").unwrap().job_hosts, JobHosts::Alone));
+        let JobHosts::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
+            panic!("the hosts of a file")
+        };
+        assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
+        let JobHosts::Hosts(hosts) = typed("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts of a file") };
+        assert_eq!(hosts.selection, HostSelection::default());
+    }
+
+    #[test]
+    fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
+        let node = |variables: &str, words: &str| match beside(variables, words).unwrap() {
+            LaunchOptions { job_hosts: JobHosts::Nodes(node), master_port, .. } => {
+                (node.node, node.nodes, node.master_addr, master_port)
+            }
+            options => panic!("{:?}", options.job_hosts),
+        };
+        let torchrun =
+            "PET_NNODES=2:4 PET_NODE_RANK=3 PET_RDZV_ENDPOINT=first:4711 PET_NPROC_PER_NODE=2 PET_MAX_RESTARTS=5";
+        assert_eq!(node(torchrun, "x.rs"), (3, 4, "first".into(), Some(4711)));
+        let options = beside(torchrun, "x.rs").unwrap();
+        assert_eq!((options.ranks, options.max_restarts), (2, 5));
+        let options = beside(torchrun, "-n 8 --max_restarts 1 x.rs").unwrap();
+        assert_eq!((options.ranks, options.max_restarts), (8, 1));
+        let words = "--nnodes 2 --node_rank 1 --master_addr a --master_port 1 x.rs";
+        assert_eq!(node(torchrun, words), (1, 2, "a".into(), Some(1)));
+        let mpirun = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2";
+        for nodes in ["2", "auto"] {
+            let words = format!("--nnodes {nodes} --master_addr a x.rs");
+            assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
+        }
+        assert!(matches!(beside(mpirun, "x.rs").unwrap().job_hosts, JobHosts::Alone));
+        assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, JobHosts::Alone));
+        let cores = std::thread::available_parallelism().unwrap().get();
+        assert_eq!(beside("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
+    }
+
+    #[test]
+    fn a_hostfile_says_more_than_the_variables() {
+        let options =
+            beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
+        let JobHosts::Hosts(hosts) = options.job_hosts else { panic!("the hosts of a file") };
+        assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
+    }
+
+    #[test]
+    fn a_variable_that_is_wrong_is_named() {
+        let wrong = |variables: &str| {
+            beside(variables, "x.rs").unwrap_err().message().split("\n\n").next().unwrap_or_default().to_string()
+        };
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`: give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`: 0 is not in 1..=1024");
+        insta::assert_snapshot!(wrong("PET_MAX_RESTARTS=-1"), @"zerorun: environment variable PET_MAX_RESTARTS is `-1`; it must be a whole number");
+        insta::assert_snapshot!(wrong("PET_NNODES=two"), @"zerorun: --nnodes two is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("PET_MASTER_PORT=70000"), @"zerorun: environment variable PET_MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
+    }
+
+    #[test]
+    fn the_backend_is_chosen_on_one_host_alone() {
+        assert_eq!(typed("x.rs").unwrap().backend, CommBackend::Shm);
+        assert_eq!(typed("--backend mpi x.rs").unwrap().backend, CommBackend::Mpi);
+        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI");
+        insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
+        zerorun: invalid value 'nccl' for '--backend <BACKEND>'
+          [possible values: shm, mpi]
+        ");
+    }
+
+    #[test]
+    fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
+        let hosts = |words: &str| match typed(words).unwrap().job_hosts {
+            JobHosts::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(hosts("-H hosts x.rs"), None);
+        assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((MpirunFlavor::Mpich, vec![])));
+        let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
+        let JobHosts::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
+            panic!("the hosts of a file")
+        };
+        let MpirunOptions { kind, args } = hosts.mpirun.unwrap();
+        assert_eq!((kind, args), (MpirunFlavor::OpenMpi, vec!["--bind-to".into(), "none".into()]));
+        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, and with --launcher openmpi mpirun does: leave it out, say it to mpirun in --launcher_args, or take --launcher ssh");
+        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out");
+        insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
+        zerorun: invalid value 'slurm' for '--launcher <LAUNCHER>'
+          [possible values: ssh, openmpi, mpich]
+        ");
+        assert!(wrong("--launcher openmpi x.rs").contains("--hostfile"));
+    }
+
+    #[test]
+    fn ranks_are_bound_to_all_cores_or_to_a_list() {
+        let binding = |words: &str| typed(words).unwrap().binding;
+        assert_eq!(binding("x.rs"), None);
+        assert_eq!(binding("--bind_cores_to_rank x.rs"), Some(CoreBinding { list: None }));
+        let list = Some(CoreList::of(vec![0, 2, 3, 4, 6]));
+        assert_eq!(binding("--bind-cores-to-rank --bind-core-list 0,2-4,6 x.rs"), Some(CoreBinding { list }));
+        insta::assert_snapshot!(wrong("--bind_core_list 0-1 x.rs"), @r"
+        zerorun: the following required arguments were not provided:
+          --bind_cores_to_rank
+        ");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` does not lie above core 6 before it; write each core once, in ascending order");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list some x.rs"), @"zerorun: invalid value 'some' for '--bind_core_list <LIST>': `some` in the core list `some` is neither a core nor a range of cores; write numbers below 65536 or FIRST-LAST, for example 0,2-4");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 6-2 x.rs"), @"zerorun: invalid value '6-2' for '--bind_core_list <LIST>': the range of cores `6-2` ends before it starts; write 2-6");
+    }
+
+    #[test]
+    fn recorded_defaults_with_a_counterpart_hold() {
+        let case = recorded_cases::case("cli-defaults");
+        let argv: Vec<String> = serde_json::from_value(case["input"]["argv"].clone()).unwrap();
+        let typed = ZerorunArguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
+        // Python says -1 where nothing is given.
+        let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
+        let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();
+        let found = json!({
+            "include": typed.include,
+            "exclude": typed.exclude,
+            "num_nodes": number(typed.num_nodes),
+            "master_port": typed.master_port.unwrap_or(DEFAULT_PORT),
+            "master_addr": typed.master_addr.unwrap_or_default(),
+            "node_rank": number(typed.node_rank),
+            "force_multi": typed.force_multi,
+            "bind_cores_to_rank": typed.bind_cores_to_rank,
+            "bind_core_list": typed.bind_core_list.map(|list| list.cores().to_vec()),
+            "ssh_port": typed.ssh_port,
+            "user_script": words[0],
+            "user_args": words[1..],
+        });
+        for (name, value) in found.as_object().unwrap() {
+            assert_eq!(case["expect"]["values"].get(name), Some(value), "{name}");
+        }
+    }
+
+    #[test]
+    fn durations_take_a_unit_or_are_seconds() {
+        for (text, milliseconds) in
+            [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]
+        {
+            let options = typed(&format!("--timeout {text} x.rs")).unwrap();
+            assert_eq!(options.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
+        }
+        for text in ["", "s", "0", "0ms", "1.5h", "-3", "3 s", "1d", "99999999999999999999h", "1001h"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_command_line_says_what_is_wrong() {
+        insta::assert_snapshot!(refusal(""), @r#"
+        zerorun: the following required arguments were not provided:
+          <SCRIPT> [ARGS]...
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--num_ranks <N>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks two train.rs"), @r#"
+        zerorun: invalid value 'two' for '--num_ranks <N>': give a number from 1 to 1024, or `auto`, `cpu` or `gpu`
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 --num_gpus 3 train.rs"), @r#"
+        zerorun: the argument '--num_ranks <N>' cannot be used multiple times
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_rank 2 train.rs"), @r#"
+        zerorun: unexpected argument '--num_rank' found
+
+          tip: a similar argument exists: '--num_ranks'
+          tip: to pass '--num_rank' as a value, use '-- --num_rank'
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--timeout 10days train.rs"), @r#"
+        zerorun: invalid value '10days' for '--timeout <DURATION>': give a whole number with ms, s, m or h, for example 90s or 10m
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts often train.rs"), @r#"
+        zerorun: invalid value 'often' for '--max_restarts <K>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts 1 --min_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--min_ranks <M>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --max_restarts 1 --min_ranks 3 train.rs"), @r#"
+        zerorun: --min_ranks 3 is above --num_ranks 2: give at most 2, or a larger --num_ranks
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --min_ranks 2 train.rs"), @r#"
+        zerorun: --min_ranks 2 says how few ranks a restart may have, and nothing is restarted: give --max_restarts of at least 1, or leave --min_ranks out
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 bench disk /x"), @r#"
+        zerorun: `bench` is a tool and must be the first word: `zerorun bench ...`. A script of that name is started as ./bench
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks"), @r#"
+        zerorun: a value is required for '--num_ranks <N>' but none was supplied
+
+        For more information, try '--help'.
+        "#);
+    }
+}

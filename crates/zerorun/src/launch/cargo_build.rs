@@ -1,0 +1,282 @@
+//! Lets cargo make the executable, and shows rustc's messages with the script's own path.
+
+use super::console::eprint;
+use super::signals::die_with_parent;
+use crate::error::{Error, LaunchError, Result};
+use rustix::process::Signal;
+use serde::Deserialize;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The kind of target that cargo is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum CargoTargetKind {
+    Example,
+    Bin,
+}
+
+impl CargoTargetKind {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Example => "example",
+            Self::Bin => "bin",
+        }
+    }
+}
+
+/// One call of cargo.
+#[derive(Debug)]
+pub(crate) struct CargoBuild {
+    /// As typed, for messages.
+    pub(super) script: PathBuf,
+    /// Folder of the Cargo.toml.
+    pub(super) package_dir: PathBuf,
+    /// `None`: as cargo decides.
+    pub(super) target_dir: Option<PathBuf>,
+    pub(super) kind: CargoTargetKind,
+    /// Cargo's name of the target.
+    pub(super) name: String,
+    pub(super) features: Option<String>,
+    /// The folder that `zerorun` was built from, where it is gone and the package needs what was in it.
+    pub(super) gone: Option<PathBuf>,
+    pub(super) printed_path: Option<DiagnosticPath>,
+}
+
+/// How rustc names the script, and how the user does.
+///
+/// rustc could print the user's name itself (`--remap-path-prefix`), but such a flag would reach the dependencies too
+/// and compile all of them again for each script.
+#[derive(Debug)]
+pub(super) struct DiagnosticPath {
+    pub(super) by_rustc: String,
+    pub(super) own: String,
+}
+
+/// The part of cargo's JSON messages that is needed here.
+#[derive(Debug, Deserialize)]
+struct CargoMessage {
+    reason: String,
+    message: Option<RustcDiagnostic>,
+    target: Option<CargoBuiltTarget>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RustcDiagnostic {
+    rendered: Option<String>,
+    level: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct CargoBuiltTarget {
+    name: String,
+    kind: Vec<String>,
+}
+
+/// Builds and gives the path of the executable. rustc's messages go to stderr.
+pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    if let Some(target) = build.target_dir.as_deref().filter(|target| is_first_build(target)) {
+        eprint(&format!(
+            "zerorun: Candle and candle-zero are compiled into {}: some minutes, this once; further scripts compile \
+             their own lines and what they add",
+            target.display()
+        ));
+    }
+    let read_error = |source| Error::from(LaunchError::Setup { what: "reading cargo's messages", source });
+    let mut child = command(build, &cargo).spawn().map_err(|source| LaunchError::CargoNotStarted {
+        cargo: cargo.to_string_lossy().into_owned(),
+        script: build.script.clone(),
+        source,
+    })?;
+    let mut executable = None;
+    let mut errors = 0usize;
+    // `stdout` is piped by `command`; without it there would be no messages to read.
+    for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
+        let line = line.map_err(read_error)?;
+        let Ok(message) = serde_json::from_str::<CargoMessage>(&line) else {
+            eprint(&line);
+            continue;
+        };
+        if let Some(diagnostic) = message.message {
+            errors += usize::from(diagnostic.level.starts_with("error"));
+            if let Some(rendered) = diagnostic.rendered {
+                let shown = build.printed_path.as_ref().map(|path| with_own_path(&rendered, path));
+                // A closed stderr must not stop the build.
+                let _ = std::io::stderr().write_all(shown.as_deref().unwrap_or(&rendered).as_bytes());
+            }
+        }
+        let is_ours =
+            |target: &CargoBuiltTarget| target.name == build.name && target.kind.iter().any(|k| k == build.kind.word());
+        if message.reason == "compiler-artifact" && message.target.as_ref().is_some_and(is_ours) {
+            executable = message.executable.or(executable);
+        }
+    }
+    let status = child.wait().map_err(read_error)?;
+    let failed = |problem: String| {
+        Error::from(LaunchError::CargoFailed {
+            script: build.script.clone(),
+            package: build.package_dir.clone(),
+            problem,
+        })
+    };
+    if status.success() {
+        return executable.ok_or_else(|| failed("it named no executable".to_string()));
+    }
+    if errors > 0 {
+        return Err(LaunchError::ScriptDoesNotCompile { script: build.script.clone() }.into());
+    }
+    let gone = build.gone.as_ref().map(|folder| {
+        format!(
+            "; candle-zero was not found, because {}, which zerorun was built from, is gone: install \
+             zerorun from where the sources are now (cargo install --path FOLDER/crates/zerorun)",
+            folder.display()
+        )
+    });
+    Err(failed(format!("{status}, its message is above{}", gone.unwrap_or_default())))
+}
+
+/// Whether nothing has been compiled for scripts yet.
+fn is_first_build(target: &Path) -> bool {
+    let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
+    !built.into_iter().any(|entry| {
+        entry.file_name().to_string_lossy().starts_with("candle-zero-")
+            && !entry.file_name().to_string_lossy().starts_with("candle-zero-finetune-")
+    })
+}
+
+fn command(build: &CargoBuild, cargo: &OsString) -> Command {
+    let mut command = Command::new(cargo);
+    command.args(["build", "--release", message_format(), "--manifest-path"]).arg(build.package_dir.join("Cargo.toml"));
+    command.arg(format!("--{}", build.kind.word())).arg(&build.name);
+    if let Some(dir) = &build.target_dir {
+        command.arg("--target-dir").arg(dir);
+    }
+    if let Some(features) = &build.features {
+        command.arg("--features").arg(features);
+    }
+    // Cargo reads its settings from its current folder upwards. The package's own settings must count, wherever
+    // zerorun is started: others would compile everything again. Relative variables keep their meaning.
+    command.current_dir(&build.package_dir);
+    if let Some(dir) = std::env::var_os("CARGO_TARGET_DIR")
+        && let Ok(dir) = std::path::absolute(&dir)
+    {
+        command.env("CARGO_TARGET_DIR", dir);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    die_with_parent(&mut command, Signal::TERM);
+    command
+}
+
+/// Colours as cargo itself decides on them.
+fn message_format() -> &'static str {
+    let colours = match std::env::var("CARGO_TERM_COLOR").as_deref() {
+        Ok("always") => true,
+        Ok("never") => false,
+        _ => std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+    };
+    if colours { "--message-format=json-diagnostic-rendered-ansi" } else { "--message-format=json" }
+}
+
+/// The message with the user's path in its `--> path:line:column` lines.
+fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
+    let mut text = String::with_capacity(rendered.len() + path.own.len());
+    for line in rendered.split_inclusive('\n') {
+        match place_of(line, &path.by_rustc) {
+            Some(at) => {
+                text.push_str(&line[..at]);
+                text.push_str(&path.own);
+                text.push_str(&line[at + path.by_rustc.len()..]);
+            }
+            None => text.push_str(line),
+        }
+    }
+    text
+}
+
+/// Where `path` stands in a line that names a place, as in ` --> path:1:2` or ` ::: path:1:2`.
+fn place_of(line: &str, path: &str) -> Option<usize> {
+    let arrow = skip_blank_and_colour(line, 0);
+    let rest = line[arrow..].strip_prefix("-->").or_else(|| line[arrow..].strip_prefix(":::"))?;
+    let at = skip_blank_and_colour(line, line.len() - rest.len());
+    line[at..].strip_prefix(path)?.starts_with(':').then_some(at)
+}
+
+/// The next place behind spaces and terminal colour sequences (`ESC [ ... m`).
+fn skip_blank_and_colour(line: &str, from: usize) -> usize {
+    let mut at = from;
+    loop {
+        let rest = &line[at..];
+        if rest.starts_with(' ') {
+            at += 1;
+        } else if let Some(end) = rest.strip_prefix("\x1b[").and_then(|code| code.find('m')) {
+            at += 2 + end + 1;
+        } else {
+            return at;
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn shown(rendered: &str) -> String {
+        with_own_path(rendered, &DiagnosticPath { by_rustc: "train.rs".to_string(), own: "../my/train.rs".to_string() })
+    }
+
+    #[test]
+    fn places_get_the_users_path() {
+        assert_eq!(shown("error\n  --> train.rs:3:5\n"), "error\n  --> ../my/train.rs:3:5\n");
+        assert_eq!(shown(" ::: train.rs:3:5\n"), " ::: ../my/train.rs:3:5\n");
+        assert_eq!(
+            shown(" \x1b[1m\x1b[94m--> \x1b[0mtrain.rs:2:18\n"),
+            " \x1b[1m\x1b[94m--> \x1b[0m../my/train.rs:2:18\n"
+        );
+    }
+
+    #[test]
+    fn the_first_build_is_known_by_what_is_compiled() {
+        let target = tempfile::tempdir().unwrap();
+        assert!(is_first_build(target.path()));
+        std::fs::create_dir_all(target.path().join("release/.fingerprint/candle-core-0123")).unwrap();
+        assert!(is_first_build(target.path()), "it was interrupted");
+        std::fs::create_dir_all(target.path().join("release/.fingerprint/candle-zero-0123")).unwrap();
+        assert!(!is_first_build(target.path()));
+    }
+
+    #[test]
+    fn a_checkout_that_is_gone_is_named_where_cargo_fails_without_it() {
+        // A folder without a manifest: cargo fails at once.
+        let package = tempfile::tempdir().unwrap();
+        let failed = |gone: Option<&str>| {
+            let of_script = CargoBuild {
+                script: "train.rs".into(),
+                package_dir: package.path().into(),
+                target_dir: None,
+                kind: CargoTargetKind::Bin,
+                name: "train".into(),
+                features: None,
+                gone: gone.map(PathBuf::from),
+                printed_path: None,
+            };
+            build(&of_script).unwrap_err().to_string()
+        };
+        let told =
+            "since /was/here, which zerorun was built from, is gone: install zerorun from where the sources are now";
+        assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
+        assert!(!failed(None).contains("is gone"));
+    }
+
+    #[test]
+    fn other_files_and_lines_of_code_stay() {
+        for text in
+            ["--> train.rs2:1:1\n", " --> /x/train.rs:1:1\n", "3 | // --> train.rs:1:1\n", " -->\n", "\x1b[", ""]
+        {
+            assert_eq!(shown(text), text);
+        }
+    }
+}

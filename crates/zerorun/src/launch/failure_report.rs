@@ -1,0 +1,207 @@
+//! The last words: which rank failed first, how, and what became of the others.
+
+use super::signals;
+use candle_zero::comm::RankFault;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+/// How a rank's process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RankExitStatus {
+    Code(u8),
+    Signal(i32),
+}
+
+impl RankExitStatus {
+    pub(super) fn of(status: ExitStatus) -> Self {
+        match (status.code(), status.signal()) {
+            // An exit code has eight bits.
+            (Some(code), _) => Self::Code((code & 0xff) as u8),
+            (None, signal) => Self::Signal(signal.unwrap_or(0)),
+        }
+    }
+
+    pub(super) fn is_failure(self) -> bool {
+        self != Self::Code(0)
+    }
+
+    /// The launcher's exit code for a rank that failed so, as shells have it.
+    pub(crate) fn exit_code(self) -> u8 {
+        match self {
+            Self::Code(code) => code,
+            Self::Signal(number) => 128 + (number & 0x7f) as u8,
+        }
+    }
+}
+
+impl std::fmt::Display for RankExitStatus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "ended with exit code {code}"),
+            Self::Signal(number) => write!(f, "was killed by {}", signals::name(*number)),
+        }
+    }
+}
+
+/// The launcher's request to a rank before it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StopRequest {
+    /// Nothing: it ended by itself.
+    Nothing,
+    /// SIGTERM.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+}
+
+/// The end of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct EndedRank {
+    pub(super) rank: usize,
+    pub(super) ended: RankExitStatus,
+    pub(super) request: StopRequest,
+    /// It ended before any rank had failed.
+    pub(super) before_failure: bool,
+}
+
+/// The rank whose failure brought the run down.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct CulpritRank {
+    pub(super) end: EndedRank,
+    pub(super) fault: RankFault,
+}
+
+impl CulpritRank {
+    /// Its end, as a sentence about "it".
+    fn deed(&self) -> String {
+        let EndedRank { ended, request, .. } = self.end;
+        let end = match request {
+            StopRequest::Nothing => ended.to_string(),
+            StopRequest::Terminate => "was stopped by zerorun with SIGTERM".to_string(),
+            StopRequest::Kill => "was killed by zerorun with SIGKILL".to_string(),
+        };
+        let by_itself = request == StopRequest::Nothing && ended.is_failure();
+        match self.fault {
+            // The code that it ended with says more than how it left.
+            RankFault::Left if by_itself => format!("it {end}"),
+            RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
+            RankFault::Silent => format!("it showed no sign of life for too long, and {end}"),
+            RankFault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
+            RankFault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
+            RankFault::Died | RankFault::GaveUp => format!("it {end}"),
+        }
+    }
+}
+
+/// Which of `ranks` ranks failed, how and when: one line.
+pub(super) fn headline(first: &CulpritRank, after: Duration, ranks: usize) -> String {
+    let which = if ranks > 1 { "failed first" } else { "failed" };
+    let after = after.as_secs_f64();
+    format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.deed())
+}
+
+/// The message about a run that `first` brought down, its headline first; `words` are its own about that. `ended_ranks` are
+/// those of all ranks.
+pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String], ended_ranks: &[EndedRank]) -> String {
+    let mut text = headline(first, after, ended_ranks.len());
+    let first = first.end;
+    if first.ended == RankExitStatus::Signal(9) && first.request == StopRequest::Nothing {
+        text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
+    }
+    words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
+    // Ranks that ended in the same way share a line: with 64 ranks nobody reads 63.
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
+        let what = match (end.request, end.ended) {
+            (_, RankExitStatus::Code(0)) if end.before_failure => "had finished before".to_string(),
+            (StopRequest::Nothing, ended) => format!("{ended} by itself"),
+            (StopRequest::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
+            (StopRequest::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
+        };
+        match groups.iter_mut().find(|(other, _)| *other == what) {
+            Some((_, ranks)) => ranks.push(end.rank),
+            None => groups.push((what, vec![end.rank])),
+        }
+    }
+    for (what, ranks) in groups {
+        text.push_str(&format!("\nzerorun:   {} {what}", ranks_in_words(&ranks)));
+    }
+    text
+}
+
+/// `rank 3`, `ranks 0, 2-5` for ascending numbers. The verb behind it is singular: each rank did it.
+fn ranks_in_words(ranks: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    let words: Vec<String> =
+        runs.iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect();
+    format!("{} {}:", if ranks.len() == 1 { "rank" } else { "ranks" }, words.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn end(rank: usize, ended: RankExitStatus, request: StopRequest) -> EndedRank {
+        EndedRank { rank, ended, request, before_failure: false }
+    }
+
+    #[test]
+    fn the_first_failure_leads_and_equal_fates_share_a_line() {
+        let first = end(1, RankExitStatus::Code(3), StopRequest::Nothing);
+        let mut ended_ranks = vec![
+            end(0, RankExitStatus::Code(101), StopRequest::Nothing),
+            first,
+            end(2, RankExitStatus::Signal(15), StopRequest::Terminate),
+            end(3, RankExitStatus::Signal(15), StopRequest::Terminate),
+            end(4, RankExitStatus::Signal(9), StopRequest::Kill),
+            end(5, RankExitStatus::Signal(15), StopRequest::Terminate),
+            EndedRank { before_failure: true, ..end(6, RankExitStatus::Code(0), StopRequest::Nothing) },
+        ];
+        let words = ["Error: no more".to_string(), "    disk".to_string()];
+        let culprit = CulpritRank { end: first, fault: RankFault::GaveUp };
+        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &words, &ended_ranks), @r#"
+        zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
+        zerorun:   | Error: no more
+        zerorun:   |     disk
+        zerorun:   rank 0: ended with exit code 101 by itself
+        zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
+        zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
+        zerorun:   rank 6: had finished before
+        "#);
+        ended_ranks.truncate(1);
+        ended_ranks[0] = end(0, RankExitStatus::Signal(9), StopRequest::Nothing);
+        let culprit = CulpritRank { end: ended_ranks[0], fault: RankFault::Died };
+        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(40), &[], &ended_ranks), @r#"
+        zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
+        zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
+        "#);
+    }
+
+    #[test]
+    fn a_culprit_that_did_not_end_by_itself_is_told_what_it_did() {
+        let after = Duration::from_secs(4);
+        let told = |fault, ended, request| {
+            let end = end(2, ended, request);
+            of_failure(&CulpritRank { end, fault }, after, &[], &[end])
+        };
+        insta::assert_snapshot!(told(RankFault::Left, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Silent, RankExitStatus::Signal(9), StopRequest::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::Late, RankExitStatus::Signal(15), StopRequest::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(told(RankFault::GaveUp, RankExitStatus::Code(0), StopRequest::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
+    }
+
+    #[test]
+    fn exit_codes_are_those_of_a_shell() {
+        assert_eq!(RankExitStatus::of(ExitStatus::from_raw(3 << 8)), RankExitStatus::Code(3));
+        assert_eq!(RankExitStatus::of(ExitStatus::from_raw(9)).exit_code(), 137);
+        assert_eq!(RankExitStatus::of(ExitStatus::from_raw(11 | 0x80)).exit_code(), 139, "with a core dump");
+        assert!(!RankExitStatus::Code(0).is_failure());
+    }
+}

@@ -1,0 +1,180 @@
+//! Starting a program on N ranks.
+//!
+//! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`script_package`;
+//! its manifest may stand in front of the code, see `frontmatter`), `cargo_build` lets cargo make the executable, and `ranks`
+//! starts it N times, carries its output (`rank_output`, `stderr_tail`) and its signals (`signals`), and stops everything when a
+//! rank fails (`failure_report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
+//! `console`. `core_binding` gives each rank cores of its own. `hosts` computes which ranks run on which of many hosts;
+//! `nodes` starts and joins the launchers of these, or `mpirun` their ranks, and through `pmi` the MPI libraries of ranks meet. On the other
+//! side `comm/rank_env.rs` reads the variables that the launcher has set.
+
+pub(crate) mod cargo_build;
+pub(crate) mod comm_backend;
+pub(crate) mod console;
+pub(crate) mod core_binding;
+pub(crate) mod error;
+mod exported_variables;
+pub(crate) mod failure_report;
+mod frontmatter;
+#[allow(
+    dead_code,
+    reason = "what DeepSpeed's own node launcher and its starters are told is computed for the recorded cases alone"
+)]
+pub(crate) mod hosts;
+pub(crate) mod mpirun;
+pub(crate) mod nodes;
+mod pmi;
+mod rank_output;
+pub(crate) mod ranks;
+pub(crate) mod restarts;
+pub(crate) mod script;
+pub(crate) mod script_package;
+pub(crate) mod signals;
+mod stderr_tail;
+
+use candle_zero::kernels::checked_level;
+use candle_zero::{Result, timeline};
+use comm_backend::CommBackend;
+use console::{eprint, print};
+use core_binding::CoreBinding;
+use nodes::ssh::JobWideOptions;
+use ranks::LocalJob;
+use script::ScriptTarget;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where the ranks run.
+#[derive(Debug, Clone)]
+pub(crate) enum JobHosts {
+    /// On this host.
+    Alone,
+    /// On the hosts of a file; this launcher starts one on each.
+    Hosts(nodes::ssh::MultiHostOptions),
+    /// On several hosts, on each of which a launcher is started by something else.
+    Nodes(nodes::NodeOptions),
+}
+
+/// How a script is started: the command line of `zerorun SCRIPT`, read and checked.
+#[derive(Debug)]
+pub(crate) struct LaunchOptions {
+    pub(crate) ranks: usize,
+    pub(crate) job_hosts: JobHosts,
+    /// Of ranks that are all on this host.
+    pub(crate) backend: CommBackend,
+    /// `None`: ranks run on any core.
+    pub(crate) binding: Option<CoreBinding>,
+    /// `None`: as the environment says, else the default of the ranks.
+    pub(crate) timeout: Option<Duration>,
+    /// How long the ranks may take to end after a signal to the launcher.
+    pub(crate) grace: Duration,
+    pub(crate) features: Option<String>,
+    /// `None`: a free port.
+    pub(crate) master_port: Option<u16>,
+    /// `None`: as the environment says.
+    pub(crate) prometheus: Option<u16>,
+    pub(crate) max_restarts: u32,
+    /// The fewest ranks, at most `ranks`.
+    pub(crate) min_ranks: usize,
+    /// `None`: as the environment says.
+    pub(crate) timeline: Option<PathBuf>,
+    pub(crate) print_package: bool,
+    /// As typed.
+    pub(crate) script: PathBuf,
+    pub(crate) script_args: Vec<OsString>,
+}
+
+/// Builds the script and runs its ranks to their end. The result is the exit code.
+///
+/// Call it on the main thread: the kernel kills the ranks when the thread that started them ends.
+pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
+    // Every rank would fail with it.
+    checked_level()?;
+    // What is wrong with the hosts is said before anything is built.
+    let world = match &options.job_hosts {
+        JobHosts::Hosts(hosts) => Some((hosts, hosts.world()?)),
+        JobHosts::Alone | JobHosts::Nodes(_) => None,
+    };
+    // Of one host all ranks are here; of several each host's launcher looks at its own cores.
+    let here = match (&options.job_hosts, &world) {
+        (_, Some((hosts, world))) if hosts.mpirun.is_none() => hosts.only_here(world),
+        (_, Some(_)) => None,
+        _ => Some(options.ranks),
+    };
+    let cores = match (&options.binding, here) {
+        (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &candle_zero::util::host_name())?),
+        _ => None,
+    };
+    let target = script::find(&options.script)?;
+    let program = match target {
+        ScriptTarget::Program { path } => {
+            if let Some(features) = &options.features {
+                eprint(&format!("zerorun: --features {features} has no effect: {} is built already", path.display()));
+            }
+            path
+        }
+        ScriptTarget::InPackage(in_package) => {
+            if options.print_package {
+                return Ok(u8::from(!print(in_package.manifest_dir.display())));
+            }
+            cargo_build::build(&in_package.into_build(&options.script, options.features.as_deref()))?
+        }
+        ScriptTarget::Single(single) => {
+            let package = single.generate(options.features.as_deref())?;
+            if options.print_package {
+                return Ok(u8::from(!print(package.package_dir.display())));
+            }
+            cargo_build::build(&package)?
+        }
+    };
+    let recorded = options.timeline.clone().or_else(|| {
+        let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
+        file.map(Into::into)
+    });
+    let several = !matches!(options.job_hosts, JobHosts::Alone);
+    if several && recorded.is_some() {
+        eprint("zerorun: a timeline is for one host; none is recorded of several");
+    }
+    let recorded = recorded.filter(|_| !several);
+    let recorded = recorded.as_deref().map(timeline::JobTimeline::begin).transpose()?;
+    let job = LocalJob {
+        program,
+        args: options.script_args.clone(),
+        world: options.ranks,
+        timeout: options.timeout,
+        grace: options.grace,
+        on_signal: None,
+        script: Some(options.script.clone()),
+        master_port: options.master_port,
+        prometheus: options.prometheus,
+        restart: 0,
+        timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
+        multi_host: None,
+        cores,
+        devices: None,
+    };
+    let rule = restarts::RestartPolicy { max_restarts: options.max_restarts, min_ranks: options.min_ranks };
+    let ended = match (&options.job_hosts, world) {
+        (JobHosts::Nodes(node), _) => nodes::run(job, node, options.max_restarts),
+        (_, Some((hosts, world))) => match (here, &hosts.mpirun) {
+            (Some(ranks), _) => {
+                let devices = Some(world.devices(0));
+                let job = LocalJob { world: ranks, devices, ..job };
+                restarts::run_by(options.backend, job, &restarts::RestartPolicy { min_ranks: ranks, ..rule })
+            }
+            (None, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, &world, hosts.master_addr.as_deref()),
+            (None, None) => {
+                let whole = JobWideOptions { max_restarts: options.max_restarts, binding: options.binding.as_ref() };
+                nodes::ssh::run(&job, hosts, &world, &whole)
+            }
+        },
+        (_, None) => restarts::run_by(options.backend, job, &rule),
+    };
+    match recorded.map(timeline::JobTimeline::finish) {
+        Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
+        // What became of the job weighs more.
+        Some(Err(error)) => eprint(&format!("zerorun: {error}")),
+        None => {}
+    }
+    ended
+}

@@ -1,0 +1,189 @@
+//! `--launcher openmpi` and `--launcher mpich`: the hosts of a file, whose ranks `mpirun` starts in place of launchers of this library.
+//!
+//! This process becomes `mpirun` ([`words`] are its arguments), whose exit code is the job's. Hosts that have Open MPI alone
+//! can be used so: `zerorun` itself lets ranks meet as MPICH does.
+
+use super::exported_variables::exports;
+use super::hosts::error::HostsError;
+use super::hosts::world_info::{DEVICES, WorldInfo};
+use super::nodes::DEFAULT_PORT;
+use super::ranks::{KEEP_MEMORY, LocalJob};
+use crate::error::{Error, LaunchError, Result};
+use candle_zero::comm::rank_env::TIMEOUT_MS;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The program, of either kind.
+const MPIRUN: &str = "mpirun";
+
+/// Whose `mpirun` it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MpirunFlavor {
+    /// Open MPI's.
+    OpenMpi,
+    /// MPICH's, or another with its arguments.
+    Mpich,
+}
+
+/// How ranks are started by `mpirun`.
+#[derive(Debug, Clone)]
+pub(crate) struct MpirunOptions {
+    pub(crate) kind: MpirunFlavor,
+    /// Arguments of the user's for it.
+    pub(crate) args: Vec<String>,
+}
+
+impl MpirunFlavor {
+    /// As `--launcher` has it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::OpenMpi => "openmpi",
+            Self::Mpich => "mpich",
+        }
+    }
+
+    /// Whether these words about a version are of this kind.
+    fn says(self, version: &str) -> bool {
+        match self {
+            Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),
+            // Intel's too.
+            Self::Mpich => ["HYDRA", "Intel(R) MPI"].iter().any(|words| version.contains(words)),
+        }
+    }
+
+    /// Looks at the `mpirun` of the PATH.
+    fn check(self) -> Result<()> {
+        let launcher = self.name();
+        let refused = |why: String| Error::from(HostsError::NoMpirun { launcher, why });
+        let output = Command::new(MPIRUN).arg("--version").output().map_err(|source| refused(source.to_string()))?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let first = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("nothing");
+        if self.says(&said) { Ok(()) } else { Err(refused(format!("that on the PATH says of itself: {first}"))) }
+    }
+}
+
+/// Becomes `mpirun`; returns only where it cannot.
+///
+/// # Errors
+/// There is no `mpirun` of this kind; hosts with different GPUs; a variable or a word that cannot be passed on.
+pub(crate) fn become_mpirun(
+    job: &LocalJob,
+    mpirun: &MpirunOptions,
+    world: &WorldInfo,
+    master_addr: Option<&str>,
+) -> Result<u8> {
+    mpirun.kind.check()?;
+    let folder = std::env::current_dir()
+        .map_err(|source| LaunchError::Setup { what: "finding the working directory", source })?;
+    let mut variables = exports()?;
+    variables.retain(|(name, _)| name != DEVICES);
+    variables.extend(devices(world, mpirun.kind)?.map(|devices| (DEVICES.to_string(), devices)));
+    variables.push(("MASTER_ADDR".into(), master_addr.unwrap_or(&world.hosts()[0].name).into()));
+    variables.push(("MASTER_PORT".into(), job.master_port.unwrap_or(DEFAULT_PORT).to_string()));
+    variables.extend(job.timeout.map(|timeout| (TIMEOUT_MS.to_string(), timeout.as_millis().to_string())));
+    let (name, value) = KEEP_MEMORY;
+    if cfg!(target_env = "gnu") && std::env::var_os(name).is_none() {
+        variables.push((name.into(), value.into()));
+    }
+    let program = [OsString::from(&job.program)];
+    let words = words(mpirun, world, folder, &variables);
+    let why = Command::new(MPIRUN).args(words).args(program).args(&job.args).exec();
+    Err(HostsError::NoMpirun { launcher: mpirun.kind.name(), why: why.to_string() }.into())
+}
+
+/// The arguments, up to the program.
+fn words(mpirun: &MpirunOptions, world: &WorldInfo, folder: PathBuf, variables: &[(String, String)]) -> Vec<OsString> {
+    let hosts = world.hosts().iter().map(|host| format!("{}:{}", host.name, host.slots.len()));
+    let hosts = hosts.collect::<Vec<_>>().join(",");
+    let mut words: Vec<OsString> = vec!["-n".into(), world.size().to_string().into()];
+    let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
+    match mpirun.kind {
+        MpirunFlavor::OpenMpi => {
+            add(&["--host", &hosts]);
+            // Ranks of a host are consecutive.
+            if !mpirun.args.iter().any(|word| word == "--map-by" || word == "-map-by") {
+                add(&["--map-by", "slot"]);
+            }
+            add(&["--wdir"]);
+        }
+        MpirunFlavor::Mpich => add(&["-hosts", &hosts, "-wdir"]),
+    }
+    words.push(folder.into());
+    words.extend(mpirun.args.iter().map(OsString::from));
+    for (name, value) in variables {
+        match mpirun.kind {
+            MpirunFlavor::OpenMpi => words.extend(["-x".into(), format!("{name}={value}").into()]),
+            MpirunFlavor::Mpich => words.extend(["-genv".into(), name.into(), value.into()]),
+        }
+    }
+    words
+}
+
+/// The GPUs that programs shall see: `mpirun` gives all hosts the same.
+fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, HostsError> {
+    let hosts = world.hosts();
+    let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {
+        return Ok(Some(world.devices(0)));
+    };
+    // Those of the first ranks, as all programs count them.
+    if hosts.iter().all(|host| host.slots.iter().copied().eq(0..host.slots.len())) {
+        return Ok(None);
+    }
+    let (host, other) = (&hosts[0].name, &hosts[node].name);
+    let (first, later) = (world.devices(0), world.devices(node));
+    let slots = format!("host `{host}` is to use the slots {first} and host `{other}` {later}");
+    Err(HostsError::DevicesDiffer { launcher: kind.name(), slots })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::hosts::HostSlots;
+    use super::*;
+
+    fn line(kind: MpirunFlavor, args: &str) -> String {
+        let world = WorldInfo::new(vec![HostSlots::with_slots("a", 2), HostSlots::with_slots("b", 1)]).unwrap();
+        let args = args.split_whitespace().map(String::from).collect();
+        let variables =
+            [("NCCL_DEBUG".to_string(), "INFO".to_string()), ("UCX_TLS".to_string(), "tcp self".to_string())];
+        let words = words(&MpirunOptions { kind, args }, &world, "/data/my runs".into(), &variables);
+        words.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join("|")
+    }
+
+    #[test]
+    fn mpirun_gets_hosts_with_their_slots_the_folder_the_variables_and_the_users_arguments() {
+        insta::assert_snapshot!(line(MpirunFlavor::OpenMpi, "--bind-to none"), @"-n|3|--host|a:2,b:1|--map-by|slot|--wdir|/data/my runs|--bind-to|none|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
+        insta::assert_snapshot!(line(MpirunFlavor::OpenMpi, "--map-by node"), @"-n|3|--host|a:2,b:1|--wdir|/data/my runs|--map-by|node|-x|NCCL_DEBUG=INFO|-x|UCX_TLS=tcp self");
+        insta::assert_snapshot!(line(MpirunFlavor::Mpich, "-iface eth0"), @"-n|3|-hosts|a:2,b:1|-wdir|/data/my runs|-iface|eth0|-genv|NCCL_DEBUG|INFO|-genv|UCX_TLS|tcp self");
+    }
+
+    #[test]
+    fn gpus_are_the_slots_where_all_hosts_have_the_same() {
+        let of = |slots: [&[usize]; 2]| {
+            let [a, b] = slots.map(|slots| slots.to_vec());
+            let world = WorldInfo::new(vec![
+                HostSlots { name: "a".into(), slots: a },
+                HostSlots { name: "b".into(), slots: b },
+            ])
+            .unwrap();
+            devices(&world, MpirunFlavor::OpenMpi)
+        };
+        assert_eq!(of([&[1, 3], &[1, 3]]).unwrap().as_deref(), Some("1,3"));
+        assert_eq!(of([&[0, 1], &[0]]).unwrap(), None);
+        insta::assert_snapshot!(of([&[0, 1], &[2, 3]]).unwrap_err(), @"host `a` is to use the slots 0,1 and host `b` 2,3, and with --launcher openmpi all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or take --launcher ssh");
+    }
+
+    #[test]
+    fn an_mpirun_is_known_by_what_it_says_of_its_version() {
+        assert!(
+            MpirunFlavor::OpenMpi.says("mpirun (Open MPI) 5.0.11")
+                && !MpirunFlavor::Mpich.says("mpirun (Open MPI) 5.0.11")
+        );
+        assert!(
+            MpirunFlavor::Mpich.says("HYDRA build details:\n    Version: 5.0.2")
+                && !MpirunFlavor::OpenMpi.says("HYDRA build details:")
+        );
+    }
+}

@@ -1,0 +1,228 @@
+//! The first host's port: whoever connects has a few seconds to say who it is, and little room to do so.
+//!
+//! ```text
+//!   accept -> a thread for each stranger: handshake, Hello -> the first host's own thread, which takes or refuses it
+//! ```
+//!
+//! There are never more than so many strangers: for one more, the oldest of the address with the most is sent away. So strangers
+//! cost no more than that, and those of one address do not keep another's out.
+
+use super::handshake::{self, HandshakeError};
+use super::secret::{JobSecret, SECRET};
+use super::wire::{HostHello, LONGEST, LauncherConnection, LauncherMessage, ReadDeadline};
+use crate::launch::console::eprint;
+use candle_zero::util::lock;
+use rustix::process::{Resource, getrlimit};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How long a stranger may take until it has said all.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long nobody is let in after the system has refused to.
+const PAUSE: Duration = Duration::from_millis(200);
+/// Bytes that one may say who has not proved that it belongs to the job.
+pub(super) const LONGEST_OF_A_STRANGER: usize = 1 << 20;
+/// Strangers at a time, and which part of the files that this process may open they may be.
+const MOST: usize = 64;
+const PART: u64 = 4;
+/// Lines about those who are sent away. A program that comes again and again fills no disk.
+const MOST_SAID: usize = 50;
+
+/// A host that has said what it brings.
+pub(super) struct JoiningHost {
+    /// Of the connection.
+    pub(super) number: u64,
+    pub(super) from: SocketAddr,
+    pub(super) session: LauncherConnection,
+    pub(super) hello: HostHello,
+}
+
+/// Accepts connections, and bounds the number of those that have not yet said which host they are.
+pub(super) struct HostAcceptor {
+    secret: Option<JobSecret>,
+    /// Strangers at a time.
+    most: usize,
+    strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<TcpStream>)>>,
+    numbers: AtomicU64,
+    said: AtomicUsize,
+}
+
+impl HostAcceptor {
+    pub(super) fn new(secret: Option<JobSecret>) -> Self {
+        let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let most = usize::try_from(files / PART).unwrap_or(MOST).clamp(1, MOST);
+        Self { secret, most, strangers: Mutex::default(), numbers: AtomicU64::new(0), said: AtomicUsize::new(0) }
+    }
+
+    /// Lets strangers in on threads of their own; `on_join` gets those that have said what they bring.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn open(
+        self: &Arc<Self>,
+        listener: TcpListener,
+        on_join: impl Fn(JoiningHost) + Clone + Send + 'static,
+    ) -> std::io::Result<()> {
+        let acceptor = Arc::clone(self);
+        let accept = move || {
+            loop {
+                let taken = listener.accept().and_then(|(stream, from)| acceptor.take(stream, from, on_join.clone()));
+                // Out of descriptors or threads, say; what it can do without is not a host yet.
+                if taken.is_err() {
+                    acceptor.evict_one();
+                    std::thread::sleep(PAUSE);
+                }
+            }
+        };
+        std::thread::Builder::new().name("lets hosts in".into()).spawn(accept).map(drop)
+    }
+
+    fn take(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        from: SocketAddr,
+        on_join: impl Fn(JoiningHost) + Send + 'static,
+    ) -> std::io::Result<()> {
+        let (acceptor, number) = (Arc::clone(self), self.numbers.fetch_add(1, Ordering::Relaxed));
+        let stream = Arc::new(stream);
+        while lock(&self.strangers).len() >= self.most {
+            self.evict_one();
+        }
+        lock(&self.strangers).insert(number, (from.ip(), Arc::clone(&stream)));
+        let hear = move || match acceptor.hear(stream) {
+            Ok((session, hello)) => on_join(JoiningHost { number, from, session, hello }),
+            Err(error) => {
+                acceptor.leave(number);
+                if let HandshakeError::Refused { host, why } = error {
+                    acceptor.report_refused(&host, from, &why);
+                }
+            }
+        };
+        let spawned = std::thread::Builder::new().name("hears a stranger".into()).spawn(hear);
+        spawned.map(drop).inspect_err(|_| self.leave(number))
+    }
+
+    fn hear(&self, stream: Arc<TcpStream>) -> Result<(LauncherConnection, HostHello), HandshakeError> {
+        let wait = ReadDeadline::Until(Instant::now() + PATIENCE);
+        let mut session = LauncherConnection::over(stream).map_err(|error| HandshakeError::Lost(error.to_string()))?;
+        handshake::receive(&mut session, self.secret.as_ref(), wait)?;
+        let longest = if self.secret.is_some() { LONGEST } else { LONGEST_OF_A_STRANGER };
+        match session.next(longest, wait).map_err(HandshakeError::Lost)? {
+            LauncherMessage::Hello(hello) => Ok((session, hello)),
+            _ => Err(HandshakeError::NoLauncher),
+        }
+    }
+
+    /// Connection `number` is no stranger's any more.
+    pub(super) fn leave(&self, number: u64) {
+        lock(&self.strangers).remove(&number);
+    }
+
+    /// Sends away the oldest of the address that has the most.
+    fn evict_one(&self) {
+        let mut strangers = lock(&self.strangers);
+        let mut numbers = BTreeMap::<IpAddr, usize>::new();
+        strangers.values().for_each(|(from, _)| *numbers.entry(*from).or_default() += 1);
+        let Some((most, _)) = numbers.into_iter().max_by_key(|(_, number)| *number) else { return };
+        let oldest = strangers.iter().find(|(_, (from, _))| *from == most).map(|(number, _)| *number);
+        if let Some((_, stream)) = oldest.and_then(|number| strangers.remove(&number)) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Says that a host is refused, unless that has been said often enough.
+    pub(super) fn report_refused(&self, host: &str, from: SocketAddr, why: &str) {
+        match self.said.fetch_add(1, Ordering::Relaxed) {
+            said if said < MOST_SAID => eprint(&format!("zerorun: host {host} ({}) is refused: {why}", from.ip())),
+            MOST_SAID => eprint(&format!(
+                "zerorun: {MOST_SAID} connections were refused; no more are reported. If these are not hosts of yours, see who \
+                 reaches this port, and set {SECRET}"
+            )),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::sync::mpsc::channel;
+
+    /// An acceptor and its address.
+    fn acceptor(secret: Option<JobSecret>) -> (Arc<HostAcceptor>, SocketAddr, std::sync::mpsc::Receiver<JoiningHost>) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let (address, acceptor) = (listener.local_addr().unwrap(), Arc::new(HostAcceptor::new(secret)));
+        let (sender, arrivals) = channel();
+        acceptor.open(listener, move |arrival| _ = sender.send(arrival)).unwrap();
+        (acceptor, address, arrivals)
+    }
+
+    /// Whether the other side has closed it.
+    fn is_closed(mut stream: &TcpStream) -> bool {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let mut buffer = [0; 4096];
+        loop {
+            match stream.read(&mut buffer) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+            }
+        }
+    }
+
+    #[test]
+    fn the_oldest_stranger_is_sent_away_for_one_more() {
+        let (acceptor, address, _arrivals) = acceptor(None);
+        let most = acceptor.most;
+        let all: Vec<TcpStream> = (0..most + 3).map(|_| TcpStream::connect(address).unwrap()).collect();
+        for first in &all[..3] {
+            assert!(is_closed(first));
+        }
+        // One is sent away before the one that takes its place is let in.
+        let until = Instant::now() + Duration::from_secs(60);
+        while !lock(&acceptor.strangers).contains_key(&(most as u64 + 2)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let left: Vec<u64> = lock(&acceptor.strangers).keys().copied().collect();
+        assert_eq!(left, (3..most as u64 + 3).collect::<Vec<_>>(), "the oldest went first");
+    }
+
+    #[test]
+    fn those_of_one_address_do_not_keep_another_out() {
+        let acceptor = HostAcceptor::new(None);
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let stream = || Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        let from = |last: u8| IpAddr::from([10, 0, 0, last]);
+        for (number, last) in [(0, 7), (1, 1), (2, 1), (3, 2)] {
+            lock(&acceptor.strangers).insert(number, (from(last), stream()));
+        }
+        let left = |acceptor: &HostAcceptor| lock(&acceptor.strangers).keys().copied().collect::<Vec<_>>();
+        acceptor.evict_one();
+        assert_eq!(left(&acceptor), [0, 2, 3]);
+        (0..4).for_each(|_| acceptor.evict_one());
+        assert_eq!(left(&acceptor), [0; 0]);
+    }
+
+    #[test]
+    fn a_stranger_that_says_too_much_or_only_gives_signs_of_life_is_sent_away() {
+        use std::io::Write;
+        let (acceptor, address, _arrivals) = acceptor(None);
+        let told: [&[u8]; 6] =
+            [&[b'a'; 8192], b"\"Beat\"\n", b"GET / HTTP/1.1\r\n\r\n", b"{\"Hello\":{}}\n", b"\n", &[0xff, 0, b'\n']];
+        for line in told {
+            let mut stream = TcpStream::connect(address).unwrap();
+            let _ = stream.write_all(line);
+            assert!(is_closed(&stream), "{line:?}");
+        }
+        let until = Instant::now() + Duration::from_secs(60);
+        while !lock(&acceptor.strangers).is_empty() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(lock(&acceptor.strangers).len(), 0);
+    }
+}

@@ -1,0 +1,195 @@
+//! Whether a host may take part in the job, and in what it differs from the first.
+//!
+//! What it is told of a difference is what it has itself, and a digest of what the first host has; both are in the first host's
+//! own output.
+
+use super::checksums;
+use super::handshake::printable;
+use super::secret::digest;
+use super::wire::HostHello;
+use candle_zero::comm::clock_skew;
+
+/// The most ranks of a host.
+pub(super) const MOST_RANKS: usize = 1024;
+/// Characters of a host's words in a line.
+const SHOWN: usize = 1000;
+
+/// Why a host may not take part.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct AdmissionRefusal {
+    /// What it is told.
+    pub(super) told: String,
+    /// What the first host says of it.
+    pub(super) said: String,
+}
+
+impl AdmissionRefusal {
+    /// The same for both.
+    fn plain(text: String) -> Option<Self> {
+        Some(Self { told: text.clone(), said: text })
+    }
+}
+
+/// Why a host cannot take part in the job of `own`, the first host. `holder` has its number already.
+pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostHello) -> Option<AdmissionRefusal> {
+    let HostHello { nodes, node, ranks, .. } = *hello;
+    if nodes != own.nodes {
+        return AdmissionRefusal::plain(format!(
+            "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, where these are two jobs, another \
+             --master_port to one",
+            name(hello),
+            own.nodes
+        ));
+    }
+    if node >= nodes {
+        return AdmissionRefusal::plain(format!(
+            "--node_rank {node} is not below --nnodes {nodes}; number the hosts from 0 to {}",
+            nodes - 1
+        ));
+    }
+    if !(1..=MOST_RANKS).contains(&ranks) {
+        return AdmissionRefusal::plain(format!(
+            "--num_ranks is {ranks} there; give each host 1 to {MOST_RANKS} ranks"
+        ));
+    }
+    if let Some(other) = holder.filter(|other| other.launcher != hello.launcher) {
+        return AdmissionRefusal::plain(format!(
+            "--node_rank {node} is host {}'s already; give each host its own number from 0 to {}, and each job its own \
+             --master_port",
+            name(other),
+            nodes - 1
+        ));
+    }
+    difference(own, hello)
+}
+
+/// In what a host differs from the first that must be the same.
+fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
+    let [here, there] = [name(own), name(hello)];
+    if own.words != hello.words {
+        let shown = |hello: &HostHello| printable(&hello.words.join(" "), SHOWN);
+        return Some(AdmissionRefusal {
+            told: format!(
+                "the script's arguments are `{}` on this host, with digest {}, and those on host {here} have digest {}; give the \
+                 same, which the output of host {here} shows",
+                shown(hello),
+                digest(&hello.words),
+                digest(&own.words)
+            ),
+            said: format!(
+                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give the same",
+                shown(own),
+                shown(hello)
+            ),
+        });
+    }
+    let mut names = own.files.keys().chain(hello.files.keys());
+    names.find(|name| own.files.get(*name) != hello.files.get(*name)).map(|file| {
+        let of = |hello: &HostHello| hello.files.get(file).map_or("not there".to_string(), |sum| printable(sum, 100));
+        let (file, remedy) =
+            (printable(file, SHOWN), "copy the same file to both, and for the program give one that is built already");
+        AdmissionRefusal {
+            told: format!("{file} is not that of host {here}: it is {}; {remedy}", of(hello)),
+            said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(own), of(hello)),
+        }
+    })
+}
+
+/// What a host calls itself.
+pub(super) fn name(hello: &HostHello) -> String {
+    printable(&hello.host, 64)
+}
+
+/// How far a host's clock is ahead of this one's, in seconds.
+pub(super) fn ahead(hello: &HostHello) -> i64 {
+    let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
+    seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
+}
+
+/// What there is to say of folders that are there on the first host and on another and are not the same. A job may write into
+/// one, so it is no more than a warning.
+pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iterator<Item = String> + 'a {
+    own.folders.iter().filter_map(move |(folder, here)| {
+        let difference = checksums::difference(here, other.folders.get(folder)?)?;
+        Some(format!(
+            "zerorun: warning: folder {folder} is not the same on hosts {} and {}: {}; copy the same files to both, unless the \
+             job itself writes there",
+            name(own),
+            name(other),
+            printable(&difference, SHOWN)
+        ))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// What a host brings to a job of two.
+    pub(in crate::launch::nodes) fn hello(host: &str) -> HostHello {
+        HostHello {
+            nodes: 2,
+            node: 0,
+            ranks: 2,
+            host: host.into(),
+            words: vec!["--ds_config".into(), "zero3.json".into()],
+            files: BTreeMap::from([("zero3.json".to_string(), "412 bytes with checksum 11".to_string())]),
+            folders: BTreeMap::new(),
+            clock: 1_000,
+            launcher: 1,
+        }
+    }
+
+    fn objected(change: fn(&mut HostHello)) -> AdmissionRefusal {
+        let mut other = HostHello { node: 1, launcher: 2, ..hello("b") };
+        change(&mut other);
+        refusal(&hello("a"), None, &other).unwrap()
+    }
+
+    #[test]
+    fn hosts_that_differ_are_told_what_they_have_and_the_first_says_what_both_have() {
+        assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
+        let words = objected(|b| b.words[1] = "zero2.json".into());
+        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, and those on host a have digest ed663171; give the same, which the output of host a shows");
+        insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give the same");
+        let file = objected(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
+        insta::assert_snapshot!(file.told, @"zero3.json is not that of host a: it is 413 bytes with checksum 12; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both, and for the program give one that is built already");
+        let gone = objected(|b| b.files.clear());
+        insta::assert_snapshot!(gone.told, @"zero3.json is not that of host a: it is not there; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and not there on host b; copy the same file to both, and for the program give one that is built already");
+    }
+
+    #[test]
+    fn numbers_that_no_host_of_the_job_has_are_refused() {
+        let told = |change: fn(&mut HostHello)| {
+            let AdmissionRefusal { told, said } = objected(change);
+            assert_eq!(told, said);
+            told
+        };
+        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+        insta::assert_snapshot!(told(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 there; give each host 1 to 1024 ranks");
+        insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 there; give each host 1 to 1024 ranks");
+        let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
+        let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
+        insta::assert_snapshot!(two.told, @"--node_rank 1 is host c's already; give each host its own number from 0 to 1, and each job its own --master_port");
+        // The same launcher, whose connection broke.
+        assert_eq!(refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 3, ..hello("c") }), None);
+    }
+
+    #[test]
+    fn what_a_host_calls_itself_obeys_no_terminal() {
+        let refusal = objected(|b| (b.nodes, b.host) = (3, "\u{1b}[2J".repeat(1000)));
+        assert!(refusal.said.len() < 1000 && !refusal.said.contains('\u{1b}'), "{}", refusal.said);
+    }
+
+    #[test]
+    fn a_clock_may_say_anything() {
+        for clock in [0, 1 << 40, u64::MAX] {
+            ahead(&HostHello { clock, ..hello("a") });
+        }
+    }
+}

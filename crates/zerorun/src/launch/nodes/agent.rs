@@ -1,0 +1,320 @@
+//! One host's side of a job on several hosts: it joins, starts its ranks when it is told to, and says how they ended.
+
+use super::handshake::HandshakeError;
+use super::join::join;
+use super::secret::JobSecret;
+use super::wire::{
+    HostHello, HostOutcome, LONGEST, LauncherConnection, LauncherMessage, LauncherPeer, PeerEvent, StartCommand,
+};
+use crate::error::{HostsError, LaunchError, Result};
+use crate::launch::console::eprint;
+use crate::launch::pmi;
+use crate::launch::ranks::{self, LocalJob, MultiHostContext, RunEnd};
+use crate::launch::signals::{self, LauncherEvent};
+use candle_zero::util::lock;
+use rustix::process::Signal;
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How long a try to reach the first host may take, and then to join.
+const TRY: Duration = Duration::from_secs(5);
+/// The pause between two tries to reach the first host.
+const RETRY: Duration = Duration::from_millis(300);
+/// How often what was heard is looked at, should the event be lost.
+const TICK: Duration = Duration::from_millis(500);
+/// Exit code where the first host is gone.
+const EXIT_LOST: u8 = 1;
+
+/// How a host joins.
+pub(super) struct JoinOptions {
+    pub(super) master_addr: String,
+    pub(super) master_port: u16,
+    /// How the first host itself comes to its port.
+    pub(super) own: Option<Vec<SocketAddr>>,
+    pub(super) secret: Option<JobSecret>,
+    /// How long the first host is tried.
+    pub(super) patience: Duration,
+    pub(super) hello: HostHello,
+    /// Whether it joins again when it has lost the first host.
+    pub(super) returns: bool,
+    /// Whether the end of standard input is a SIGTERM.
+    pub(super) until_stdin_ends: bool,
+}
+
+/// What the thread that listens to the first host leaves for the main thread.
+#[derive(Default)]
+struct AgentInbox {
+    messages: Mutex<VecDeque<PeerEvent>>,
+    /// Of the attempt that runs.
+    running: Mutex<Option<RunningAttempt>>,
+}
+
+/// The attempt whose ranks run here.
+struct RunningAttempt {
+    attempt: u32,
+    pmi: Arc<pmi::PmiServer>,
+    remote_failure: Arc<Mutex<Option<(usize, String)>>>,
+    /// The next signal comes from the first host, which need not be told of it.
+    passed_on: Arc<AtomicBool>,
+}
+
+impl RunningAttempt {
+    fn passed_on(&self, signal: Signal) -> LauncherEvent {
+        self.passed_on.store(true, Ordering::SeqCst);
+        LauncherEvent::End(signal)
+    }
+}
+
+impl AgentInbox {
+    /// Takes what is heard of the first host.
+    fn hear(&self, heard: PeerEvent, events: &Sender<LauncherEvent>) {
+        let running = lock(&self.running);
+        let of = |attempt: u32| running.as_ref().filter(|running| running.attempt == attempt);
+        let event = match heard {
+            PeerEvent::Message(LauncherMessage::Values { attempt, values }) => {
+                return of(attempt).into_iter().for_each(|running| running.pmi.deliver(values.clone()));
+            }
+            PeerEvent::Message(LauncherMessage::Failed { attempt, rank, why }) => {
+                if let Some(running) = of(attempt) {
+                    lock(&running.remote_failure).get_or_insert((rank, why));
+                }
+                LauncherEvent::PeerMessage
+            }
+            PeerEvent::Message(LauncherMessage::Signal(number)) => match (named(number), &*running) {
+                (Some(signal), Some(running)) => running.passed_on(signal),
+                _ => return,
+            },
+            PeerEvent::Message(LauncherMessage::Regroup { attempt }) => match of(attempt) {
+                Some(running) => running.passed_on(Signal::TERM),
+                None => return,
+            },
+            heard => {
+                if let (PeerEvent::Lost(why), Some(running)) = (&heard, &*running) {
+                    // Rank 0 is on the first host.
+                    lock(&running.remote_failure).get_or_insert((0, format!("the first host is gone: {why}")));
+                }
+                lock(&self.messages).push_back(heard);
+                LauncherEvent::PeerMessage
+            }
+        };
+        let _ = events.send(event);
+    }
+}
+
+/// The signals that ask a launcher to end.
+fn named(number: i32) -> Option<Signal> {
+    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
+}
+
+/// Why a host no longer takes part.
+enum LeaveReason {
+    /// The job is over, with this exit code.
+    Over(u8),
+    /// The first host is gone.
+    Lost(String),
+}
+
+/// Takes part in the job until it is over; the result is the exit code. Call it on the main thread.
+///
+/// # Errors
+/// The first host cannot be reached, or refuses this one.
+pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
+    let (sender, events) = signals::listen()?;
+    if options.until_stdin_ends {
+        let sender = sender.clone();
+        let listen = move || {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            let _ = sender.send(LauncherEvent::End(Signal::TERM));
+        };
+        std::thread::Builder::new()
+            .name("standard input".into())
+            .spawn(listen)
+            .map_err(|source| LaunchError::Setup { what: "listening to standard input", source })?;
+    }
+    loop {
+        match attend(&mut job, options, &sender, &events)? {
+            LeaveReason::Over(code) => return Ok(code),
+            LeaveReason::Lost(why) => {
+                eprint(&format!("zerorun: the first host, {}, is gone: {why}", options.master_addr))
+            }
+        }
+        if !options.returns {
+            return Ok(EXIT_LOST);
+        }
+        eprint("zerorun: this host joins again as soon as the first one can be reached");
+    }
+}
+
+fn attend(
+    job: &mut LocalJob,
+    options: &JoinOptions,
+    sender: &Sender<LauncherEvent>,
+    events: &Receiver<LauncherEvent>,
+) -> Result<LeaveReason> {
+    let inbox = Arc::new(AgentInbox::default());
+    let (heard, sender) = (Arc::clone(&inbox), sender.clone());
+    let session = match connect(options, events)? {
+        Ok(session) => session,
+        Err(signal) => return Ok(stopped_by(signal)),
+    };
+    let hear = move |event| heard.hear(event, &sender);
+    let peer = LauncherPeer::over(session, LONGEST, hear).map_err(|source| unreachable(options, source.to_string()))?;
+    let peer = Arc::new(peer);
+    let mut failed = None;
+    loop {
+        match wait(&inbox, events) {
+            Ok(PeerEvent::Message(LauncherMessage::Start(start))) => {
+                let attempt = start.attempt;
+                let how = carry_out(job, options, start, &inbox, &peer, events, &mut failed)?;
+                *lock(&inbox.running) = None;
+                peer.send(&LauncherMessage::Ended { attempt, how });
+            }
+            Ok(PeerEvent::Message(LauncherMessage::Finish { code, text, culprit })) => {
+                // Of its own ranks a host knows more than the others.
+                let own = failed.filter(|_| culprit == Some(options.hello.node));
+                match (own, text.as_deref().and_then(|text| text.split_once('\n'))) {
+                    (Some(own), Some((_, rest))) => eprint(&format!("{own}\n{rest}")),
+                    (own, _) => own.or(text).iter().for_each(|text| eprint(text)),
+                }
+                return Ok(LeaveReason::Over(code));
+            }
+            Ok(PeerEvent::Message(_)) => {}
+            Ok(PeerEvent::Lost(why)) => return Ok(LeaveReason::Lost(why)),
+            Err(signal) => {
+                peer.send(&LauncherMessage::Signal(signal.as_raw()));
+                return Ok(stopped_by(signal));
+            }
+        }
+    }
+}
+
+fn stopped_by(signal: Signal) -> LeaveReason {
+    eprint(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+    LeaveReason::Over(128 + signal.as_raw() as u8)
+}
+
+/// Joins the job, or ends with a signal. What may be better the next time is tried again.
+fn connect(
+    options: &JoinOptions,
+    events: &Receiver<LauncherEvent>,
+) -> Result<std::result::Result<LauncherConnection, Signal>> {
+    let since = Instant::now();
+    loop {
+        let why = match reach(options) {
+            Ok(stream) => {
+                let hello = HostHello { clock: candle_zero::comm::clock_skew::seconds(), ..options.hello.clone() };
+                match join(stream, options.secret.as_ref(), &hello, TRY) {
+                    Ok(session) => return Ok(Ok(session)),
+                    Err(HandshakeError::Refused { why, .. }) => return Err(HostsError::Refused { why }.into()),
+                    Err(HandshakeError::NoLauncher) => {
+                        let JoinOptions { master_addr, master_port, .. } = options;
+                        return Err(HostsError::NoLauncher { address: master_addr.clone(), port: *master_port }.into());
+                    }
+                    Err(HandshakeError::Lost(why)) => why,
+                }
+            }
+            Err(error) => error.to_string(),
+        };
+        if since.elapsed() >= options.patience {
+            return Err(unreachable(options, why));
+        }
+        match events.recv_timeout(RETRY) {
+            Ok(LauncherEvent::End(signal)) => return Ok(Err(signal)),
+            Ok(LauncherEvent::Suspend) => signals::suspend_self(),
+            _ => {}
+        }
+    }
+}
+
+/// Tries each of the address' meanings for a while.
+fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+    let addresses = match &options.own {
+        Some(own) => own.clone(),
+        None => (options.master_addr.as_str(), options.master_port).to_socket_addrs()?.collect(),
+    };
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, TRY) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn unreachable(options: &JoinOptions, why: String) -> candle_zero::Error {
+    let JoinOptions { master_addr, master_port, patience, .. } = options;
+    let (address, port, seconds) = (master_addr.clone(), *master_port, patience.as_secs());
+    HostsError::FirstUnreachable { address, port, seconds, why }.into()
+}
+
+/// What is heard next, or the signal that asks this launcher to end.
+fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Result<PeerEvent, Signal> {
+    loop {
+        if let Some(heard) = lock(&inbox.messages).pop_front() {
+            return Ok(heard);
+        }
+        match events.recv_timeout(TICK) {
+            Ok(LauncherEvent::End(signal)) => return Err(signal),
+            Ok(LauncherEvent::Suspend) => signals::suspend_self(),
+            Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage)
+            | Err(RecvTimeoutError::Timeout) => {}
+            // As in `RankProcesses::supervise`.
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+        }
+    }
+}
+
+/// Runs this host's ranks; the report of their own failure goes to `failed`.
+fn carry_out(
+    job: &mut LocalJob,
+    options: &JoinOptions,
+    start: StartCommand,
+    inbox: &AgentInbox,
+    peer: &Arc<LauncherPeer>,
+    events: &Receiver<LauncherEvent>,
+    failed: &mut Option<String>,
+) -> Result<HostOutcome> {
+    let StartCommand { attempt, restart, place, ranks, port, space, note } = start;
+    note.iter().for_each(|note| eprint(note));
+    let values = Arc::clone(peer);
+    let send = move |fresh| values.send(&LauncherMessage::Values { attempt, values: fresh });
+    let server = Arc::new(pmi::PmiServer::new(space, &ranks, place, send));
+    let remote_failure = Arc::new(Mutex::new(None));
+    let passed_on = Arc::new(AtomicBool::new(false));
+    let (pmi, told) = (server.clone(), passed_on.clone());
+    *lock(&inbox.running) = Some(RunningAttempt { attempt, pmi, remote_failure: remote_failure.clone(), passed_on });
+    // One host of several may be left alone: its ranks need no library to meet.
+    let alone = ranks.len() == 1;
+    let asked = Arc::clone(peer);
+    job.multi_host = (!alone).then(|| MultiHostContext {
+        first: ranks[..place].iter().sum(),
+        place,
+        hosts: ranks.len(),
+        host: Some(options.hello.host.clone()),
+        master_addr: options.master_addr.clone(),
+        pmi: server,
+        remote_failure,
+        tell: Arc::new(move |signal: Signal| {
+            if !told.swap(false, Ordering::SeqCst) {
+                asked.send(&LauncherMessage::Signal(signal.as_raw()));
+            }
+        }),
+    });
+    (job.restart, job.master_port) = (restart, Some(port));
+    Ok(match ranks::run(job, events)? {
+        RunEnd::Well => HostOutcome::Well,
+        RunEnd::Unwritten => HostOutcome::Unwritten,
+        RunEnd::Interrupted(signal) => HostOutcome::Interrupted(signal.as_raw()),
+        RunEnd::Elsewhere => HostOutcome::Elsewhere,
+        RunEnd::Failed(failure) => {
+            *failed = Some(failure.report);
+            let ranks::RunFailure { rank, after, headline, code, blames, .. } = failure;
+            HostOutcome::Failed { rank, after, headline, code, blames }
+        }
+    })
+}

@@ -1,0 +1,526 @@
+//! The first host's side of a job on several hosts: it waits for them, starts attempts, and says how it all ends.
+//!
+//! ```text
+//!   gather: hosts come, each with Hello -> Start to all -> values of their ranks' libraries go around -> Ended of each
+//!      ^                                                                     |
+//!      +-- a host is gone or a rank failed: the others are told, all end ----+-- restarts are left: again, on who is there
+//!          a host is back: the ranks are asked to end in good order ---------+
+//! ```
+//!
+//! Everything happens on one thread, that takes what is heard of all hosts in turn.
+
+use super::acceptor::{HostAcceptor, JoiningHost, LONGEST_OF_A_STRANGER};
+use super::admission::{self, refusal};
+use super::secret::JobSecret;
+use super::wire::{HostHello, HostOutcome, LauncherMessage, LauncherPeer, PeerEvent, StartCommand};
+use crate::launch::restarts;
+use candle_zero::comm::clock_skew;
+use candle_zero::util::list;
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// How long a new attempt waits for hosts of the last one, if it may do without them.
+const RETURN: Duration = Duration::from_secs(3);
+/// How long an attempt runs before it makes place for a host that is back.
+const SETTLED: Duration = Duration::from_secs(10);
+/// How often deadlines are looked at.
+const TICK: Duration = Duration::from_millis(200);
+/// Bytes of a message for each rank of its host: what its MPI library puts, and more.
+const LONGEST_OF_A_RANK: usize = 64 << 10;
+/// Exit code where a host is gone, or hosts have not come.
+const EXIT_LOST: u8 = 1;
+
+/// When and with whom the ranks are started.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ElasticPolicy {
+    /// The hosts of the job.
+    pub(super) nodes: usize,
+    /// The fewest to go on with after a failure.
+    pub(super) min_nodes: usize,
+    /// Restarts in total.
+    pub(super) max_restarts: u32,
+    /// How long hosts are waited for.
+    pub(super) patience: Duration,
+}
+
+/// Serves the job on a thread of its own, until it is over. `own` is this host, to which the others are compared, and whose
+/// launcher's number names the job: no other has it.
+///
+/// # Errors
+/// The system's.
+pub(super) fn serve(
+    listeners: Vec<TcpListener>,
+    secret: Option<JobSecret>,
+    policy: ElasticPolicy,
+    own: HostHello,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let (sender, heard) = channel();
+    let acceptor = Arc::new(HostAcceptor::new(secret));
+    for listener in listeners {
+        let came = sender.clone();
+        acceptor.open(listener, move |joining| _ = came.send(CoordinatorEvent::HostArrived(Box::new(joining))))?;
+    }
+    let mut job = Coordinator { policy, own, heard, sender, acceptor, hosts: BTreeMap::new() };
+    std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
+}
+
+/// What is heard: a host that has come, or one that is there, by the number of its connection.
+enum CoordinatorEvent {
+    HostArrived(Box<JoiningHost>),
+    FromHost(u64, PeerEvent),
+}
+
+/// A host that takes part.
+struct JoinedHost {
+    connection: u64,
+    peer: LauncherPeer,
+    hello: HostHello,
+    /// How far its clock is ahead of this host's, in seconds.
+    ahead: i64,
+}
+
+/// The job as the first host runs it.
+struct Coordinator {
+    policy: ElasticPolicy,
+    /// This host.
+    own: HostHello,
+    heard: Receiver<CoordinatorEvent>,
+    /// For those who listen to hosts.
+    sender: Sender<CoordinatorEvent>,
+    /// Accepts the hosts.
+    acceptor: Arc<HostAcceptor>,
+    /// By `--node_rank`.
+    hosts: BTreeMap<usize, JoinedHost>,
+}
+
+/// A host in an attempt.
+struct AttemptHost {
+    first_rank: usize,
+    host: String,
+    values: Option<Vec<(String, String)>>,
+    end: Option<HostEnd>,
+}
+
+/// How a host's part of an attempt ended.
+enum HostEnd {
+    Ended(HostOutcome),
+    /// Nothing more is heard of it.
+    Lost(String),
+}
+
+/// What an attempt has come to.
+#[derive(Debug, Clone, PartialEq)]
+enum AttemptOutcome {
+    Well,
+    Unwritten,
+    Interrupted(i32),
+    /// Ranks were asked to end for a host that is back.
+    Regrouped,
+    Failed(AttemptFailure),
+}
+
+/// The failure that brought an attempt down.
+#[derive(Debug, Clone, PartialEq)]
+struct AttemptFailure {
+    /// The `--node_rank` of its host.
+    node: usize,
+    text: String,
+    code: u8,
+}
+
+impl Coordinator {
+    fn run(&mut self) {
+        let (mut restart, mut note) = (0, None);
+        // Failures in a row that came soon, and the pause before the next start.
+        let (mut soon, mut pause) = (0, Duration::ZERO);
+        for attempt in 0.. {
+            if let Err(text) = self.gather(attempt > 0, std::mem::take(&mut pause)) {
+                return self.finish(EXIT_LOST, Some(text), None);
+            }
+            let began = Instant::now();
+            let (code, text, culprit) = match self.attempt(attempt, restart, note.take()) {
+                AttemptOutcome::Well => (0, None, None),
+                AttemptOutcome::Unwritten => (1, None, None),
+                AttemptOutcome::Interrupted(signal) => (128 + (signal & 0x7f) as u8, None, None),
+                AttemptOutcome::Regrouped => {
+                    note = Some("zerorun: a host is back; the job goes on with it".to_string());
+                    continue;
+                }
+                AttemptOutcome::Failed(failure) if restart < self.policy.max_restarts => {
+                    restart += 1;
+                    soon = if began.elapsed() < restarts::SOON { soon + 1 } else { 1 };
+                    note = Some(format!("{}; restart {restart} of {}", failure.text, self.policy.max_restarts));
+                    pause = restarts::pause_after(soon);
+                    continue;
+                }
+                AttemptOutcome::Failed(AttemptFailure { node, text, code }) => {
+                    let text = match self.policy.max_restarts {
+                        0 => text,
+                        all => format!("{text}\nzerorun: no restart is left: --max_restarts {all} is used up"),
+                    };
+                    (code, Some(text), Some(node))
+                }
+            };
+            return self.finish(code, text, culprit);
+        }
+    }
+
+    /// Waits for the hosts: for all at first, later for as many as are needed, and no less than `pause`.
+    fn gather(&mut self, again: bool, pause: Duration) -> Result<(), String> {
+        let since = Instant::now();
+        loop {
+            let (here, ElasticPolicy { nodes, min_nodes, patience, .. }) = (self.hosts.len(), self.policy);
+            let all = here == nodes || (again && here >= min_nodes && since.elapsed() >= RETURN);
+            if all && since.elapsed() >= pause {
+                return Ok(());
+            }
+            if since.elapsed() >= patience.max(pause) {
+                let missing: Vec<String> =
+                    (0..nodes).filter(|n| !self.hosts.contains_key(n)).map(|n| n.to_string()).collect();
+                return Err(format!(
+                    "zerorun: of {nodes} hosts, {here} came within {} s; missing is --node_rank {}: start zerorun there with \
+                     the same --nnodes, --master_addr and --master_port, and see that this port of the first host can be \
+                     reached",
+                    patience.as_secs(),
+                    list(&missing)
+                ));
+            }
+            if let Some((node, PeerEvent::Message(LauncherMessage::Signal(signal)))) = self.next() {
+                let name = self.hosts.get(&node).map_or("?".into(), |host| admission::name(&host.hello));
+                return Err(format!("zerorun: stopped by signal {signal} to the launcher of host {name}"));
+            }
+        }
+    }
+
+    /// What is heard next of a host, within a tick. Hosts come and go here.
+    fn next(&mut self) -> Option<(usize, PeerEvent)> {
+        let (number, heard) = match self.heard.recv_timeout(TICK) {
+            Ok(CoordinatorEvent::HostArrived(joining)) => {
+                self.admit(*joining);
+                return None;
+            }
+            Ok(CoordinatorEvent::FromHost(number, heard)) => (number, heard),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
+        };
+        let node = self.hosts.iter().find(|(_, host)| host.connection == number).map(|(node, _)| *node)?;
+        if let PeerEvent::Lost(_) = &heard {
+            self.hosts.remove(&node);
+        }
+        Some((node, heard))
+    }
+
+    /// Takes a host, or refuses it.
+    fn admit(&mut self, joining: JoiningHost) {
+        let JoiningHost { number, from, mut session, hello } = joining;
+        self.acceptor.leave(number);
+        // This host's own launcher may come after others.
+        let node = hello.node;
+        let holder =
+            if node == self.own.node { Some(&self.own) } else { self.hosts.get(&node).map(|host| &host.hello) };
+        if let Some(refusal) = refusal(&self.own, holder, &hello) {
+            self.acceptor.report_refused(&admission::name(&hello), from, &refusal.said);
+            session.send(&LauncherMessage::Refused(refusal.told));
+            return;
+        }
+        // One that has lost its connection may be back before that is noticed, and comes again until it is. Whoever repeats what a
+        // host has said puts nobody out.
+        if self.hosts.contains_key(&node) {
+            return;
+        }
+        session.send(&LauncherMessage::Joined);
+        let sender = self.sender.clone();
+        let hear = move |heard| _ = sender.send(CoordinatorEvent::FromHost(number, heard));
+        // A connection that is gone already was no host.
+        let Ok(peer) = LauncherPeer::over(session, LONGEST_OF_A_STRANGER + hello.ranks * LONGEST_OF_A_RANK, hear)
+        else {
+            return;
+        };
+        let ahead = admission::ahead(&hello);
+        self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
+    }
+
+    /// One start of the ranks, to the end of all of them.
+    fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> AttemptOutcome {
+        let began = Instant::now();
+        let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
+        // Later a job may have written into them.
+        let folders = if attempt == 0 { self.folders() } else { None };
+        let note = [note, self.clocks(), folders].into_iter().flatten().collect::<Vec<_>>().join("\n");
+        let note = Some(note).filter(|note| !note.is_empty());
+        let port = free_port();
+        let mut attempt_hosts = BTreeMap::new();
+        for (place, (node, host)) in self.hosts.iter().enumerate() {
+            let (note, ranks) = (note.clone(), ranks.clone());
+            let first_rank = ranks[..place].iter().sum();
+            attempt_hosts
+                .insert(*node, AttemptHost { first_rank, host: admission::name(&host.hello), values: None, end: None });
+            let space = format!("candle_zero_{:x}_{attempt}", self.own.launcher);
+            host.peer.send(&LauncherMessage::Start(StartCommand { attempt, restart, place, ranks, port, space, note }));
+        }
+        let mut order = Vec::new();
+        let (mut signal, mut regroup) = (None, false);
+        loop {
+            if attempt_hosts.values().all(|attempt_host| attempt_host.end.is_some()) {
+                break;
+            }
+            let back = self.hosts.keys().any(|node| !attempt_hosts.contains_key(node));
+            let failed = signal.is_some() || attempt_hosts.values().any(|attempt_host| attempt_host.end.is_some());
+            if back && !regroup && !failed && began.elapsed() >= SETTLED {
+                regroup = true;
+                self.tell(&attempt_hosts, &LauncherMessage::Regroup { attempt });
+            }
+            let Some((node, heard)) = self.next() else { continue };
+            let Some(attempt_host) = attempt_hosts.get_mut(&node) else { continue };
+            let message = match heard {
+                PeerEvent::Message(message) => message,
+                PeerEvent::Lost(_) if attempt_host.end.is_some() => continue,
+                PeerEvent::Lost(why) => {
+                    let rank = attempt_host.first_rank;
+                    attempt_host.end = Some(HostEnd::Lost(why.clone()));
+                    order.push(node);
+                    self.tell(
+                        &attempt_hosts,
+                        &LauncherMessage::Failed { attempt, rank, why: format!("its host is gone: {why}") },
+                    );
+                    continue;
+                }
+            };
+            match message {
+                LauncherMessage::Values { attempt: of, values } if of == attempt => {
+                    attempt_host.values = Some(values);
+                    if attempt_hosts.values().all(|attempt_host| attempt_host.values.is_some()) {
+                        let values = attempt_hosts
+                            .values_mut()
+                            .filter_map(|attempt_host| attempt_host.values.take())
+                            .flatten()
+                            .collect();
+                        self.tell(&attempt_hosts, &LauncherMessage::Values { attempt, values });
+                    }
+                }
+                LauncherMessage::Signal(number) if signal.is_none() => {
+                    signal = Some(number);
+                    self.tell(&attempt_hosts, &LauncherMessage::Signal(number));
+                }
+                LauncherMessage::Ended { attempt: of, how } if of == attempt && attempt_host.end.is_none() => {
+                    if let HostOutcome::Failed { rank, headline, .. } = &how {
+                        let failed = LauncherMessage::Failed { attempt, rank: *rank, why: headline.clone() };
+                        attempt_host.end = Some(HostEnd::Ended(how));
+                        self.tell(&attempt_hosts, &failed);
+                    } else {
+                        attempt_host.end = Some(HostEnd::Ended(how));
+                    }
+                    order.push(node);
+                }
+                _ => {}
+            }
+        }
+        let ended: Vec<(usize, &AttemptHost)> = order.iter().map(|node| (*node, &attempt_hosts[node])).collect();
+        outcome(&ended, signal, regroup)
+    }
+
+    /// Tells all hosts of an attempt whose ranks run.
+    fn tell(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
+        let running = self
+            .hosts
+            .iter()
+            .filter(|(node, _)| attempt_hosts.get(node).is_some_and(|attempt_host| attempt_host.end.is_none()));
+        running.for_each(|(_, host)| host.peer.send(message));
+    }
+
+    /// A warning about hosts whose clocks differ.
+    fn clocks(&self) -> Option<String> {
+        let warnings =
+            self.hosts.values().filter_map(|host| clock_skew::warning(&admission::name(&host.hello), host.ahead));
+        warnings.map(|text| format!("zerorun: {text}")).reduce(|all, text| format!("{all}\n{text}"))
+    }
+
+    /// A warning about folders that are not the same.
+    fn folders(&self) -> Option<String> {
+        let differ = self.hosts.values().flat_map(|host| admission::folders(&self.own, &host.hello));
+        differ.reduce(|all, text| format!("{all}\n{text}"))
+    }
+
+    fn finish(&mut self, code: u8, text: Option<String>, culprit: Option<usize>) {
+        for host in self.hosts.values() {
+            host.peer.send(&LauncherMessage::Finish { code, text: text.clone(), culprit });
+        }
+        // Their launchers end now, which is the end of their connections: what was sent has arrived then.
+        let until = Instant::now() + Duration::from_secs(5);
+        while !self.hosts.is_empty() && Instant::now() < until {
+            self.next();
+        }
+    }
+}
+
+/// What became of an attempt, of the ends of its hosts in their order in time.
+fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) -> AttemptOutcome {
+    let hows = || {
+        ended.iter().filter_map(
+            |(_, attempt_host)| if let Some(HostEnd::Ended(how)) = &attempt_host.end { Some(how) } else { None },
+        )
+    };
+    let interrupted =
+        hows().find_map(|how| if let HostOutcome::Interrupted(signal) = how { Some(*signal) } else { None });
+    if let Some(signal) = signal.or(interrupted.filter(|_| !regroup)) {
+        return AttemptOutcome::Interrupted(signal);
+    }
+    if let Some(failure) = failure(ended) {
+        return AttemptOutcome::Failed(failure);
+    }
+    match () {
+        () if interrupted.is_some() => AttemptOutcome::Regrouped,
+        () if hows().any(|how| *how == HostOutcome::Unwritten) => AttemptOutcome::Unwritten,
+        () => AttemptOutcome::Well,
+    }
+}
+
+/// The failure from which the others follow: a host that is gone; else a rank whose words blame no rank that failed too.
+fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
+    let lost = ended.iter().find_map(|(node, attempt_host)| match &attempt_host.end {
+        Some(HostEnd::Lost(why)) => {
+            let text = format!("zerorun: host {} is gone: {why}", attempt_host.host);
+            Some(AttemptFailure { node: *node, text, code: EXIT_LOST })
+        }
+        _ => None,
+    });
+    let failed = ended.iter().filter_map(|(node, attempt_host)| match &attempt_host.end {
+        Some(HostEnd::Ended(HostOutcome::Failed { rank, headline, code, blames, .. })) => {
+            let text = format!("{headline} (host {})", attempt_host.host);
+            Some((*rank, *blames, AttemptFailure { node: *node, text, code: *code }))
+        }
+        _ => None,
+    });
+    let failed: Vec<_> = failed.collect();
+    let blamed = |rank: usize| failed.iter().any(|(other, ..)| *other == rank);
+    let first = failed.iter().find(|(rank, blames, _)| blames.is_none_or(|other| other == *rank || !blamed(other)));
+    lost.or_else(|| first.or(failed.first()).map(|(.., failure)| failure.clone()))
+}
+
+/// A free port, or, where none is found, a usual one: programs that do not use it run without.
+fn free_port() -> u16 {
+    let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
+    found.map_or(29501, |address| address.port())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    use super::super::admission::tests::hello;
+    use super::super::handshake::HandshakeError;
+    use super::super::join::join;
+    use super::super::wire::{LONGEST, LauncherConnection};
+    use std::net::SocketAddr;
+
+    /// The first host of a job of two, without a secret.
+    fn served(own: HostHello) -> SocketAddr {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let policy = ElasticPolicy { nodes: 2, min_nodes: 2, max_restarts: 0, patience: Duration::from_secs(60) };
+        serve(vec![listener], None, policy, own).unwrap();
+        address
+    }
+
+    fn joined(address: SocketAddr, hello: &HostHello) -> Result<LauncherConnection, HandshakeError> {
+        join(std::net::TcpStream::connect(address).unwrap(), None, hello, Duration::from_secs(60))
+    }
+
+    #[test]
+    fn others_are_compared_with_the_first_host_even_where_its_own_launcher_comes_after_them() {
+        let address = served(hello("a"));
+        let refused = |hello: HostHello| match joined(address, &hello) {
+            Err(HandshakeError::Refused { why, .. }) => why,
+            other => panic!("{other:?}"),
+        };
+        let other = |node: usize, word: &str| HostHello { node, launcher: 2, words: vec![word.into()], ..hello("b") };
+        insta::assert_snapshot!(refused(other(1, "--help")), @"the script's arguments are `--help` on this host, with digest 8cff0500, and those on host a have digest ed663171; give the same, which the output of host a shows");
+        insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is host a's already; give each host its own number from 0 to 1, and each job its own --master_port");
+    }
+
+    #[test]
+    fn whoever_repeats_what_a_host_has_said_does_not_take_its_place_while_it_is_there() {
+        let address = served(hello("a"));
+        let other = HostHello { node: 1, launcher: 2, ..hello("b") };
+        let here = joined(address, &other).unwrap();
+        for _ in 0..3 {
+            assert!(matches!(joined(address, &other), Err(HandshakeError::Lost(_))));
+        }
+        drop(here);
+        // As soon as it is gone, it is let in again.
+        let until = Instant::now() + Duration::from_secs(60);
+        while joined(address, &other).is_err() {
+            assert!(Instant::now() < until);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn a_host_whose_clock_is_far_from_the_first_ones_or_whose_folders_differ_is_named_at_the_start() {
+        let folders = BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), "0 bytes".to_string())]))]);
+        let address = served(HostHello { folders, ..hello("a") });
+        let now = clock_skew::seconds();
+        let member = |node: usize, host: &str, clock: u64| {
+            let (sender, heard) = channel();
+            let folders =
+                BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{node} bytes"))]))]);
+            let hello = HostHello { node, clock, folders, launcher: node as u64 + 1, ..hello(host) };
+            let session = joined(address, &hello).unwrap();
+            (LauncherPeer::over(session, LONGEST, move |heard| _ = sender.send(heard)).unwrap(), heard)
+        };
+        // The other host's clock is two minutes behind, and it has other data.
+        let members = [member(0, "a", now), member(1, "b", now - 120)];
+        let notes = members.iter().map(|(_, heard)| match heard.recv_timeout(Duration::from_secs(60)).unwrap() {
+            // Its Hello may be read a second later.
+            PeerEvent::Message(LauncherMessage::Start(start)) => start.note.unwrap().replace("121 s", "120 s"),
+            other => panic!("{other:?}"),
+        });
+        let notes: Vec<String> = notes.collect();
+        assert_eq!(notes[0], notes[1]);
+        insta::assert_snapshot!(notes[0], @"
+        zerorun: warning: the clock of host b is 120 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server
+        zerorun: warning: folder data is not the same on hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
+        ");
+    }
+
+    fn attempt_host(host: &str, first_rank: usize, end: HostEnd) -> AttemptHost {
+        AttemptHost { first_rank, host: host.into(), values: None, end: Some(end) }
+    }
+
+    fn failed(rank: usize, blames: Option<usize>) -> HostEnd {
+        let headline = format!("zerorun: rank {rank} failed first: it ended with exit code {rank} after 3.0 s");
+        HostEnd::Ended(HostOutcome::Failed { rank, after: Duration::from_secs(3), headline, code: rank as u8, blames })
+    }
+
+    #[test]
+    fn the_failure_that_others_follow_from_is_found() {
+        let of = |ends: Vec<(usize, HostEnd)>| {
+            let attempt_hosts: Vec<AttemptHost> =
+                ends.into_iter().map(|(node, end)| attempt_host(["a", "b"][node], 2 * node, end)).collect();
+            let nodes: Vec<(usize, &AttemptHost)> =
+                attempt_hosts.iter().map(|attempt_host| (attempt_host.first_rank / 2, attempt_host)).collect();
+            outcome(&nodes, None, false)
+        };
+        let text =
+            |outcome| if let AttemptOutcome::Failed(failure) = outcome { failure.text } else { panic!("{outcome:?}") };
+        // The first that ended blames a rank of the second.
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("nothing was heard of it for 8 s".into()))])), @"zerorun: host b is gone: nothing was heard of it for 8 s");
+        assert_eq!(
+            of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Well))]),
+            AttemptOutcome::Well
+        );
+        assert_eq!(
+            of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Unwritten))]),
+            AttemptOutcome::Unwritten
+        );
+        assert_eq!(
+            of(vec![(0, HostEnd::Ended(HostOutcome::Interrupted(15))), (1, HostEnd::Ended(HostOutcome::Well))]),
+            AttemptOutcome::Interrupted(15)
+        );
+    }
+}

@@ -1,0 +1,338 @@
+//! `--hostfile`: the launcher is started on each host of the file, by ssh or, on this host, directly.
+//!
+//! Each gets the same working directory, program and arguments, so these have to be at the same place everywhere, and
+//! DeepSpeed's choice of variables ([`exports`]). The secret goes over the launcher's standard input, so that no list of processes
+//! shows it; where the user gives none, it is a new one.
+
+use super::listen_address::BIND_ADDR;
+use super::secret::JobSecret;
+use crate::error::{Error, HostsError, LaunchError, Result};
+use crate::launch::console::eprint;
+use crate::launch::core_binding::CoreBinding;
+use crate::launch::exported_variables::exports;
+use crate::launch::hosts::export_rules::literal_word;
+use crate::launch::hosts::host_filter::HostSelection;
+use crate::launch::hosts::world_info::{DEVICES, WorldInfo};
+use crate::launch::hosts::{HostSlots, hostfile};
+use crate::launch::mpirun::MpirunOptions;
+use crate::launch::ranks::LocalJob;
+use crate::launch::signals::{self, LauncherEvent, die_with_parent};
+use candle_zero::util::host_name;
+use rustix::process::Signal;
+use std::ffi::OsString;
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+/// The option by which a launcher takes the secret from its standard input, and ends with it.
+pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
+/// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
+const REMOTE_SHELL: &str = "ZERORUN_RSH";
+/// Exit code of ssh where it cannot reach a host.
+const UNREACHABLE: u8 = 255;
+/// How often it is looked whether a launcher has ended.
+const TICK: Duration = Duration::from_millis(300);
+/// How long the launchers may take to end after the one of the first host has, and that one after another has failed.
+const LAST: Duration = Duration::from_secs(20);
+/// How long a host is left alone before its launcher is started again.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// The hosts that the user asks for.
+#[derive(Debug, Clone)]
+pub(crate) struct MultiHostOptions {
+    /// The hostfile.
+    pub(crate) file: PathBuf,
+    pub(crate) selection: HostSelection,
+    /// The fewest hosts to go on with after a failure; `None`: all.
+    pub(crate) min_nodes: Option<usize>,
+    /// `None`: the first host's name.
+    pub(crate) master_addr: Option<String>,
+    /// The address at which the first one listens; `None`: `master_addr`.
+    pub(crate) bind_addr: Option<String>,
+    /// `None`: ssh's own choice.
+    pub(crate) ssh_port: Option<u16>,
+    /// Whether a single host is reached by ssh too.
+    pub(crate) force_multi: bool,
+    /// What starts the ranks in place of a launcher on each host.
+    pub(crate) mpirun: Option<MpirunOptions>,
+}
+
+impl MultiHostOptions {
+    /// The hosts and slots that are used.
+    ///
+    /// # Errors
+    /// The file cannot be read or is wrong; a filter names what is not there; nothing is left.
+    pub(crate) fn world(&self) -> Result<WorldInfo> {
+        let text = std::fs::read_to_string(&self.file)
+            .map_err(|source| HostsError::NoHostfile { path: self.file.clone(), why: source.to_string() })?;
+        let hosts = self.selection.apply(&hostfile::parse(&text, &self.file)?)?;
+        Ok(WorldInfo::new(hosts)?)
+    }
+
+    /// The number of ranks, where all of them are on this host.
+    pub(crate) fn only_here(&self, world: &WorldInfo) -> Option<usize> {
+        match world.hosts() {
+            [host] if !self.force_multi && is_here(&host.name) => Some(host.slots.len()),
+            _ => None,
+        }
+    }
+}
+
+/// What every host's launcher is told of the whole job.
+pub(crate) struct JobWideOptions<'a> {
+    pub(crate) max_restarts: u32,
+    pub(crate) binding: Option<&'a CoreBinding>,
+}
+
+/// One host's launcher.
+struct HostLauncher<'a> {
+    host: &'a HostSlots,
+    /// Whether it is on this host, and not behind ssh.
+    local: bool,
+    command: Command,
+    /// The line with the secret.
+    secret: String,
+    child: Option<Child>,
+    /// When it ended.
+    ended: Option<Instant>,
+}
+
+/// Runs the program of `job` on the hosts, through a launcher on each; the result is the exit code. Call it on the main thread.
+///
+/// # Errors
+/// A launcher cannot be started, a variable cannot be passed on.
+pub(crate) fn run(
+    job: &LocalJob,
+    hosts: &MultiHostOptions,
+    world: &WorldInfo,
+    job_wide: &JobWideOptions<'_>,
+) -> Result<u8> {
+    let (_, events) = signals::listen()?;
+    let exports = exports()?;
+    let secret = JobSecret::of_environment()?.map_or_else(JobSecret::random, Ok)?.line();
+    let mut launchers = Vec::new();
+    for node in 0..world.hosts().len() {
+        let host = &world.hosts()[node];
+        let words = words(job, hosts, world, node, job_wide)?;
+        let local = is_here(&host.name) && !hosts.force_multi;
+        // The GPUs are those of the slots, whatever the variable is here.
+        let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
+        exports.push((DEVICES.into(), world.devices(node)));
+        let command = command(host, local, &words, &exports, hosts.ssh_port);
+        launchers.push(HostLauncher { host, local, command, secret: secret.clone(), child: None, ended: None });
+    }
+    for launcher in &mut launchers {
+        launcher.start()?;
+    }
+    let code = supervise(&mut launchers, &events, job_wide.max_restarts > 0)?;
+    wait_all(&mut launchers);
+    launchers.iter_mut().filter_map(|launcher| launcher.child.as_mut()).for_each(|child| {
+        // One that is on a host that cannot be reached.
+        let _ = child.kill();
+        let _ = child.wait();
+    });
+    Ok(code)
+}
+
+/// Waits for the launcher of the first host, whose exit code is the job's; starts those of other hosts again if the job may go
+/// on with them.
+fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
+    loop {
+        match events.recv_timeout(TICK) {
+            Ok(LauncherEvent::End(signal) | LauncherEvent::Pass(signal)) => {
+                launchers.iter_mut().for_each(|launcher| launcher.signal(signal));
+            }
+            Ok(LauncherEvent::Suspend) => signals::suspend_self(),
+            _ => {}
+        }
+        if !launchers[0].is_running() {
+            return Ok(launchers[0].code());
+        }
+        for node in 1..launchers.len() {
+            if launchers[node].is_running() {
+                continue;
+            }
+            let code = launchers[node].code();
+            let since = launchers[node].ended.map_or(Duration::ZERO, |ended| ended.elapsed());
+            let host = &launchers[node].host.name;
+            let lost = match code {
+                0 => None,
+                // ssh's own code for a host that it cannot reach.
+                UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
+                // After a failure of the job that of the first host ends too.
+                code if since >= LAST => Some(format!(
+                    "zerorun: the launcher of host {host} has ended with exit code {code}, and the others wait for it; see \
+                     what it has said above"
+                )),
+                _ => None,
+            };
+            if let Some(text) = lost.filter(|_| !again) {
+                eprint(&text);
+                launchers.iter_mut().for_each(|launcher| launcher.signal(Signal::TERM));
+                wait_all(launchers);
+                return Ok(1);
+            }
+            if again && code != 0 && since >= AGAIN {
+                launchers[node].start()?;
+            }
+        }
+    }
+}
+
+fn wait_all(launchers: &mut [HostLauncher<'_>]) {
+    let until = Instant::now() + LAST;
+    while launchers.iter_mut().any(HostLauncher::is_running) && Instant::now() < until {
+        std::thread::sleep(TICK);
+    }
+}
+
+impl HostLauncher<'_> {
+    fn start(&mut self) -> Result<()> {
+        let mut child = self.command.spawn().map_err(|source| {
+            let program = self.command.get_program().to_string_lossy().into_owned();
+            HostsError::NotReached { host: self.host.name.clone(), program, why: source.to_string() }
+        })?;
+        // A pipe has room for it. One that has ended already says why by its exit code.
+        let _ = child.stdin.as_mut().map(|stdin| stdin.write_all(self.secret.as_bytes()));
+        (self.child, self.ended) = (Some(child), None);
+        Ok(())
+    }
+
+    fn is_running(&mut self) -> bool {
+        let running = self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)));
+        if !running && self.ended.is_none() {
+            self.ended = Some(Instant::now());
+        }
+        running
+    }
+
+    /// Its exit code, once it has ended.
+    fn code(&mut self) -> u8 {
+        let status = self.child.as_mut().and_then(|child| child.wait().ok());
+        status.map_or(UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
+    }
+
+    /// Asks it to end. On another host that is a SIGTERM at first, whatever the signal; ssh stays for what it has to say.
+    fn signal(&mut self, signal: Signal) {
+        if let Some(child) = &mut self.child
+            && (self.local || child.stdin.take().is_none())
+        {
+            // One that has ended needs no signal.
+            let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
+        }
+    }
+}
+
+/// The words that start a host's launcher.
+fn words(
+    job: &LocalJob,
+    hosts: &MultiHostOptions,
+    world: &WorldInfo,
+    node: usize,
+    job_wide: &JobWideOptions<'_>,
+) -> Result<Vec<String>> {
+    let text = |word: &OsString| {
+        let word = word.clone().into_string();
+        word.map_err(|word| Error::from(HostsError::WordNotUtf8 { word: word.to_string_lossy().into_owned() }))
+    };
+    let launcher =
+        std::env::current_exe().map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+    let nodes = world.hosts().len();
+    let master = hosts.master_addr.clone().unwrap_or_else(|| world.hosts()[0].name.clone());
+    let mut words = vec![text(&launcher.into())?];
+    let mut option = |name: &str, value: String| words.extend([format!("--{name}"), value]);
+    option("nnodes", format!("{}:{nodes}", hosts.min_nodes.unwrap_or(nodes)));
+    option("node_rank", node.to_string());
+    option("num_ranks", world.hosts()[node].slots.len().to_string());
+    option("master_addr", master);
+    if let Some(address) = hosts.bind_addr.as_ref().filter(|_| node == 0) {
+        option(BIND_ADDR, address.clone());
+    }
+    option("master_port", job.master_port.unwrap_or(super::DEFAULT_PORT).to_string());
+    option("grace", format!("{}ms", job.grace.as_millis()));
+    option("max_restarts", job_wide.max_restarts.to_string());
+    if let Some(timeout) = job.timeout {
+        option("timeout", format!("{}ms", timeout.as_millis()));
+    }
+    if let Some(port) = job.prometheus {
+        option("prometheus", port.to_string());
+    }
+    words.extend(job_wide.binding.iter().flat_map(|binding| binding.words()));
+    words.extend([format!("--{UNTIL_STDIN_ENDS}"), "--".into()]);
+    words.push(text(&job.program.clone().into())?);
+    for word in &job.args {
+        words.push(text(word)?);
+    }
+    Ok(words)
+}
+
+/// The command that runs `words` on a host.
+fn command(
+    host: &HostSlots,
+    local: bool,
+    words: &[String],
+    exports: &[(String, String)],
+    port: Option<u16>,
+) -> Command {
+    let mut command = if local {
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).envs(exports.iter().map(|(name, value)| (name, value)));
+        command
+    } else {
+        let shell = std::env::var_os(REMOTE_SHELL).filter(|shell| !shell.is_empty());
+        let mut command = Command::new(shell.as_deref().unwrap_or("ssh".as_ref()));
+        if shell.is_none() {
+            // A password cannot be asked for on several hosts.
+            command.args(["-o", "BatchMode=yes"]);
+            if let Some(port) = port {
+                command.args(["-p", &port.to_string()]);
+            }
+        }
+        command.args([host.name.clone(), remote_line(words, exports, &working_directory())]);
+        command
+    };
+    // Its end tells the launcher to end, also where the other host's processes would not notice that ssh does.
+    command.stdin(Stdio::piped());
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    die_with_parent(&mut command, Signal::TERM);
+    command
+}
+
+fn working_directory() -> PathBuf {
+    std::env::current_dir().unwrap_or_else(|_| Path::new("/").into())
+}
+
+/// What the other host's shell runs.
+fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) -> String {
+    let variables: Vec<String> =
+        exports.iter().map(|(name, value)| format!("{name}={}", literal_word(value))).collect();
+    let words: Vec<String> = words.iter().map(|word| literal_word(word)).collect();
+    let folder = literal_word(&folder.to_string_lossy());
+    format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
+}
+
+/// Whether a name stands for this host: one can listen at its address.
+fn is_here(name: &str) -> bool {
+    name == host_name() || TcpListener::bind((name, 0)).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_other_hosts_shell_gets_words_as_they_are() {
+        let words = ["/bin/zerorun", "--", "train.rs", "--prompt", "it's $HOME"].map(String::from);
+        let exports = [("NCCL_DEBUG".to_string(), "INFO".to_string()), ("UCX_TLS".to_string(), "tcp self".to_string())];
+        insta::assert_snapshot!(remote_line(&words, &exports, Path::new("/data/my runs")), @r"cd '/data/my runs' && exec env NCCL_DEBUG=INFO UCX_TLS='tcp self' /bin/zerorun -- train.rs --prompt 'it'\''s $HOME'");
+    }
+
+    #[test]
+    fn this_host_is_known_by_its_names() {
+        assert!(is_here("localhost") && is_here(&host_name()));
+        assert!(!is_here("worker-7.example.org"));
+    }
+}

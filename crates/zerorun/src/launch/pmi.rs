@@ -1,0 +1,200 @@
+//! How MPI libraries of several hosts' ranks meet: the launcher's side of PMI version 1, MPICH's process management interface.
+//!
+//! ```text
+//!   each rank    put NAME=VALUE ... barrier_in ----> the launchers exchange what was put ----> barrier_out, get NAME ...
+//! ```
+//!
+//! A rank speaks through a socket that it inherits, in lines of `key=value` words. MPICH and the libraries that come from it
+//! (Intel MPI, MVAPICH) know the protocol; Open MPI does not.
+
+use candle_zero::util::lock;
+use std::collections::BTreeMap;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, Weak};
+
+/// Names and values as ranks have put them.
+pub(crate) type PmiValues = Vec<(String, String)>;
+
+/// Bytes of the longest name and value, which the library keeps to.
+const NAME_BYTES: usize = 64;
+const VALUE_BYTES: usize = 4096;
+
+/// Serves the ranks of this host.
+pub(crate) struct PmiServer {
+    /// The name of the space of values. Libraries name memory of their ranks by it, so no two starts have the same.
+    space: String,
+    /// Ranks of all hosts.
+    world: usize,
+    /// Ranks of this host.
+    local: usize,
+    state: Mutex<PmiState>,
+    /// Sends what this host's ranks have put, once all of them are at the barrier.
+    send: Box<dyn Fn(PmiValues) + Send + Sync>,
+}
+
+#[derive(Default)]
+struct PmiState {
+    values: BTreeMap<String, String>,
+    /// Put since the last barrier.
+    fresh: PmiValues,
+    /// Ranks at the barrier.
+    waiting: Vec<UnixStream>,
+}
+
+impl PmiServer {
+    /// Serves the ranks of the start `space`, in which hosts have these numbers of ranks; this is host `node`. What its ranks
+    /// have put goes to `send` whenever all are at a barrier, and [`PmiServer::deliver`] lets them on.
+    pub(crate) fn new(
+        space: String,
+        ranks: &[usize],
+        node: usize,
+        send: impl Fn(PmiValues) + Send + Sync + 'static,
+    ) -> Self {
+        let world = ranks.iter().sum();
+        // To MPICH each rank is a host of its own: those of one host share this library's memory, and memory of MPICH's would
+        // stay in /dev/shm after ranks that are killed.
+        let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
+        let state = Mutex::new(PmiState { values, ..PmiState::default() });
+        Self { space, world, local: ranks[node], state, send: Box::new(send) }
+    }
+
+    /// Serves the ranks of a start that are all on this host.
+    pub(crate) fn alone(space: String, ranks: usize) -> Arc<Self> {
+        Arc::new_cyclic(|server: &Weak<Self>| {
+            let server = server.clone();
+            let back =
+                move |fresh| server.upgrade().into_iter().for_each(|server| server.deliver(Clone::clone(&fresh)));
+            Self::new(space, &[ranks], 0, back)
+        })
+    }
+
+    /// The number of ranks of all hosts.
+    pub(crate) fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Begins to serve a rank; the result is its socket, which a child inherits.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn socket(self: &Arc<Self>) -> io::Result<OwnedFd> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let theirs = OwnedFd::from(theirs);
+        rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
+        let server = Arc::clone(self);
+        let serve = move || {
+            // A rank that has ended, or that broke off, needs no answer.
+            let _ = server.serve(ours);
+        };
+        std::thread::Builder::new().name("PMI of a rank".into()).spawn(serve)?;
+        Ok(theirs)
+    }
+
+    fn serve(&self, mut to_rank: UnixStream) -> io::Result<()> {
+        for line in BufReader::new(to_rank.try_clone()?).lines() {
+            let line = line?;
+            if let Some(answer) = self.answer(&line, &to_rank)? {
+                to_rank.write_all(answer.as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The answer to a line, if it has one now.
+    fn answer(&self, line: &str, rank: &UnixStream) -> io::Result<Option<String>> {
+        // A value may have spaces, and stands last.
+        let (words, value) = line.split_once(" value=").unwrap_or((line, ""));
+        let word = |key: &str| words.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        Ok(Some(match word("cmd").unwrap_or_default() {
+            "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n".into(),
+            "get_maxes" => format!("cmd=maxes kvsname_max=256 keylen_max={NAME_BYTES} vallen_max={VALUE_BYTES}\n"),
+            "get_appnum" => "cmd=appnum appnum=0\n".into(),
+            "get_my_kvsname" => format!("cmd=my_kvsname kvsname={}\n", self.space),
+            "get_universe_size" => format!("cmd=universe_size size={}\n", self.world),
+            "put" => {
+                let name = word("key").unwrap_or_default().to_string();
+                lock(&self.state).fresh.push((name, value.to_string()));
+                "cmd=put_result rc=0 msg=success\n".into()
+            }
+            "get" => match lock(&self.state).values.get(word("key").unwrap_or_default()) {
+                Some(value) => format!("cmd=get_result rc=0 msg=success value={value}\n"),
+                None => "cmd=get_result rc=-1 msg=key_not_found value=unknown\n".into(),
+            },
+            "barrier_in" => {
+                let rank = rank.try_clone()?;
+                let mut state = lock(&self.state);
+                state.waiting.push(rank);
+                if state.waiting.len() == self.local {
+                    let fresh = std::mem::take(&mut state.fresh);
+                    drop(state);
+                    (self.send)(fresh);
+                }
+                return Ok(None);
+            }
+            "finalize" => "cmd=finalize_ack\n".into(),
+            // `abort` comes before the rank's end, which is seen; ranks start no others.
+            _ => return Ok(None),
+        }))
+    }
+
+    /// Takes what the ranks of all hosts have put, and lets this host's leave the barrier.
+    pub(crate) fn deliver(&self, values: PmiValues) {
+        let mut state = lock(&self.state);
+        state.values.extend(values);
+        for mut rank in std::mem::take(&mut state.waiting) {
+            // One that has ended waits no more.
+            let _ = rank.write_all(b"cmd=barrier_out rc=0\n");
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    /// A rank's side of the socket.
+    fn rank(server: &Arc<PmiServer>) -> (UnixStream, BufReader<UnixStream>) {
+        let socket = UnixStream::from(server.socket().unwrap());
+        (socket.try_clone().unwrap(), BufReader::new(socket))
+    }
+
+    fn ask((to, from): &mut (UnixStream, BufReader<UnixStream>), line: &str) -> String {
+        writeln!(to, "{line}").unwrap();
+        let mut answer = String::new();
+        from.read_line(&mut answer).unwrap();
+        answer.trim_end().to_string()
+    }
+
+    #[test]
+    fn ranks_get_what_others_have_put_when_all_hosts_are_at_the_barrier() {
+        let (sender, sent) = channel();
+        let server = Arc::new(PmiServer::new("a_start".into(), &[2, 1], 0, move |values| sender.send(values).unwrap()));
+        let (mut a, mut b) = (rank(&server), rank(&server));
+        assert_eq!(
+            ask(&mut a, "cmd=init pmi_version=1 pmi_subversion=1"),
+            "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+        );
+        assert_eq!(ask(&mut a, "cmd=get_my_kvsname"), "cmd=my_kvsname kvsname=a_start");
+        assert_eq!(ask(&mut a, "cmd=get_universe_size"), "cmd=universe_size size=3");
+        let get = |name: &str| format!("cmd=get kvsname=a_start key={name}");
+        assert_eq!(ask(&mut a, &get("PMI_process_mapping")), "cmd=get_result rc=0 msg=success value=(vector,(0,3,1))");
+        assert_eq!(ask(&mut a, "cmd=put kvsname=x key=a value=some words"), "cmd=put_result rc=0 msg=success");
+        writeln!(a.0, "cmd=barrier_in").unwrap();
+        assert!(ask(&mut b, &get("a")).contains("rc=-1"), "before the barrier");
+        writeln!(b.0, "cmd=barrier_in").unwrap();
+        let fresh = sent.recv().unwrap();
+        assert_eq!(fresh, [("a".to_string(), "some words".to_string())]);
+        server.deliver([fresh, vec![("c".into(), "of the other host".into())]].concat());
+        for (rank, name, value) in [(&mut a, "c", "of the other host"), (&mut b, "a", "some words")] {
+            let mut line = String::new();
+            rank.1.read_line(&mut line).unwrap();
+            assert_eq!(line, "cmd=barrier_out rc=0\n");
+            assert_eq!(ask(rank, &get(name)), format!("cmd=get_result rc=0 msg=success value={value}"));
+        }
+        assert_eq!(ask(&mut a, "cmd=finalize"), "cmd=finalize_ack");
+    }
+}

@@ -1,0 +1,601 @@
+//! The ranks as processes: started together, ended together.
+//!
+//! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
+//! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
+
+use super::console::{ConsoleStream, eprint};
+use super::core_binding;
+use super::failure_report::{self, CulpritRank, EndedRank, RankExitStatus, StopRequest};
+use super::hosts::core_list::CoreList;
+use super::hosts::world_info::DEVICES;
+use super::nodes::secret::SECRET;
+use super::pmi;
+use super::rank_output::RankOutput;
+use super::signals::{self, LauncherEvent, die_with_parent};
+use super::stderr_tail::StderrTail;
+use crate::error::{Error, LaunchError, Result};
+use candle_zero::comm::RankFault;
+use candle_zero::comm::agree::rank_pointed_at;
+use candle_zero::comm::rank_env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
+use candle_zero::comm::shm::region::SharedMemoryRegion;
+use candle_zero::monitor::PROMETHEUS_PORT;
+use candle_zero::stop_signal::RESTART;
+use candle_zero::timeline;
+use candle_zero::util::lock;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How long the others may take to leave by themselves after a failure.
+const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
+/// How long they may take after SIGTERM.
+const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
+/// How long the ranks may take after a signal to the launcher, unless `--grace` says otherwise (time for a checkpoint;
+/// Slurm and Kubernetes give as much).
+pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
+/// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts
+/// once.
+const SAME_SIGNAL: Duration = Duration::from_millis(250);
+/// Should the news of a child's end be lost, it is seen this much later.
+const TICK: Duration = Duration::from_millis(500);
+
+/// [`RESTART`], how often the job was started before, as torchrun names it.
+const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
+
+/// The job to start.
+#[derive(Debug)]
+pub(crate) struct LocalJob {
+    /// Absolute path of the executable.
+    pub(crate) program: PathBuf,
+    pub(crate) args: Vec<OsString>,
+    /// Number of ranks.
+    pub(crate) world: usize,
+    /// `None`: as the environment says, else the ranks' default.
+    pub(crate) timeout: Option<Duration>,
+    /// How long the ranks may take to end after a signal to the launcher.
+    pub(crate) grace: Duration,
+    /// What is printed when a signal asks for the end and the ranks are waited for.
+    pub(crate) on_signal: Option<&'static str>,
+    /// The script as typed, for the ranks' messages about their command line.
+    pub(crate) script: Option<PathBuf>,
+    /// `None`: a free port, another one at each start.
+    pub(crate) master_port: Option<u16>,
+    /// The port on which rank 0 serves metrics; `None`: as the environment says.
+    pub(crate) prometheus: Option<u16>,
+    /// How often the job was started before.
+    pub(crate) restart: u32,
+    /// Where ranks put the parts of their timeline.
+    pub(crate) timeline: Option<PathBuf>,
+    /// Where the job has several hosts, what this one is of it.
+    pub(crate) multi_host: Option<MultiHostContext>,
+    /// The cores to which ranks are bound, at least one for each; `None`: they run on any.
+    pub(crate) cores: Option<CoreList>,
+    /// [`DEVICES`] of the ranks; `None`: as the environment says.
+    pub(crate) devices: Option<String>,
+}
+
+/// One host of a job on several.
+#[derive(Clone)]
+pub(crate) struct MultiHostContext {
+    /// The first rank here, of the ranks of all hosts.
+    pub(crate) first: usize,
+    /// The place of this host, and the number of hosts.
+    pub(crate) place: usize,
+    pub(crate) hosts: usize,
+    /// Its name, for the lines of its ranks, where there are others.
+    pub(crate) host: Option<String>,
+    /// The address of the first host, for the program's own use.
+    pub(crate) master_addr: String,
+    /// Through which the ranks' MPI libraries meet.
+    pub(crate) pmi: Arc<pmi::PmiServer>,
+    /// A rank of another host that is gone or has failed, and why; [`LauncherEvent::PeerMessage`] says that it is there.
+    pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
+    /// Tells the other hosts of a signal that asks this launcher to end.
+    pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
+}
+
+impl MultiHostContext {
+    /// All of the job, whose ranks meet in MPI all the same: `start` is how often it was started before.
+    pub(crate) fn whole(ranks: usize, start: u32) -> Self {
+        let now =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let space = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
+        Self {
+            first: 0,
+            place: 0,
+            hosts: 1,
+            host: None,
+            master_addr: Ipv4Addr::LOCALHOST.to_string(),
+            pmi: pmi::PmiServer::alone(space, ranks),
+            remote_failure: Arc::default(),
+            tell: Arc::new(|_| {}),
+        }
+    }
+}
+
+impl std::fmt::Debug for MultiHostContext {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { first, place, hosts, host, .. } = self;
+        let host = host.as_deref().unwrap_or("this one");
+        write!(f, "MultiHostContext {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
+    }
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub(crate) enum RunEnd {
+    /// All ranks ended with 0.
+    Well,
+    /// All ranks ended with 0, and some of what they wrote could not be passed on, which has been said.
+    Unwritten,
+    /// The launcher got this signal.
+    Interrupted(Signal),
+    /// Another host of the job is gone or has failed.
+    Elsewhere,
+    Failed(RunFailure),
+}
+
+/// A run that a rank brought down.
+#[derive(Debug)]
+pub(crate) struct RunFailure {
+    /// The time from the start to the first failure.
+    pub(crate) after: Duration,
+    /// Which rank failed and how, without a line end.
+    pub(crate) headline: String,
+    /// The headline, that rank's own words, and what became of the others.
+    pub(crate) report: String,
+    /// The rank, and the one that its words blame.
+    pub(crate) rank: usize,
+    pub(crate) blames: Option<usize>,
+    /// The launcher's exit code for it.
+    pub(crate) code: u8,
+    /// A signal that asked the launcher to end while the failure was being cleared away.
+    pub(crate) asked: Option<Signal>,
+}
+
+/// Runs the ranks to their end. Call it on the main thread.
+pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
+    let region = SharedMemoryRegion::create(job.world)?;
+    let mut output =
+        RankOutput::new(job.multi_host.as_ref().map_or((None, 0), |context| (context.host.clone(), context.first)));
+    let common = common_environment(job)?;
+    let mut ranks = RankProcesses {
+        region,
+        all: Vec::with_capacity(job.world),
+        started: Instant::now(),
+        cause: ShutdownCause::Running,
+        asked: None,
+        grace: job.grace,
+        on_signal: job.on_signal,
+        multi_host: job.multi_host.clone(),
+    };
+    for rank in 0..job.world {
+        ranks.start(rank, job, &common, &mut output)?;
+        events.try_iter().for_each(|event| ranks.handle(event));
+        if !matches!(ranks.cause, ShutdownCause::Running) {
+            break;
+        }
+    }
+    for rank in ranks.all.len()..job.world {
+        ranks.region.mark_dead(rank, "it was not started: the job was asked to end");
+    }
+    ranks.region.let_in();
+    ranks.supervise(events);
+    let drained = output.drain(events);
+    ranks.asked = drained.asked.or(ranks.asked);
+    Ok(match ranks.end(&drained.tails) {
+        RunEnd::Well if drained.unwritten => RunEnd::Unwritten,
+        end => end,
+    })
+}
+
+/// The variables that are the same for all ranks.
+fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
+    let local = job.world.to_string();
+    let port = match job.master_port {
+        Some(port) => port,
+        None => free_port()?,
+    };
+    let context = job.multi_host.as_ref();
+    let mut variables = vec![
+        ("WORLD_SIZE", context.map_or(job.world, |context| context.pmi.world()).to_string()),
+        ("LOCAL_WORLD_SIZE", local.clone()),
+        ("LOCAL_SIZE", local),
+        ("MASTER_ADDR", context.map_or_else(|| Ipv4Addr::LOCALHOST.to_string(), |context| context.master_addr.clone())),
+        ("MASTER_PORT", port.to_string()),
+        (RESTART, job.restart.to_string()),
+        (TORCH_RESTART, job.restart.to_string()),
+    ];
+    match job.timeout {
+        Some(timeout) => variables.push((TIMEOUT_MS, timeout.as_millis().to_string())),
+        None if is_set(TIMEOUT_MS) => {}
+        None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
+    }
+    let (place, hosts) = context.map_or((0, 1), |context| (context.place, context.hosts));
+    variables.extend([("CROSS_RANK", place.to_string()), ("CROSS_SIZE", hosts.to_string())]);
+    variables.extend(context.map(|context| ("PMI_SIZE", context.pmi.world().to_string())));
+    variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
+    variables.extend(job.devices.clone().map(|devices| (DEVICES, devices)));
+    let cores = match &job.cores {
+        Some(bound) => bound.cores().len(),
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
+    if job.world > cores && job.restart == 0 {
+        eprint(&format!(
+            "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
+            job.world,
+            if cores == 1 { "" } else { "s" }
+        ));
+    }
+    // Candle's own pool and rayon's: ranks that each take all cores are many times slower than ranks that share them.
+    let threads = (cores / job.world).max(1).to_string();
+    // DeepSpeed gives threads of OpenMP a number where it binds ranks, and only there.
+    let of_openmp = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
+    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].into_iter().chain(of_openmp) {
+        if !is_set(name) {
+            variables.push((name, threads.clone()));
+        }
+    }
+    let (name, value) = KEEP_MEMORY;
+    if cfg!(target_env = "gnu") && !is_set(name) {
+        variables.push((name, value.into()));
+    }
+    Ok(variables)
+}
+
+/// The variable, and its value, with which the GNU C library keeps freed memory in the process, up to blocks of 1 GiB.
+///
+/// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
+/// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
+pub(crate) const KEEP_MEMORY: (&str, &str) =
+    ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
+
+fn is_set(name: &str) -> bool {
+    std::env::var_os(name).is_some_and(|value| !value.is_empty())
+}
+
+fn free_port() -> Result<u16> {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| Ok(socket.local_addr()?.port()));
+    port.map_err(|source| Error::from(LaunchError::Setup { what: "finding a free port", source }))
+}
+
+/// Why the ranks come to their end.
+#[derive(Debug, Clone, Copy)]
+enum ShutdownCause {
+    /// They do not, so far.
+    Running,
+    /// A rank failed. `first` is the one that was seen to end first; another may have brought it to that.
+    Failure { first: EndedRank, at: Instant },
+    /// The launcher got a signal.
+    Interrupted { signal: Signal, at: Instant },
+    /// Another host is gone or has failed.
+    Elsewhere { at: Instant },
+}
+
+#[derive(Debug)]
+struct RankProcess {
+    child: Child,
+    /// Also the number of its process group.
+    pid: Pid,
+    request: StopRequest,
+    end: Option<EndedRank>,
+}
+
+impl RankProcess {
+    fn signal(&self, signal: Signal) {
+        if self.end.is_none() {
+            // A group that is gone needs no signal.
+            let _ = kill_process_group(self.pid, signal);
+        }
+    }
+
+    /// Whether it has ended; it stays a zombie, so that its number cannot be given to another process.
+    fn has_ended(&self) -> bool {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.pid), options) {
+            Ok(status) => status.is_some(),
+            Err(error) => error != rustix::io::Errno::INTR,
+        }
+    }
+
+    /// Ends what is left of its group (helpers that it started) and takes its exit status.
+    fn collect(&mut self) -> RankExitStatus {
+        let _ = kill_process_group(self.pid, Signal::KILL);
+        // It is our own child and not waited for yet, so this cannot fail.
+        self.child.wait().map_or(RankExitStatus::Signal(9), RankExitStatus::of)
+    }
+}
+
+struct RankProcesses {
+    region: SharedMemoryRegion,
+    all: Vec<RankProcess>,
+    started: Instant,
+    cause: ShutdownCause,
+    /// The last signal that asked the launcher to end.
+    asked: Option<Signal>,
+    grace: Duration,
+    on_signal: Option<&'static str>,
+    multi_host: Option<MultiHostContext>,
+}
+
+impl RankProcesses {
+    fn start(&mut self, rank: usize, job: &LocalJob, common: &[(&str, String)], output: &mut RankOutput) -> Result<()> {
+        // The region's descriptor stays open across exec.
+        let fd = self.region.as_fd().as_raw_fd();
+        let mut command = Command::new(&job.program);
+        command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
+        // It is for launchers, and scripts may write their variables into logs.
+        command.env_remove(SECRET);
+        match &job.timeline {
+            Some(folder) => command.env(timeline::PARTS, folder),
+            // It may be there where this launcher is a rank's child.
+            None => command.env_remove(timeline::PARTS).env_remove(timeline::FILE),
+        };
+        let number = rank + self.first();
+        if number > 0 {
+            // Rank 0 alone listens.
+            command.env_remove(PROMETHEUS_PORT);
+        }
+        // Until the rank has it.
+        let socket = match &self.multi_host {
+            None => None,
+            Some(context) => {
+                let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
+                let socket = context.pmi.socket().map_err(setup)?;
+                // Where an mpirun has started this launcher, the ranks are not that one's.
+                for (name, _) in std::env::vars_os() {
+                    if ["OMPI_COMM_WORLD_", "PMIX_", "JSM_NAMESPACE_", "PALS_"]
+                        .iter()
+                        .any(|start| name.to_string_lossy().starts_with(start))
+                    {
+                        command.env_remove(name);
+                    }
+                }
+                command.env(PMI_FD, socket.as_raw_fd().to_string()).env("PMI_RANK", number.to_string());
+                Some(socket)
+            }
+        };
+        match &self.multi_host {
+            Some(context) if context.hosts == 1 => command.env(BACKEND, "mpi"),
+            _ => command.env_remove(BACKEND),
+        };
+        match &job.script {
+            Some(script) => command.env(SCRIPT, script),
+            None => command.env_remove(SCRIPT),
+        };
+        command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
+        match &job.cores {
+            Some(cores) => {
+                core_binding::bind(&mut command, cores.share(rank, job.world)?);
+                command.env(BOUND, "1");
+            }
+            None => {
+                command.env_remove(BOUND);
+            }
+        }
+        // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
+        // launcher alone, which passes it on.
+        command.process_group(0);
+        die_with_parent(&mut command, Signal::KILL);
+        if job.world > 1 || job.multi_host.as_ref().is_some_and(|context| context.hosts > 1) {
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
+            // A process group in the background that reads from the terminal is stopped by the kernel.
+            command.stdin(Stdio::null());
+        }
+        let started = command.spawn();
+        drop(socket);
+        let mut child = started.map_err(|source| LaunchError::RankNotStarted {
+            rank: number,
+            program: job.program.clone(),
+            source,
+        })?;
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let pid = Pid::from_child(&child);
+        self.all.push(RankProcess { child, pid, request: StopRequest::Nothing, end: None });
+        if let Some(out) = out {
+            output.carry(rank, out, ConsoleStream::Out)?;
+        }
+        if let Some(err) = err {
+            output.carry(rank, err, ConsoleStream::Err)?;
+        }
+        Ok(())
+    }
+
+    /// The first rank of this host.
+    fn first(&self) -> usize {
+        self.multi_host.as_ref().map_or(0, |context| context.first)
+    }
+
+    /// Returns when every rank has ended.
+    fn supervise(&mut self, events: &Receiver<LauncherEvent>) {
+        loop {
+            self.collect_ended();
+            if self.all.iter().all(|rank| rank.end.is_some()) {
+                return;
+            }
+            let next = self.press();
+            match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
+                // Of many ranks many end at once.
+                Ok(event) => [event].into_iter().chain(events.try_iter()).for_each(|event| self.handle(event)),
+                Err(RecvTimeoutError::Timeout) => {}
+                // The thread that listens cannot end before us; if it did, the tick would still serve.
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+            }
+        }
+    }
+
+    fn collect_ended(&mut self) {
+        for index in 0..self.all.len() {
+            let rank = &mut self.all[index];
+            if rank.end.is_some() || !rank.has_ended() {
+                continue;
+            }
+            let ended = rank.collect();
+            let before_failure = matches!(self.cause, ShutdownCause::Running);
+            let end = EndedRank { rank: index, ended, request: rank.request, before_failure };
+            rank.end = Some(end);
+            if ended.is_failure() {
+                self.region.mark_dead(index, &format!("its process {ended}"));
+            } else {
+                self.region.mark_left(index);
+            }
+            if before_failure && ended.is_failure() {
+                self.cause = ShutdownCause::Failure { first: end, at: Instant::now() };
+            }
+        }
+    }
+
+    /// Sends what is due to the ranks that should be gone by now, and says when the next thing is due.
+    fn press(&mut self) -> Instant {
+        let now = Instant::now();
+        let (term, kill) = match self.cause {
+            ShutdownCause::Running => return now + TICK,
+            ShutdownCause::Failure { at, .. } | ShutdownCause::Elsewhere { at } => {
+                (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM)
+            }
+            ShutdownCause::Interrupted { at, .. } => (at + self.grace, at + self.grace),
+        };
+        if now >= kill {
+            self.demand(StopRequest::Kill);
+            now + TICK
+        } else if now >= term {
+            self.demand(StopRequest::Terminate);
+            kill
+        } else {
+            term
+        }
+    }
+
+    fn demand(&mut self, request: StopRequest) {
+        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none() && rank.request != request) {
+            rank.request = request;
+            if request == StopRequest::Kill {
+                rank.signal(Signal::KILL);
+            } else {
+                rank.signal(Signal::TERM);
+                // A rank that was stopped must run to end.
+                rank.signal(Signal::CONT);
+            }
+        }
+    }
+
+    fn signal_all(&self, signal: Signal) {
+        self.all.iter().for_each(|rank| rank.signal(signal));
+    }
+
+    fn handle(&mut self, event: LauncherEvent) {
+        if let LauncherEvent::End(signal) = event {
+            self.asked = Some(signal);
+            self.multi_host.iter().for_each(|context| (context.tell)(signal));
+        }
+        match (event, self.cause) {
+            (LauncherEvent::Child, _) => {}
+            (LauncherEvent::PeerMessage, _) => {
+                let remote_failure = self.multi_host.as_ref().and_then(|context| lock(&context.remote_failure).clone());
+                if let Some((rank, why)) = remote_failure {
+                    self.region.mark_elsewhere(rank, &why);
+                    if matches!(self.cause, ShutdownCause::Running) {
+                        self.cause = ShutdownCause::Elsewhere { at: Instant::now() };
+                    }
+                }
+            }
+            (LauncherEvent::Pass(signal), _) => self.signal_all(signal),
+            (LauncherEvent::Suspend, _) => {
+                self.signal_all(Signal::STOP);
+                signals::suspend_self();
+                self.signal_all(Signal::CONT);
+            }
+            (LauncherEvent::End(signal), ShutdownCause::Running) => {
+                self.cause = ShutdownCause::Interrupted { signal, at: Instant::now() };
+                if let Some(text) = self.on_signal {
+                    eprint(text);
+                }
+                self.signal_all(signal);
+            }
+            (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
+                if again == signal && at.elapsed() < SAME_SIGNAL => {}
+            // Asked for the second time, or while a failure is being cleared away.
+            (LauncherEvent::End(_), _) => self.demand(StopRequest::Kill),
+        }
+    }
+
+    /// How the run ended, once every rank has.
+    fn end(&self, tails: &[StderrTail]) -> RunEnd {
+        match self.cause {
+            ShutdownCause::Running => RunEnd::Well,
+            ShutdownCause::Elsewhere { .. } => RunEnd::Elsewhere,
+            ShutdownCause::Failure { first, at } => RunEnd::Failed(self.failure(first, at, tails)),
+            ShutdownCause::Interrupted { signal, .. } => RunEnd::Interrupted(signal),
+        }
+    }
+
+    fn failure(&self, first: EndedRank, at: Instant, tails: &[StderrTail]) -> RunFailure {
+        let ended_ranks: Vec<EndedRank> = self.all.iter().filter_map(|rank| rank.end).collect();
+        // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
+        // makes the others end before it.
+        let blamed = self.region.first_failure();
+        let culprit = blamed.and_then(|(rank, fault)| {
+            let end = ended_ranks.iter().find(|end| end.rank == rank)?;
+            Some(CulpritRank { end: *end, fault })
+        });
+        let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
+        let mut words = self.words(&culprit, tails);
+        // Ranks that fail together end in any order: the one that the others point at knows why.
+        let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
+        let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
+        if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
+        {
+            culprit = CulpritRank { end: *end, fault: RankFault::Died };
+            words = self.words(&culprit, tails);
+        }
+        // From here on, numbers are those of all hosts' ranks.
+        let first_here = self.first();
+        let numbered = |end: EndedRank| EndedRank { rank: end.rank + first_here, ..end };
+        let (culprit, ended_ranks) = (
+            CulpritRank { end: numbered(culprit.end), ..culprit },
+            ended_ranks.into_iter().map(numbered).collect::<Vec<_>>(),
+        );
+        let after = at - self.started;
+        let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended.is_failure();
+        RunFailure {
+            after,
+            headline: failure_report::headline(&culprit, after, ended_ranks.len()),
+            report: failure_report::of_failure(&culprit, after, &words, &ended_ranks),
+            rank: culprit.end.rank,
+            blames: words.iter().find_map(|line| rank_pointed_at(line)),
+            code: if by_itself { culprit.end.ended.exit_code() } else { first.ended.exit_code() },
+            asked: self.asked,
+        }
+    }
+}
+
+impl RankProcesses {
+    /// What the rank itself says about its failure.
+    fn words(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
+        let rank = culprit.end.rank;
+        let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended != RankExitStatus::Signal(9);
+        let reason = self.region.last_words(rank);
+        match tails.get(rank) {
+            Some(tail) => tail.last_words(reason.as_deref(), by_itself),
+            None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
+        }
+    }
+}
+
+impl Drop for RankProcesses {
+    /// Ranks that still run when starting the others failed.
+    fn drop(&mut self) {
+        self.signal_all(Signal::KILL);
+        for rank in self.all.iter_mut().filter(|rank| rank.end.is_none()) {
+            rank.collect();
+        }
+    }
+}

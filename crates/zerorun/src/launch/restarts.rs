@@ -1,0 +1,249 @@
+//! Starting the job again after a rank has failed: how often, how soon, and with how many ranks.
+
+use super::comm_backend::CommBackend;
+use super::console::eprint;
+use super::failure_report::RankExitStatus;
+use super::ranks::{self, LocalJob, MultiHostContext, RunEnd, RunFailure};
+use super::signals::{self, LauncherEvent};
+use candle_zero::Result;
+use rustix::process::Signal;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+/// The pause after a run that has lasted; each further run that dies soon doubles it.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// A run that fails earlier died soon: what brought it down is perhaps still there.
+pub(super) const SOON: Duration = Duration::from_secs(60);
+/// A run that fails earlier never got going: perhaps this host can no longer carry this many ranks.
+const AT_ONCE: Duration = Duration::from_secs(10);
+
+/// Exit code of a job that went well, while what it wrote could not be passed on.
+const EXIT_UNWRITTEN: u8 = 1;
+
+/// When a job is started again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RestartPolicy {
+    /// Restarts in total.
+    pub(crate) max_restarts: u32,
+    /// The fewest ranks to go on with.
+    pub(crate) min_ranks: usize,
+}
+
+/// A run that has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FailedRun {
+    ranks: usize,
+    /// The time from its start to its first failure.
+    after: Duration,
+}
+
+/// The start that follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct NextStart {
+    /// 1 for the first restart.
+    restart: u32,
+    ranks: usize,
+    pause: Duration,
+}
+
+impl RestartPolicy {
+    /// The restart after the failed runs of a job, oldest first; `None` when no restart is left.
+    ///
+    /// Two runs in a row that had the same number of ranks and failed within 10 s take one rank away, down to
+    /// `min_ranks`. Ranks that were taken away do not come back.
+    fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
+        let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
+        let ranks = match failed {
+            [.., a, b] if a.ranks == b.ranks && a.after < AT_ONCE && b.after < AT_ONCE => {
+                b.ranks.saturating_sub(1).max(self.min_ranks)
+            }
+            [.., last] => last.ranks,
+            [] => return None,
+        };
+        Some(NextStart { restart, ranks, pause: pause(failed) })
+    }
+}
+
+/// How long to wait after the last of these runs.
+fn pause(failed: &[FailedRun]) -> Duration {
+    let soon = failed.iter().rev().take_while(|run| run.after < SOON).count();
+    pause_after(soon)
+}
+
+/// The same after so many runs in a row that died soon.
+pub(super) fn pause_after(soon: usize) -> Duration {
+    let doublings = u32::try_from(soon.saturating_sub(1)).unwrap_or(u32::MAX);
+    FIRST_PAUSE.saturating_mul(2u32.saturating_pow(doublings)).min(LONGEST_PAUSE)
+}
+
+/// Runs the job, again and again if the policy says so, and gives the launcher's exit code. Call it on the main thread.
+pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
+    run_by(CommBackend::Shm, job, policy)
+}
+
+/// The same, with ranks that are joined by `backend`.
+pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
+    let (_, events) = signals::listen()?;
+    let mut failed = Vec::new();
+    loop {
+        job.multi_host = (backend == CommBackend::Mpi).then(|| MultiHostContext::whole(job.world, job.restart));
+        let failure = match ranks::run(&job, &events)? {
+            RunEnd::Well => return Ok(0),
+            RunEnd::Unwritten => return Ok(EXIT_UNWRITTEN),
+            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::Interrupted(signal) => return Ok(stopped_by(signal)),
+            RunEnd::Failed(failure) => failure,
+        };
+        failed.push(FailedRun { ranks: job.world, after: failure.after });
+        let next = policy.next(&failed).filter(|_| failure.asked.is_none());
+        let Some(next) = next else { return Ok(give_up(&failure, policy)) };
+        eprint(&announcement(&failure, &next, job.world, policy));
+        if let Some(signal) = rest(next.pause, &events) {
+            return Ok(stopped_by(signal));
+        }
+        (job.restart, job.world) = (next.restart, next.ranks);
+    }
+}
+
+/// One line about a failure that a restart follows.
+fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, policy: &RestartPolicy) -> String {
+    let NextStart { restart, ranks, pause } = next;
+    let plural = if *ranks == 1 { "" } else { "s" };
+    let fewer = if *ranks < ranks_before {
+        format!(" (two starts with {ranks_before} failed within {} s)", AT_ONCE.as_secs())
+    } else {
+        String::new()
+    };
+    format!(
+        "{}; restart {restart} of {} with {ranks} rank{plural}{fewer} in {:.1} s",
+        failure.headline,
+        policy.max_restarts,
+        pause.as_secs_f64()
+    )
+}
+
+/// Says what brought the last run down, and why no other follows; gives the launcher's exit code.
+fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
+    eprint(&failure.report);
+    match (failure.asked, policy.max_restarts) {
+        (_, 0) => {}
+        (Some(signal), _) => eprint(&format!("zerorun: not restarted because of {}", signals::name(signal.as_raw()))),
+        (None, all) => eprint(&format!("zerorun: no restart is left: --max_restarts {all} is used up")),
+    }
+    failure.code
+}
+
+fn stopped_by(signal: Signal) -> u8 {
+    let number = signal.as_raw();
+    eprint(&format!("zerorun: stopped by {}", signals::name(number)));
+    RankExitStatus::Signal(number).exit_code()
+}
+
+/// Waits; a signal that asks the launcher to end ends the wait and is given back.
+fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
+    let until = Instant::now() + pause;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        match events.recv_timeout(left) {
+            Ok(LauncherEvent::End(signal)) => return Some(signal),
+            Ok(LauncherEvent::Suspend) => signals::suspend_self(),
+            // There is no rank that it could concern.
+            Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
+            Err(RecvTimeoutError::Timeout) => return None,
+            // As in `RankProcesses::supervise`: it does not happen, and the pause would still be right.
+            Err(RecvTimeoutError::Disconnected) => {
+                std::thread::sleep(left);
+                return None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn policy(max_restarts: u32, min_ranks: usize) -> RestartPolicy {
+        RestartPolicy { max_restarts, min_ranks }
+    }
+
+    fn failed(runs: &[(usize, u64)]) -> Vec<FailedRun> {
+        runs.iter().map(|&(ranks, seconds)| FailedRun { ranks, after: Duration::from_secs(seconds) }).collect()
+    }
+
+    fn ranks_after(runs: &[(usize, u64)]) -> usize {
+        policy(100, 2).next(&failed(runs)).unwrap().ranks
+    }
+
+    #[test]
+    fn a_job_is_restarted_as_often_as_the_rule_allows() {
+        for (max_restarts, failures, expected) in
+            [(0, 1, None), (1, 1, Some(1)), (1, 2, None), (3, 2, Some(2)), (3, 3, Some(3)), (3, 4, None)]
+        {
+            let next = policy(max_restarts, 4).next(&failed(&vec![(4, 1); failures]));
+            assert_eq!(next.map(|next| next.restart), expected, "{max_restarts} {failures}");
+        }
+    }
+
+    #[test]
+    fn two_starts_in_a_row_that_fail_at_once_take_one_rank_away() {
+        assert_eq!(ranks_after(&[(4, 1)]), 4);
+        assert_eq!(ranks_after(&[(4, 1), (4, 9)]), 3);
+        assert_eq!(ranks_after(&[(4, 1), (4, 10)]), 4);
+        assert_eq!(ranks_after(&[(4, 10), (4, 1)]), 4);
+        assert_eq!(ranks_after(&[(4, 1), (4, 100), (4, 1)]), 4, "not in a row");
+        assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1)]), 3, "the smaller number is tried twice too");
+        assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1), (3, 1)]), 2);
+        assert_eq!(ranks_after(&[(4, 1), (4, 1), (3, 1000)]), 3, "ranks do not come back");
+        assert_eq!(ranks_after(&[(2, 1), (2, 1)]), 2, "never fewer than the least");
+    }
+
+    #[test]
+    fn the_pause_doubles_up_to_30_s_while_runs_die_soon() {
+        let pauses = |runs: &[(usize, u64)]| -> Vec<u128> {
+            let runs = failed(runs);
+            (1..=runs.len()).map(|n| pause(&runs[..n]).as_millis()).collect()
+        };
+        assert_eq!(pauses(&[(1, 0), (1, 59), (1, 0), (1, 60), (1, 0), (1, 0)]), [200, 400, 800, 200, 200, 400]);
+        assert_eq!(pause(&failed(&[(1, 0); 8])), Duration::from_millis(25_600));
+        for soon in [9, 40, 1000] {
+            assert_eq!(pause(&failed(&vec![(1, 0); soon])), LONGEST_PAUSE);
+        }
+    }
+
+    #[test]
+    fn a_restart_is_told_in_one_line() {
+        let failure = RunFailure {
+            after: Duration::from_secs(3),
+            headline: "zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s".to_string(),
+            report: String::new(),
+            rank: 1,
+            blames: None,
+            code: 3,
+            asked: None,
+        };
+        let told = |runs: &[(usize, u64)]| {
+            let runs = failed(runs);
+            announcement(&failure, &policy(5, 1).next(&runs).unwrap(), runs[runs.len() - 1].ranks, &policy(5, 1))
+        };
+        insta::assert_snapshot!(told(&[(4, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 1 of 5 with 4 ranks in 0.2 s");
+        insta::assert_snapshot!(told(&[(2, 3), (2, 3)]), @"zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s; restart 2 of 5 with 1 rank (two starts with 2 failed within 10 s) in 0.4 s");
+    }
+
+    #[test]
+    fn a_pause_ends_with_a_signal_that_ends_the_job_and_with_no_other_event() {
+        let (sender, events) = std::sync::mpsc::channel();
+        for event in [LauncherEvent::Child, LauncherEvent::Pass(Signal::USR1)] {
+            sender.send(event).unwrap();
+        }
+        let start = Instant::now();
+        assert_eq!(rest(Duration::from_millis(50), &events), None);
+        assert!(start.elapsed() >= Duration::from_millis(50));
+        sender.send(LauncherEvent::Child).unwrap();
+        sender.send(LauncherEvent::End(Signal::TERM)).unwrap();
+        assert_eq!(rest(LONGEST_PAUSE, &events), Some(Signal::TERM));
+        assert!(start.elapsed() < LONGEST_PAUSE);
+    }
+}

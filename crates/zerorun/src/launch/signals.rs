@@ -1,0 +1,106 @@
+//! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
+
+use super::console;
+use crate::error::{Error, LaunchError, Result};
+use candle_zero::stop_signal::ignored_signals;
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+/// Something the launcher waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LauncherEvent {
+    /// A child may have ended.
+    Child,
+    /// The launcher is asked to end, and the ranks with it.
+    End(Signal),
+    /// The terminal asks everything to stop for a while.
+    Suspend,
+    /// A signal with a meaning of the program's own.
+    Pass(Signal),
+    /// Something was heard of other hosts.
+    PeerMessage,
+}
+
+/// Listens from now on; must be called before the first rank is started.
+///
+/// Events of other kinds may be sent to the same receiver.
+pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>)> {
+    let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
+    // nohup and shells without job control start programs that ignore some of these: that must stay so.
+    let ignored = ignored_signals();
+    let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
+    let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;
+    let (sender, receiver) = channel();
+    let others = sender.clone();
+    std::thread::Builder::new()
+        .name("signals".to_string())
+        .spawn(move || {
+            for number in signals.forever() {
+                let event = match number {
+                    SIGCHLD => LauncherEvent::Child,
+                    SIGINT => LauncherEvent::End(Signal::INT),
+                    SIGHUP => LauncherEvent::End(Signal::HUP),
+                    SIGTERM => LauncherEvent::End(Signal::TERM),
+                    SIGTSTP => LauncherEvent::Suspend,
+                    SIGUSR1 => LauncherEvent::Pass(Signal::USR1),
+                    _ => LauncherEvent::Pass(Signal::USR2),
+                };
+                if matches!(event, LauncherEvent::End(_)) {
+                    console::asked_to_end();
+                }
+                if sender.send(event).is_err() {
+                    return;
+                }
+            }
+        })
+        .map_err(setup)?;
+    console::signals_are_heard();
+    Ok((others, receiver))
+}
+
+/// Stops this process as Ctrl-Z does; returns when it is continued.
+pub(super) fn suspend_self() {
+    // It cannot fail for a signal that stops, and if it did, going on would be right.
+    let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
+}
+
+/// The name of a signal as in `SIGKILL`, or its number.
+pub(crate) fn name(number: i32) -> String {
+    match signal_hook::low_level::signal_name(number) {
+        Some(name) => format!("{name} ({number})"),
+        None => format!("signal {number}"),
+    }
+}
+
+/// Lets the kernel send `signal` to the child when the launcher dies, however it dies.
+///
+/// The kernel watches the *thread* that starts the child, so that must be the main thread.
+pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
+    let parent = getpid();
+    let in_child = move || {
+        set_parent_process_death_signal(Some(signal))?;
+        // The launcher may have died between fork and the call above: then no signal will ever come.
+        if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
+    };
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two system calls
+    // (prctl, getppid); it does not allocate, lock or panic.
+    unsafe {
+        command.pre_exec(in_child);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_named() {
+        assert_eq!(name(9), "SIGKILL (9)");
+        assert_eq!(name(60), "signal 60");
+    }
+}

@@ -1,0 +1,109 @@
+//! The last lines of a rank on stderr: those in which its failure is explained once more at the very end, below the
+//! echoes of all other ranks.
+
+use candle_zero::error::begins_backtrace;
+use std::collections::VecDeque;
+
+/// Lines that are remembered: enough to find the beginning of a message before its backtrace.
+const KEPT: usize = 200;
+/// Bytes of a line that are remembered.
+const LINE_BYTES: usize = 1000;
+/// Lines of a message that are repeated.
+const SHOWN: usize = 12;
+/// Lines that are repeated when no message can be told from other output.
+const SHOWN_OF_ANYTHING: usize = 3;
+
+/// The end of one rank's stderr.
+#[derive(Debug, Default)]
+pub(super) struct StderrTail(VecDeque<String>);
+
+impl StderrTail {
+    pub(super) fn push(&mut self, line: &[u8]) {
+        if line.iter().all(u8::is_ascii_whitespace) {
+            return;
+        }
+        if self.0.len() == KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(LINE_BYTES)]).trim_end().to_string());
+    }
+
+    /// The last error or panic message; else `reason`, which the rank gave to the others; else the last few lines, of a
+    /// rank that `ended_by_itself`: one that was ended had no time to say why, and what it wrote before is no reason.
+    pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
+        if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
+            let message = self.0.range(begin..).take_while(|line| !ends_message(line));
+            return message.take(SHOWN).cloned().collect();
+        }
+        if let Some(reason) = reason {
+            return reason.lines().take(SHOWN).map(str::to_string).collect();
+        }
+        let lines: Vec<&String> = self.0.iter().filter(|line| ended_by_itself && !is_progress(line)).collect();
+        lines[lines.len().saturating_sub(SHOWN_OF_ANYTHING)..].iter().map(|line| (*line).clone()).collect()
+    }
+}
+
+/// The forms in which `fn main() -> Result`, command-line programs and panics print errors.
+fn begins_message(line: &str) -> bool {
+    line.starts_with("Error: ") || line.starts_with("error: ") || line.contains("panicked at ")
+}
+
+/// `step 3/100 ...`, as [`candle_zero::monitor::Progress`] writes it.
+fn is_progress(line: &str) -> bool {
+    let number = line.strip_prefix("step ").and_then(|rest| rest.split_once('/')).map(|(number, _)| number);
+    number.is_some_and(|number| number.parse::<u64>().is_ok())
+}
+
+/// Backtraces, and the hint how to get one.
+fn ends_message(line: &str) -> bool {
+    line.eq_ignore_ascii_case("stack backtrace:")
+        || line.starts_with("note: run with `RUST_BACKTRACE=")
+        || begins_backtrace(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str, reason: Option<&str>) -> String {
+        let mut tail = StderrTail::default();
+        text.lines().for_each(|line| tail.push(line.as_bytes()));
+        tail.last_words(reason, true).join("\n")
+    }
+
+    #[test]
+    fn progress_is_no_reason_and_what_a_rank_said_before_it_was_ended_neither() {
+        assert_eq!(words("a\nstep 1/9 loss 3\nb\nstep 2/9 loss 2\n", None), "a\nb");
+        let mut tail = StderrTail::default();
+        ["all is well", "still well"].iter().for_each(|line| tail.push(line.as_bytes()));
+        assert_eq!(tail.last_words(None, false), Vec::<String>::new());
+        assert_eq!(tail.last_words(Some("why"), false), ["why"]);
+        tail.push(b"Error: no more");
+        assert_eq!(tail.last_words(None, false), ["Error: no more"]);
+    }
+
+    #[test]
+    fn the_last_message_is_found_without_its_backtrace() {
+        let error =
+            "step 1\nerror: a\nlog\nError: cannot read x\n\nCaused by:\n    no such file\n\nStack backtrace:\n   0: f";
+        assert_eq!(words(error, Some("reason")), "Error: cannot read x\nCaused by:\n    no such file");
+        let candle = "error: shapes differ\n   0: candle_core::error\n             at error.rs:1:2\n   1: main\n";
+        assert_eq!(words(candle, None), "error: shapes differ");
+        let panic = "thread 'main' (7) panicked at src/x.rs:1:2:\nindex out of bounds\nnote: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n";
+        assert_eq!(words(panic, None), "thread 'main' (7) panicked at src/x.rs:1:2:\nindex out of bounds");
+    }
+
+    #[test]
+    fn without_a_message_the_reason_counts_and_without_a_reason_the_last_lines() {
+        assert_eq!(words("a\nb\nc\nd\n", Some("why\nnot")), "why\nnot");
+        assert_eq!(words("a\nb\n  \nc\nd\n", None), "b\nc\nd");
+        assert_eq!(words("", None), "");
+    }
+
+    #[test]
+    fn little_is_kept_however_much_is_written() {
+        let mut tail = StderrTail::default();
+        (0..10 * KEPT).for_each(|_| tail.push(&[b'x'; 10 * LINE_BYTES]));
+        assert_eq!(tail.0.iter().map(String::len).sum::<usize>(), KEPT * LINE_BYTES);
+    }
+}

@@ -1,0 +1,30 @@
+//! Progress of a tool that works through files.
+
+use candle_zero::monitor::Progress;
+
+/// Progress over bytes, shown in MiB from the first report on.
+#[derive(Default)]
+pub(super) struct ByteProgress(Option<(Progress, u64)>);
+
+impl ByteProgress {
+    /// Reports that `done` of `total` bytes are done. Nothing is shown where the first report is the last.
+    pub(super) fn tell(&mut self, done: u64, total: u64) {
+        if total <= 1 << 20 {
+            return;
+        }
+        let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
+        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None).counting("MiB"), 0));
+        // Once for each MiB: otherwise the last line is redrawn over and over.
+        if done > *shown {
+            *shown = done;
+            progress.step(done, String::new);
+        }
+    }
+
+    /// Frees the line below.
+    pub(super) fn finish(self) {
+        if let Some((progress, _)) = self.0 {
+            progress.finish();
+        }
+    }
+}

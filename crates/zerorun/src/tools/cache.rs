@@ -1,0 +1,163 @@
+//! `zerorun cache`: what the builds of single-file scripts take on the disk, and how to get it back.
+
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use crate::launch::script_package::{cache, script_of};
+use candle_zero::Error;
+use candle_zero::util::binary;
+use clap::Parser;
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Lists the scripts that zerorun has built and the size of the folder that it has built them in; removes what is no
+/// longer needed.
+///
+/// Everything in the folder is made again when a script is started.
+///
+/// Exit code: 0, 1 where something cannot be read or removed, 2 where there is no folder or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "cache", bin_name = "zerorun cache")]
+struct CacheArguments {
+    /// Remove the packages and programs of scripts that are no longer there
+    #[arg(long)]
+    prune: bool,
+
+    /// Remove everything; the next start of a script compiles Candle and candle-zero again
+    #[arg(long, conflicts_with = "prune")]
+    clear: bool,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let typed = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let folder = match cache() {
+        Ok(folder) => folder,
+        Err(error) => return Ok(refused(&error, EXIT_SETUP)),
+    };
+    Ok(match typed.act(&folder) {
+        Ok(text) if print(&text) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => refused(&error, 1),
+    })
+}
+
+impl CacheArguments {
+    fn act(&self, folder: &Path) -> Result<String, Error> {
+        let before = size(folder).map_err(at("read", folder))?;
+        if self.clear {
+            // What else somebody has put there stays.
+            for name in PARTS {
+                remove(&folder.join(name))?;
+            }
+            return Ok(format!("{}: {} removed", folder.display(), binary(before)));
+        }
+        let mut scripts = scripts(folder)?;
+        if self.prune {
+            let (kept, gone): (Vec<CachedScript>, _) = scripts.into_iter().partition(CachedScript::is_there);
+            for script in &gone {
+                script.remove(folder)?;
+            }
+            scripts = kept;
+        }
+        let now = if self.prune { size(folder).map_err(at("read", folder))? } else { before };
+        let mut text = format!("{}: {}", folder.display(), binary(now));
+        if self.prune {
+            _ = write!(text, ", {} removed", binary(before.saturating_sub(now)));
+        }
+        for script in &scripts {
+            let note = if script.is_there() { "" } else { " (is gone: --prune removes it)" };
+            _ = write!(text, "\n  {}{note}", script.path.display());
+        }
+        Ok(text)
+    }
+}
+
+/// The folders that are ours.
+const PARTS: [&str; 2] = ["packages", "target"];
+
+fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::Io { action, path, source }
+}
+
+/// A script that has been built.
+struct CachedScript {
+    path: PathBuf,
+    /// The name of its package.
+    name: String,
+}
+
+/// The scripts by path.
+fn scripts(folder: &Path) -> Result<Vec<CachedScript>, Error> {
+    let packages = folder.join("packages");
+    let entries = match std::fs::read_dir(&packages) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(at("read", &packages))?,
+    };
+    let script = |entry: std::fs::DirEntry| {
+        let manifest = std::fs::read_to_string(entry.path().join("Cargo.toml")).ok()?;
+        Some(CachedScript { path: script_of(&manifest)?, name: entry.file_name().into_string().ok()? })
+    };
+    let mut found: Vec<CachedScript> = entries.flatten().filter_map(script).collect();
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(found)
+}
+
+impl CachedScript {
+    fn is_there(&self) -> bool {
+        self.path.is_file()
+    }
+
+    /// Removes its package and what cargo has built of it.
+    fn remove(&self, folder: &Path) -> Result<(), Error> {
+        let release = folder.join("target/release");
+        let crate_name = self.name.replace('-', "_");
+        for place in ["", "deps", ".fingerprint", "incremental"] {
+            let place = release.join(place);
+            for entry in std::fs::read_dir(&place).into_iter().flatten().flatten() {
+                let file = entry.file_name();
+                let file = file.to_string_lossy();
+                let rest = file.strip_prefix(&self.name).or_else(|| file.strip_prefix(&crate_name));
+                if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['-', '.'])) {
+                    remove(&entry.path())?;
+                }
+            }
+        }
+        remove(&folder.join("packages").join(&self.name))
+    }
+}
+
+/// Removes a file, or a folder with all that is in it; one that is not there is no error.
+fn remove(path: &Path) -> Result<(), Error> {
+    let is_folder = std::fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
+    let removed = if is_folder { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(at("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that a folder takes on the disk; a file of several names counts once. 0 where there is none.
+fn size(folder: &Path) -> io::Result<u64> {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut seen = std::collections::HashSet::new();
+    let mut open = vec![folder.to_owned()];
+    let mut bytes = 0;
+    while let Some(path) = open.pop() {
+        let found = match std::fs::symlink_metadata(&path) {
+            // Cargo may be at work.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            found => found?,
+        };
+        if found.is_dir() {
+            for entry in std::fs::read_dir(&path)? {
+                open.push(entry?.path());
+            }
+        } else if seen.insert((found.dev(), found.ino())) {
+            bytes += found.blocks() * 512;
+        }
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,149 @@
+//! `zerorun check`: reads, checks and resolves a configuration without a job.
+
+use super::config_diagnostic::{self, ConfigDiagnostic};
+use crate::error::{ConfigError, Error, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP};
+use candle_zero::config::{CheckOutcome, Config, ConfigNote, RunValues, check, read_file};
+use clap::Parser;
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Checks and resolves a configuration and lists every problem with its place; then the notes that a job
+/// would print: keys without effect, translated settings, and the value of each `"auto"`.
+///
+/// Exit code: 0 a job would accept it, 2 it would not, or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "check", bin_name = "zerorun check")]
+struct CheckArguments {
+    /// The DeepSpeed JSON file
+    file: PathBuf,
+
+    /// Ranks of the job
+    #[arg(long = "world_size", alias = "world-size", value_name = "N", default_value = "1")]
+    world_size: NonZeroUsize,
+
+    /// The value of "auto" for total_num_steps of the schedule
+    #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N")]
+    total_num_steps: Option<u64>,
+
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(CheckArguments::try_parse_from(words).map_err(CommandLineError)?.run())
+}
+
+impl CheckArguments {
+    fn run(&self) -> ExitCode {
+        let world_size = self.world_size.get();
+        let run = RunValues { total_num_steps: self.total_num_steps, ..RunValues::default() };
+        let (bytes, checked) = match read_file(&self.file) {
+            Ok(bytes) => {
+                let checked = check(&self.file, &bytes, world_size, &run);
+                (bytes, checked)
+            }
+            Err(error) => (Vec::new(), CheckOutcome { notes: Vec::new(), outcome: Err(error) }),
+        };
+        let ok = checked.outcome.is_ok();
+        let text = if self.json {
+            format!("{}\n", json(checked))
+        } else {
+            report(&self.file, &String::from_utf8_lossy(&bytes), checked, world_size)
+        };
+        let printed = std::io::stdout().write_all(text.as_bytes()).is_ok();
+        if ok && printed { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) }
+    }
+}
+
+/// All that is wrong, in file order.
+fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
+    let of_file = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
+    match error {
+        Error::Config(ConfigError::Problems { problems, .. }) => {
+            problems.into_iter().map(|p| ConfigDiagnostic::new(p.path, p.rule.name(), p.place, p.message)).collect()
+        }
+        Error::Config(ConfigError::Syntax { place, expected, found, .. }) => {
+            of_file("syntax", Some(place), format!("expected {expected}, found {found}"))
+        }
+        Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
+            let message = format!("is given twice: {first} and {second}; remove one of them");
+            vec![ConfigDiagnostic {
+                first: Some(first),
+                ..ConfigDiagnostic::new(path, "duplicate key", Some(second), message)
+            }]
+        }
+        other => of_file("file", None, other.to_string()),
+    }
+}
+
+fn json(checked: CheckOutcome) -> Value {
+    let said: Vec<Value> = checked.notes.iter().map(|n| json!({"path": n.path, "message": n.message})).collect();
+    let (errors, resolved) = match checked.outcome {
+        Ok(config) => (Vec::new(), config.to_deepspeed_json()),
+        Err(error) => (diagnostics(error), Value::Null),
+    };
+    let errors = errors.iter().map(|diagnostic| {
+        let (line, column) = (diagnostic.place.map(|p| p.line), diagnostic.place.map(|p| p.column));
+        let ConfigDiagnostic { path, rule, message, .. } = diagnostic;
+        json!({"path": path, "line": line, "column": column, "rule": rule, "message": message})
+    });
+    let errors: Vec<Value> = errors.collect();
+    json!({"ok": errors.is_empty(), "errors": errors, "said": said, "resolved": resolved})
+}
+
+/// Pictures of the problems, or the configuration in one line; then the notes.
+fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> String {
+    let name = file.display();
+    let mut all = String::new();
+    // Writing to a String cannot fail.
+    let _ = match checked.outcome {
+        Ok(config) => writeln!(all, "{name}: ok for {}: {}", ranks(world_size), summary(&config)),
+        Err(error) => {
+            let diagnostics = diagnostics(error);
+            all = config_diagnostic::render_all(&name.to_string(), text, &diagnostics);
+            let count = diagnostics.len();
+            writeln!(all, "{name}: {count} problem{}", if count == 1 { "" } else { "s" })
+        }
+    };
+    for ConfigNote { path, message } in &checked.notes {
+        let _ = writeln!(all, "  {path}: {message}");
+    }
+    all
+}
+
+fn ranks(count: usize) -> String {
+    format!("{count} rank{}", if count == 1 { "" } else { "s" })
+}
+
+/// The configuration in one line.
+fn summary(config: &Config) -> String {
+    let all = config.to_deepspeed_json();
+    let on = |section: &str| all[section]["enabled"] == true;
+    let format = if on("bf16") {
+        "bf16"
+    } else if on("fp16") {
+        "fp16"
+    } else {
+        "f32"
+    };
+    let of_type = |section: &str| all[section]["type"].as_str().unwrap_or("none").to_string();
+    let batch = config.batch;
+    format!(
+        "batch {} = {} x {} x {}, stage {}, {format}, optimizer {}, scheduler {}",
+        batch.train_batch_size,
+        batch.train_micro_batch_size_per_gpu,
+        batch.gradient_accumulation_steps,
+        config.world_size,
+        config.zero.stage,
+        of_type("optimizer"),
+        of_type("scheduler"),
+    )
+}

@@ -1,0 +1,96 @@
+//! `zerorun classify`: the labels of texts, by a model that `zerorun finetune --task classify` has trained.
+
+use crate::error::{Error, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use candle_zero_finetune::{Classification, Classifier};
+use clap::Parser;
+use serde_json::{Map, Value, json};
+use std::ffi::OsString;
+use std::io::{self, BufRead as _, Read as _};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Tells the labels of texts, by the folder that `zerorun finetune --task classify` has written, or another BERT for sequence
+/// classification.
+///
+/// Prints a line for each text: its label, the label's probability, and the text. Without TEXT each line of standard input
+/// is a text.
+///
+/// Exit code: 0 all texts have a label, 1 standard output could not be written, 2 the model, a text or the command line is
+/// wrong.
+#[derive(Debug, Parser)]
+#[command(name = "classify", bin_name = "zerorun classify")]
+struct ClassifyArguments {
+    /// The folder of the trained model
+    model: PathBuf,
+
+    /// Texts
+    text: Vec<String>,
+
+    /// Print one JSON object per text, with the probabilities of all labels
+    #[arg(long)]
+    json: bool,
+}
+
+/// The longest line of standard input, in bytes.
+const MOST_LINE: u64 = 64 << 20;
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = ClassifyArguments::try_parse_from(words).map_err(CommandLineError)?;
+    Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
+}
+
+impl ClassifyArguments {
+    fn run(self) -> Result<ExitCode> {
+        let classifier = Classifier::open(&self.model)?;
+        for text in &self.text {
+            if !self.show(&classifier, text)? {
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+        if self.text.is_empty() {
+            let mut input = io::stdin().lock();
+            while let Some(line) = read_line(&mut input)? {
+                if !line.trim().is_empty() && !self.show(&classifier, &line)? {
+                    return Ok(ExitCode::FAILURE);
+                }
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Prints the label of a text. Whether standard output took it.
+    fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
+        let Classification { labels, tokens, cut } = classifier.classify(text)?;
+        if cut > 0 && !self.json {
+            eprint(&format!(
+                "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",
+                tokens + cut
+            ));
+        }
+        let Some((label, probability)) = labels.first() else { return Ok(true) };
+        if !self.json {
+            return Ok(print(format!("{label}\t{probability:.4}\t{}", text.replace(['\n', '\r', '\t'], " "))));
+        }
+        let all: Map<String, Value> = labels.iter().map(|(label, p)| (label.clone(), json!(p))).collect();
+        let mut line = json!({ "text": text, "label": label, "probability": probability, "labels": all });
+        if cut > 0 {
+            line["cut_tokens"] = json!(cut);
+        }
+        Ok(print(line))
+    }
+}
+
+/// The next line of standard input, without its end.
+fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
+    let wrong = |source| Error::Io { action: "read", path: "standard input".into(), source };
+    let mut line = String::new();
+    let bytes = input.take(MOST_LINE).read_line(&mut line).map_err(wrong)?;
+    if bytes as u64 == MOST_LINE {
+        let text = format!("a line has more than {} MiB", MOST_LINE >> 20);
+        return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, text)));
+    }
+    line.truncate(line.trim_end_matches(['\n', '\r']).len());
+    Ok((bytes > 0).then_some(line))
+}

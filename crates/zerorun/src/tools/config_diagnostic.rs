@@ -1,0 +1,168 @@
+//! Pictures of what is wrong with a configuration: its line, with the place underlined.
+
+use crate::launch::console::colours;
+use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
+use candle_zero::config::TextPosition;
+use std::fmt::Write;
+use std::ops::Range;
+
+/// More than this many are only listed: a file of 4 MiB may have a problem every few bytes.
+const MOST: usize = 100;
+
+/// One problem, from any kind of error.
+pub(super) struct ConfigDiagnostic {
+    /// Path of the key; `$` is the whole file.
+    pub(super) path: String,
+    /// The rule that is broken, in words.
+    pub(super) rule: &'static str,
+    pub(super) place: Option<TextPosition>,
+    /// The first place of a duplicate key.
+    pub(super) first: Option<TextPosition>,
+    pub(super) message: String,
+}
+
+impl ConfigDiagnostic {
+    /// One that stands at one place, or at none.
+    pub(super) fn new(path: String, rule: &'static str, place: Option<TextPosition>, message: String) -> Self {
+        Self { path, rule, place, first: None, message }
+    }
+}
+
+/// One picture for each problem. In colour if standard output is a terminal and `NO_COLOR` is not set.
+pub(super) fn render_all(file: &str, text: &str, diagnostics: &[ConfigDiagnostic]) -> String {
+    let renderer = if colours() { Renderer::styled() } else { Renderer::plain() };
+    let lines = LineIndex::of(text);
+    let mut all = String::new();
+    for diagnostic in diagnostics.iter().take(MOST) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(all, "{}\n", render(&renderer, file, &lines, diagnostic));
+    }
+    for ConfigDiagnostic { path, place, message, .. } in diagnostics.iter().skip(MOST) {
+        let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
+        let _ = writeln!(all, "{place}`{path}`: {message}");
+    }
+    all
+}
+
+fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &ConfigDiagnostic) -> String {
+    let title = match diagnostic.path.as_str() {
+        "$" => diagnostic.message.clone(),
+        path => format!("`{path}`: {}", diagnostic.message),
+    };
+    let title = Level::ERROR.primary_title(title);
+    let Some(place) = diagnostic.place else { return renderer.render(&[annotate_snippets::Group::with_title(title)]) };
+    let from = diagnostic.first.map_or(place.line, |first| first.line.min(place.line));
+    // Only these lines: the whole text would be gone through for each picture.
+    let (start, source) = lines.between(from, place.line);
+    let span = |place: TextPosition| {
+        let at = lines.token(place);
+        at.start - start..at.end - start
+    };
+    let mut snippet = Snippet::source(source).line_start(from).path(file);
+    if let Some(first) = diagnostic.first {
+        snippet = snippet.annotation(AnnotationKind::Context.span(span(first)).label("first here"));
+    }
+    renderer.render(&[title.element(snippet.annotation(AnnotationKind::Primary.span(span(place))))])
+}
+
+/// A text by lines, as places count them.
+struct LineIndex<'a> {
+    text: &'a str,
+    /// Byte at which each line begins.
+    starts: Vec<usize>,
+}
+
+impl<'a> LineIndex<'a> {
+    fn of(text: &'a str) -> Self {
+        // Places do not count a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let starts = std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect();
+        Self { text, starts }
+    }
+
+    /// Where a line begins; the end of the text for one beyond it.
+    fn start(&self, line: usize) -> usize {
+        self.starts.get(line - 1).copied().unwrap_or(self.text.len())
+    }
+
+    /// Where the lines from the first to the last begin, and their text.
+    fn between(&self, first: usize, last: usize) -> (usize, &'a str) {
+        let start = self.start(first);
+        (start, self.text[start..self.start(last + 1)].trim_end_matches(['\r', '\n']))
+    }
+
+    /// Bytes of the word, number, string or sign at a place; none at the end of a line.
+    fn token(&self, place: TextPosition) -> Range<usize> {
+        let (line_start, line) = self.between(place.line, place.line);
+        let at = line.char_indices().nth(place.column - 1).map_or(line.len(), |(at, _)| at);
+        let rest = &line[at..];
+        let length = match rest.chars().next() {
+            None => 0,
+            Some('"') => quoted(rest),
+            Some(c) if is_word(c) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
+            Some(c) => c.len_utf8(),
+        };
+        line_start + at..line_start + at + length
+    }
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || matches!(c, '_' | '-' | '+' | '.')
+}
+
+/// Length of the string that begins here; the rest of the line where it does not end.
+fn quoted(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, c) in text.char_indices().skip(1) {
+        match c {
+            '"' if !escaped => return at + 1,
+            '\\' => escaped = !escaped,
+            _ => escaped = false,
+        }
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn token(text: &str, line: usize, column: usize) -> &str {
+        let lines = LineIndex::of(text);
+        let range = lines.token(TextPosition { line, column });
+        &lines.text[range]
+    }
+
+    #[test]
+    fn the_whole_token_at_a_place_is_marked() {
+        let text = "\u{feff}{\r\n  \"k\\\"ey\": -1.5e3, \"ä\": \"ö ü\",\r\n  \"list\": [true]\n  \"open";
+        for (line, column, wanted) in [
+            (1, 1, "{"),
+            (1, 2, ""),
+            (2, 3, "\"k\\\"ey\""),
+            (2, 12, "-1.5e3"),
+            (2, 20, "\"ä\""),
+            (2, 25, "\"ö ü\""),
+            (3, 11, "["),
+            (3, 12, "true"),
+            (4, 3, "\"open"),
+            (4, 8, ""),
+            (5, 1, ""),
+            (99, 99, ""),
+        ] {
+            assert_eq!(token(text, line, column), wanted, "line {line}, column {column}");
+        }
+    }
+
+    #[test]
+    fn beyond_the_most_there_is_a_line_each() {
+        let place = Some(TextPosition { line: 1, column: 2 });
+        let diagnostic = |n: usize| {
+            let message = "is unknown".to_string();
+            ConfigDiagnostic::new(format!("k{n}"), "unknown key", place, message)
+        };
+        let all = render_all("f.json", "{\"a\": 1}", &(0..MOST + 2).map(diagnostic).collect::<Vec<_>>());
+        assert_eq!(all.matches(" ^^^").count(), MOST, "{all}");
+        assert!(all.ends_with("line 1, column 2: `k100`: is unknown\nline 1, column 2: `k101`: is unknown\n"), "{all}");
+    }
+}

@@ -1,0 +1,138 @@
+//! `zerorun data`: what fine-tuning makes of data files.
+
+use super::resolve_model::{HELP, ResolvedModel};
+use super::sample_flags::{FileProgress, SampleFlags};
+use crate::error::{FinetuneError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, colours, print, refused};
+use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::models::DecoderConfig;
+use candle_zero_finetune::hub::FileSelection;
+use candle_zero_finetune::{BaseModel, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Shows what fine-tuning makes of data files.
+#[derive(Debug, Parser)]
+#[command(name = "data", bin_name = "zerorun data", disable_help_subcommand = true)]
+struct DataArguments {
+    #[command(subcommand)]
+    what: DataCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum DataCommand {
+    Show(ShowDataArguments),
+}
+
+/// Says what data files are recognized as and which of their lines cannot be used, and shows the first samples with what
+/// is to be learned: in green on a terminal, else in brackets
+///
+/// The files are tokenized into the cache that `zerorun finetune` reads, where they are not there yet.
+///
+/// Exit code: 0 all is shown, 1 it could not be written, 2 the model's folder or a file cannot be used, or the command
+/// line is wrong.
+#[derive(Debug, Args)]
+struct ShowDataArguments {
+    #[arg(value_name = "MODEL_DIR", help = HELP)]
+    model: PathBuf,
+
+    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight behind a colon
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<String>,
+
+    /// Samples to show of each file
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    count: usize,
+
+    /// What is learned: what the assistant says, which answer to prefer, or the label of a text
+    #[arg(long, value_enum, default_value_t)]
+    task: ShowTaskFlag,
+
+    #[command(flatten)]
+    samples: SampleFlags,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum ShowTaskFlag {
+    #[default]
+    Generate,
+    Prefer,
+    Classify,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.what;
+    Ok(match show.text() {
+        Ok(text) if print(text.trim_end()) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => refused(&error, EXIT_SETUP),
+    })
+}
+
+impl ShowDataArguments {
+    /// What became of each file, and its first samples.
+    fn text(&self) -> Result<String> {
+        // Neither description nor weights are needed: where the description is there, it tells the context.
+        let model = ResolvedModel::find(&self.model, FileSelection::WithoutWeights)?.path;
+        let base = BaseModel::open(&model).ok();
+        let (folder, tokenizer) = match &base {
+            Some(base) => (base.folder(), base.tokenizer_path()),
+            None => (model.as_path(), model.as_path()),
+        };
+        let from = tokenizer;
+        let tokenizer = Tokenizer::open(from)?;
+        let template = match Template::open(from, &tokenizer) {
+            Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. })) => None,
+            found => Some(found?),
+        };
+        let described = || DecoderConfig::read(folder.join("config.json")).map_or(usize::MAX, |config| config.ctx);
+        let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
+        let usual = || longest().min(DataOptions::USUAL_CTX);
+        let task = match self.task {
+            ShowTaskFlag::Generate => Task::Generate,
+            ShowTaskFlag::Prefer => Task::Prefer,
+            ShowTaskFlag::Classify => Task::Classify,
+        };
+        let options = DataOptions {
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
+            labels: self.samples.labels.clone(),
+            columns: self.samples.columns.clone().unwrap_or_default(),
+            ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(usual))
+        };
+        let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
+        let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
+        let outputs = RunPaths::default().reads("MODEL_DIR", &model, InputKind::Model).writes(
+            "--cache",
+            &cache,
+            OutputKind::Shared,
+        );
+        sources.iter().fold(outputs, |outputs, source| outputs.reads("FILE", &source.path, InputKind::File)).check()?;
+        let mut progress = FileProgress::default();
+        let mut tell = |at| progress.tell(at);
+        let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);
+        progress.finish();
+        let dataset = dataset?;
+        let mut text = String::new();
+        for (path, report) in dataset.reports() {
+            _ = writeln!(text, "{}: {report}", path.display());
+            report.notes().iter().for_each(|note| _ = writeln!(text, "  {note}"));
+            if report.skips_many() {
+                _ = writeln!(
+                    text,
+                    "  more than a tenth is skipped: zerorun finetune takes the file with --allow_skipped only"
+                );
+            }
+        }
+        if !dataset.labels().is_empty() {
+            _ = writeln!(text, "labels: {}", dataset.labels().join(", "));
+        }
+        text.push('\n');
+        text.push_str(&show(&dataset, &tokenizer, self.count, colours())?);
+        Ok(text)
+    }
+}

@@ -1,0 +1,426 @@
+//! `zerorun estimate`: bytes of a training run before it runs.
+
+use super::gpu_memory::GpuMemory;
+use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
+use super::model_size_flags::ModelSizeFlags;
+use crate::error::{OptimError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use candle_zero::comm::CollectiveKind as Collective;
+use candle_zero::config::{Config, RunValues};
+use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Offloaded, zero2, zero3};
+use candle_zero::estimate::{Estimate, EstimateOptions, Shapes, UnitRule, paper};
+use candle_zero::memory::MemoryRow;
+use candle_zero::offload::{available_memory, free_space};
+use candle_zero::precision::{Nf4Scales, WeightPacking};
+use candle_zero::util::binary;
+use clap::{ArgGroup, Parser, ValueEnum};
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Computes the needs of a model and a configuration before anything runs: bytes of each rank by kind, on the wire
+/// and to and from files in each step, and whether this machine has them. No weights are read or made.
+///
+/// Exit code: 0, or 2 where the model, the configuration or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "estimate", bin_name = "zerorun estimate",
+          group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
+struct EstimateArguments {
+    /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini,
+    /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+
+    /// The parameters of a safetensors file, or of the files that an index (model.safetensors.index.json) names:
+    /// headers are read, no weights
+    #[arg(long, value_name = "FILE")]
+    safetensors: Option<PathBuf>,
+
+    /// With --safetensors: the prefix of units, the part of names before a number, such as model.layers; may be
+    /// repeated; "none" for a model without units [default: the part of each name up to its first number]
+    #[arg(long, value_name = "PREFIX", requires = "safetensors")]
+    unit: Vec<String>,
+
+    /// Parameters that are frozen: their names, in which * stands for any characters, such as "h.*"; may be repeated;
+    /// the others are trained
+    #[arg(long, value_name = "PATTERN", conflicts_with = "table")]
+    frozen: Vec<String>,
+
+    /// How frozen matrices are held [default: as zero_quantized_nontrainable_weights says]
+    #[arg(long = "frozen_packing", alias = "frozen-packing", value_name = "HOW", requires = "frozen")]
+    frozen_packing: Option<FrozenPacking>,
+
+    /// The table of the ZeRO paper instead: model state of 7.5e9, 128e9 and 1e12 parameters by stage
+    #[arg(long)]
+    table: bool,
+
+    #[command(flatten)]
+    sizes: ModelSizeFlags,
+
+    /// The configuration file
+    #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE", required_unless_present = "table")]
+    ds_config: Option<PathBuf>,
+
+    /// Ranks of the job
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    ranks: u32,
+
+    /// The value of "auto" for total_num_steps of the schedule, which no number of the estimate depends on
+    #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
+    total_num_steps: u64,
+
+    /// The model computes on a GPU, one for each rank; with its name (h100, a100-40, rtx4090 and others) or its memory
+    /// (24GiB), whether model state fits
+    #[arg(long, value_name = "GPU", num_args = 0..=1)]
+    gpu: Option<Option<GpuMemory>>,
+
+    /// The model's units recompute their forward, as with train_gpt's flag of this name
+    #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
+    recompute: bool,
+
+    #[command(flatten)]
+    forecast: ForecastArguments,
+
+    /// Also print what DeepSpeed's own estimators compute, for this many GPUs of one machine
+    #[arg(long)]
+    deepspeed: bool,
+
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Blocks of frozen matrices.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum FrozenPacking {
+    /// Eight bits
+    Int8,
+    /// Four bits, scales in bf16
+    Nf4,
+    /// Four bits, scales in eight bits
+    Nf4Double,
+}
+
+impl From<FrozenPacking> for WeightPacking {
+    fn from(packing: FrozenPacking) -> Self {
+        match packing {
+            FrozenPacking::Int8 => Self::Int8,
+            FrozenPacking::Nf4 => Self::Nf4(Nf4Scales::Bf16),
+            FrozenPacking::Nf4Double => Self::Nf4(Nf4Scales::DoubleQuantized),
+        }
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
+    Ok(EstimateArguments::try_parse_from(words).map_err(CommandLineError)?.run())
+}
+
+impl EstimateArguments {
+    fn run(self) -> ExitCode {
+        let text = match (self.table, self.json) {
+            (true, true) => Ok(table_json().to_string()),
+            (true, false) => Ok(paper::table()),
+            (false, json) => self.answer().map(|answer| if json { answer.json().to_string() } else { answer.text() }),
+        };
+        match text {
+            Ok(text) if print(&text) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, EXIT_SETUP),
+        }
+    }
+
+    fn answer(&self) -> Result<EstimateReport> {
+        let shapes = match (&self.safetensors, &self.model) {
+            (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
+            (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
+        };
+        let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
+        let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()));
+        let file = self.ds_config.clone().unwrap_or_default();
+        // What train_gpt says of "auto" too.
+        let run = RunValues {
+            total_num_steps: Some(self.total_num_steps),
+            hidden_size: self.sizes.width(self.model.as_deref()),
+            ..RunValues::default()
+        };
+        let config = Config::load_for(file, self.ranks as usize, &run)?;
+        let hosts = self.forecast.hosts(config.world_size)?;
+        config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
+        let options = EstimateOptions {
+            gpu: self.gpu.is_some(),
+            recompute: self.recompute,
+            hosts: hosts.unwrap_or(1),
+            disk_access: None,
+        };
+        let estimate = Estimate::with(&shapes, &config, options)?;
+        let answer = |hosts| self.forecast.answer(hosts, &estimate, (&shapes, &config, options));
+        let hosts = hosts.map(answer).transpose()?;
+        let need =
+            HostMemoryNeed::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
+        let gpu = self.gpu.clone().flatten();
+        Ok(EstimateReport { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
+    }
+
+    fn unit_rule(&self) -> UnitRule {
+        match &self.unit[..] {
+            [] => UnitRule::Numbered,
+            [none] if none == "none" => UnitRule::None,
+            prefixes => UnitRule::Prefixes(prefixes.iter().map(|p| p.trim_end_matches('.').to_string()).collect()),
+        }
+    }
+}
+
+/// The needs of all ranks of a host together, compared with this machine.
+struct HostMemoryNeed {
+    ranks: usize,
+    host: u64,
+    available: u64,
+    files: u64,
+    /// Folder of the files and what is free in it.
+    folder: Option<(PathBuf, u64)>,
+}
+
+impl HostMemoryNeed {
+    fn new(estimate: &Estimate, config: &Config, ranks: usize) -> Self {
+        let all = |bytes: usize| (bytes as u64).saturating_mul(ranks as u64);
+        let zero = &config.zero;
+        let sections = [zero.offload_param.as_ref().map(|o| &o.to), zero.offload_optimizer.as_ref().map(|o| &o.to)];
+        let folder = sections.into_iter().flatten().find_map(|to| to.nvme_path()).map(Path::to_owned);
+        Self {
+            ranks,
+            host: all(estimate.host_bytes()),
+            available: available_memory(),
+            files: all(estimate.file_bytes()),
+            folder: folder.map(|path| (path.clone(), free_space(&path))),
+        }
+    }
+
+    fn fits(&self) -> bool {
+        self.host <= self.available && self.folder.as_ref().is_none_or(|(_, free)| self.files <= *free)
+    }
+
+    /// Plain sentences.
+    fn verdicts(&self) -> Vec<String> {
+        let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
+        let short = |need: u64, has: u64| match has.checked_sub(need) {
+            Some(left) => format!("they fit, and {} are left", binary(left)),
+            None => format!("they do not fit: {} are missing", binary(need - has)),
+        };
+        let mut verdicts = vec![format!(
+            "on this machine {who} at most {} of its memory, and {} are available: {}",
+            binary(self.host),
+            binary(self.available),
+            short(self.host, self.available)
+        )];
+        if let Some((folder, free)) = self.folder.as_ref().filter(|_| self.files > 0) {
+            let (need, folder) = (binary(self.files), folder.display());
+            verdicts.push(format!(
+                "files take {need}, and {} are free in {folder}: {}",
+                binary(*free),
+                short(self.files, *free)
+            ));
+        }
+        verdicts
+    }
+}
+
+/// A column of the table.
+type MemoryColumn = fn(&MemoryRow) -> usize;
+
+/// The numbers, with what they are about.
+struct EstimateReport {
+    shapes: Shapes,
+    config: Config,
+    estimate: Estimate,
+    need: HostMemoryNeed,
+    hosts: Option<HostsForecast>,
+    /// That of each rank, where its memory is known.
+    gpu: Option<GpuMemory>,
+    deepspeed: bool,
+}
+
+/// The needs that no configuration determines.
+const NOT_INCLUDED: [&str; 3] = [
+    "activations, which depend on the micro batch and the length of the samples, and what recomputing units keep",
+    "data on its way to the model, and a checkpoint while it is written",
+    "the program itself: its code, its threads, and memory that the allocator keeps",
+];
+
+impl EstimateReport {
+    fn assumed(&self) -> Vec<String> {
+        let mut assumed = self.shapes.assumed().to_vec();
+        assumed
+            .push("peaks are those of units that run, and parameters that are used, in the order of the model".into());
+        if self.estimate.file_bytes() > 0 {
+            assumed
+                .push("files are accessed as this machine would choose now, around the page cache where it can".into());
+        }
+        assumed.extend(self.hosts.iter().flat_map(HostsForecast::assumed));
+        assumed
+    }
+
+    fn not_included(&self) -> impl Iterator<Item = &'static str> {
+        let of_hosts = if self.hosts.is_some() { &hosts_forecast::NOT_INCLUDED[..] } else { &[] };
+        NOT_INCLUDED.iter().chain(of_hosts).copied()
+    }
+
+    /// The figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
+    fn deepspeed(&self) -> Vec<(&'static str, MemoryNeeds)> {
+        let (all, layer) = (self.shapes.num_parameters() as u64, self.shapes.largest_unit() as u64);
+        let machines = Machines::new(self.config.world_size as u64, 1);
+        vec![
+            ("stage 2", zero2(all, machines, false)),
+            ("stage 2, optimizer offloaded", zero2(all, machines, true)),
+            ("stage 3", zero3(all, layer, machines, Offloaded::Nothing, true)),
+            ("stage 3, optimizer offloaded", zero3(all, layer, machines, Offloaded::Optimizer, true)),
+            ("stage 3, parameters too", zero3(all, layer, machines, Offloaded::OptimizerAndParameters, true)),
+        ]
+    }
+
+    fn json(&self) -> Value {
+        let need = &self.need;
+        let said = self.config.notes.iter().map(|note| json!({"path": note.path, "message": note.message}));
+        let mut all = json!({
+            "model": self.shapes.name(),
+            "units": self.shapes.num_units(),
+            "trained": self.shapes.num_trained(),
+            "memory": self.estimate.memory,
+            "step": self.estimate.step,
+            "totals": {
+                "device": self.estimate.device_bytes(),
+                "host": self.estimate.host_bytes(),
+                "file": self.estimate.file_bytes(),
+            },
+            "machine": {
+                "fits": need.fits(),
+                "host_needed": need.host,
+                "host_available": need.available,
+                "files_needed": need.files,
+                "files_available": need.folder.as_ref().map(|(_, free)| free),
+            },
+            "assumed": self.assumed(),
+            "not_included": self.not_included().collect::<Vec<_>>(),
+            "said": said.collect::<Vec<_>>(),
+        });
+        if let Some(GpuMemory { name, bytes }) = &self.gpu {
+            let fits = self.estimate.device_bytes() as u64 <= *bytes;
+            all["gpu"] = json!({"name": name, "bytes": bytes, "fits": fits});
+        }
+        if let Some(hosts) = &self.hosts {
+            all["across_hosts"] = hosts.json();
+        }
+        if self.deepspeed {
+            let needs = self.deepspeed().into_iter().map(|(name, needs)| (name.to_string(), json!(needs)));
+            all["deepspeed"] = Value::Object(needs.collect());
+        }
+        all
+    }
+
+    fn text(&self) -> String {
+        let memory = &self.estimate.memory;
+        let (name, psi, units) = (self.shapes.name(), memory.parameters, self.shapes.num_units());
+        let ranks = memory.world_size;
+        let trained = match self.shapes.num_trained() {
+            all if all == psi => String::new(),
+            trained => format!(" ({trained} of them trained)"),
+        };
+        let mut text = format!(
+            "{name}: {psi} parameters{trained}, {units} units; stage {} on {ranks} rank{}\n\n",
+            memory.stage,
+            if ranks == 1 { "" } else { "s" }
+        );
+        self.write_memory(&mut text);
+        self.write_step(&mut text);
+        text.extend(self.hosts.as_ref().map(HostsForecast::text));
+        let on_gpu = self.gpu.as_ref().map(|gpu| gpu.verdict(self.estimate.device_bytes() as u64));
+        for verdict in on_gpu.into_iter().chain(self.need.verdicts()) {
+            _ = writeln!(text, "\n{verdict}");
+        }
+        if self.deepspeed {
+            _ = writeln!(text, "\nDeepSpeed's estimators, for {ranks} GPUs of one machine:");
+            for (name, MemoryNeeds { cpu_bytes, gpu_bytes }) in self.deepspeed() {
+                let (gpu, cpu) = (binary(gpu_bytes), binary(cpu_bytes));
+                _ = writeln!(text, "  {name:<30} {gpu:>12} of each GPU {cpu:>12} of the host");
+            }
+        }
+        text += "\nnot included:";
+        self.not_included().for_each(|line| _ = write!(text, "\n- {line}"));
+        text += "\nassumed:";
+        self.assumed().iter().for_each(|line| _ = write!(text, "\n- {line}"));
+        if !self.config.notes.is_empty() {
+            text += "\nsaid of the configuration:";
+        }
+        self.config.notes.iter().for_each(|note| _ = write!(text, "\n- {}: {}", note.path, note.message));
+        text
+    }
+
+    /// A line for each kind that there is, and their sums.
+    fn write_memory(&self, text: &mut String) {
+        let tiers: [(&str, MemoryColumn); 5] = [
+            ("GPU, at most", |row| row.device.peak),
+            ("host", |row| row.host.held),
+            ("host, at most", |row| row.host.peak),
+            ("page-locked", |row| row.pinned.peak),
+            ("files", |row| row.file.peak),
+        ];
+        // Where there is no GPU, no columns of it.
+        let of_gpu = |name: &str| matches!(name, "GPU, at most" | "page-locked");
+        let has_gpu = self.estimate.device_bytes() > 0;
+        let tiers: Vec<_> = tiers.into_iter().filter(|(name, _)| has_gpu || !of_gpu(name)).collect();
+        _ = write!(text, "{:<24}", "of each rank");
+        tiers.iter().for_each(|(name, _)| _ = write!(text, "{name:>16}"));
+        *text += "\n";
+        let rows = self.estimate.memory.rows.iter();
+        for row in rows.clone().filter(|row| tiers.iter().any(|(_, of)| of(row) > 0)) {
+            _ = write!(text, "{:<24}", row.kind.name());
+            tiers.iter().for_each(|(_, of)| _ = write!(text, "{:>16}", binary_or_none(of(row) as u64)));
+            *text += "\n";
+        }
+        _ = write!(text, "{:<24}", "sum");
+        for (_, of) in &tiers {
+            _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(of).sum::<usize>() as u64));
+        }
+        let formula: f64 = rows.filter_map(|row| row.formula).sum();
+        _ = writeln!(text, "\n{:<24}{:>16}", "formula of the paper", binary(formula as u64));
+    }
+
+    /// The traffic of a step.
+    fn write_step(&self, text: &mut String) {
+        let step = &self.estimate.step;
+        _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "of each rank, per step", "collectives", "bytes in");
+        for kind in Collective::ALL {
+            let moved = step.kind(kind);
+            if moved.calls > 0 {
+                let bytes = binary_or_none(moved.wire_bytes);
+                _ = writeln!(text, "{:<24}{:>16}{bytes:>16}", kind.name(), moved.calls);
+            }
+        }
+        for (name, bytes) in [("read from files", step.bytes_read), ("written to files", step.bytes_written)] {
+            if bytes > 0 {
+                _ = writeln!(text, "{name:<40}{:>16}", binary(bytes));
+            }
+        }
+    }
+}
+
+/// The table of the paper as numbers.
+fn table_json() -> Value {
+    let cells = paper::MODELS.iter().flat_map(|(model, parameters)| {
+        paper::DEGREES.iter().flat_map(move |ranks| {
+            paper::STAGES.iter().map(move |(stage, placement)| {
+                let bytes = paper::model_state_bytes(*parameters, *ranks, *placement);
+                json!({"model": model, "ranks": ranks, "stage": stage, "bytes": bytes,
+                       "printed_gb": paper::cell(*parameters, *ranks, *placement)})
+            })
+        })
+    });
+    Value::Array(cells.collect())
+}
+
+fn binary_or_none(bytes: u64) -> String {
+    if bytes == 0 { "-".into() } else { binary(bytes) }
+}

@@ -1,0 +1,303 @@
+//! The flags of `zerorun finetune`, and the options that they make.
+
+use crate::error::Result;
+use crate::tools::resolve_model::{HELP, ResolvedModel};
+use crate::tools::sample_flags::SampleFlags;
+use candle_zero::nn::LoraConfig;
+use candle_zero_finetune::{
+    CheckpointOptions, LrDecay, ModelPrecision, Objective, Options, Source, TrainingLength, TuningMethod,
+    ValidationData, WarmupLength,
+};
+use clap::{Args, ValueEnum, value_parser};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// What is fine-tuned, on what, and how.
+#[derive(Debug, Args)]
+pub(super) struct FinetuneFlags {
+    #[arg(value_name = "MODEL", help = HELP)]
+    pub(super) model: PathBuf,
+
+    /// Training data: files, each perhaps with a weight behind a colon
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    data: Vec<String>,
+
+    /// Folder for the result; it must be absent or empty
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+
+    /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
+    #[arg(long, value_enum, default_value_t)]
+    task: FinetuneTaskFlag,
+
+    /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
+    /// [default: r=16,alpha=32,targets=all-linear]
+    #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
+    lora: Option<LoraConfig>,
+
+    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
+    adapter: Option<PathBuf>,
+
+    /// Train adapters beside weights in NF4
+    #[arg(long, conflicts_with = "full")]
+    qlora: bool,
+
+    /// Train all weights [default with --task classify]
+    #[arg(long)]
+    full: bool,
+
+    /// Learn preferences (chosen and rejected answers), against the model without its adapters
+    #[arg(long, value_name = "beta=B", value_parser = beta)]
+    dpo: Option<f64>,
+
+    /// A DeepSpeed configuration [default: stage and offload are chosen by the memory at hand]
+    #[arg(long = "ds_config", aliases = ["deepspeed_config", "ds-config"], value_name = "FILE")]
+    ds_config: Option<PathBuf>,
+
+    /// The model's numbers while it is trained
+    #[arg(long, value_enum, default_value_t)]
+    dtype: FinetuneDtype,
+
+    /// Optimizer steps
+    #[arg(long, value_name = "N", conflicts_with = "epochs")]
+    steps: Option<u64>,
+
+    /// Times through the data [default: 3, and up to 10 with fewer than 267 samples]
+    #[arg(long, value_name = "E")]
+    epochs: Option<f64>,
+
+    /// Highest learning rate [default: for adapters 2e-4 at a width of 4096, more for narrower models in proportion, up to 1e-3;
+    /// 2e-5 with --full; a tenth of it with --dpo]
+    #[arg(long, value_name = "RATE")]
+    lr: Option<f64>,
+
+    /// Rows of a step, of all ranks together [default: 8, or with little data 4, 2 or 1, so that an epoch has 30 steps or more]
+    #[arg(long, value_name = "ROWS")]
+    batch: Option<usize>,
+
+    /// Rows that a rank computes at once
+    #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
+    micro_batch: usize,
+
+    #[command(flatten)]
+    samples: SampleFlags,
+
+    /// Go on where more than a tenth of a file's records cannot be used
+    #[arg(long = "allow_skipped", alias = "allow-skipped", conflicts_with = "strict")]
+    allow_skipped: bool,
+
+    /// Steps of the learning rate's rise, or a part of all steps
+    #[arg(long, value_name = "N|P%", default_value = "3%")]
+    warmup: WarmupLength,
+
+    /// The learning rate after that
+    #[arg(long, value_enum, default_value_t)]
+    scheduler: SchedulerFlag,
+
+    /// Order of the rows
+    #[arg(long, value_enum, default_value_t)]
+    order: OrderFlag,
+
+    /// Whether a row holds as many samples as fit in it
+    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
+    packing: bool,
+
+    /// Validation data: files, or a part of the training data as 5%
+    #[arg(long, value_name = "FILE|P%", num_args = 1..)]
+    val: Vec<String>,
+
+    /// Steps between validations [default: a tenth of all]
+    #[arg(long = "eval_every", alias = "eval-every", value_name = "N")]
+    eval_every: Option<u64>,
+
+    /// End the training after so many validations without a better one
+    #[arg(long, value_name = "N")]
+    patience: Option<u64>,
+
+    /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
+    #[arg(long, value_name = "DIR")]
+    pub(super) save: Option<PathBuf>,
+
+    /// Also save a checkpoint every N steps, while training goes on
+    #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
+          value_parser = value_parser!(u64).range(1..))]
+    save_every: Option<u64>,
+
+    /// Number of newest checkpoints that stay in the folder, or all [default: 2 of adapters, all with --full]
+    #[arg(long, value_name = "K|all", requires = "save")]
+    keep: Option<KeepCheckpoints>,
+
+    /// Go on from the newest checkpoint in the folder of --save, or start if there is none
+    #[arg(long, requires = "save")]
+    resume: bool,
+
+    /// Continue from it also with other settings than it was saved with, and report them
+    #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
+    resume_anyway: bool,
+
+    /// Seed of adapters, order and dropout
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+
+    /// Where to write one JSON line per step, whose steps are counted from 0
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(super) metrics: Option<PathBuf>,
+
+    /// Answer this at the end, and after each validation; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(super) prompt: Vec<String>,
+
+    /// Tokens of such an answer at most
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
+    pub(super) max_tokens: usize,
+
+    /// Recompute each block in backward instead of keeping its activations
+    #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
+    activation_checkpointing: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum FinetuneDtype {
+    #[default]
+    F32,
+    Bf16,
+    #[value(alias = "f16")]
+    Fp16,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum FinetuneTaskFlag {
+    #[default]
+    Generate,
+    Classify,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum SchedulerFlag {
+    #[default]
+    Cosine,
+    Linear,
+    Constant,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
+enum OrderFlag {
+    #[default]
+    Shuffled,
+    Sequential,
+}
+
+/// Checkpoints that stay.
+#[derive(Debug, Clone, Copy)]
+enum KeepCheckpoints {
+    Newest(NonZeroUsize),
+    All,
+}
+
+/// Newest checkpoints that stay of a run that trains an adapter, unless more are asked for: the last one, and one for the case
+/// that it cannot be read. Each has the optimizer's states, so it is three times as large as the adapter.
+const KEPT: usize = 2;
+
+impl FromStr for KeepCheckpoints {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            _ => text.parse().map(Self::Newest).map_err(|_| "give a whole number from 1 on, or all".into()),
+        }
+    }
+}
+
+/// `beta=0.1`, or `0.1`.
+fn beta(text: &str) -> std::result::Result<f64, String> {
+    let number = text.strip_prefix("beta=").unwrap_or(text);
+    number.parse().map_err(|_| "give beta and a number, as beta=0.1".to_string())
+}
+
+impl FinetuneFlags {
+    /// The problem of the flags with one another, if any.
+    pub(super) fn check(&self) -> std::result::Result<(), String> {
+        if self.full && self.dpo.is_some() {
+            return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
+        }
+        if self.task == FinetuneTaskFlag::Classify && self.dpo.is_some() {
+            return Err("--dpo is for language models: leave it out, or --task classify".into());
+        }
+        if self.task == FinetuneTaskFlag::Classify && !self.prompt.is_empty() {
+            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
+        }
+        Ok(())
+    }
+
+    /// The options of the run, with the model where it was found.
+    pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
+        let lora = || self.lora.clone().unwrap_or_default();
+        let classify = self.task == FinetuneTaskFlag::Classify;
+        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !adapts;
+        let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
+        Ok(Options {
+            data: sources(&self.data)?,
+            method: match (full, self.qlora) {
+                (true, _) => TuningMethod::Full,
+                (false, true) => TuningMethod::Qlora(lora()),
+                (false, false) => TuningMethod::Lora(lora()),
+            },
+            adapter: self.adapter.clone(),
+            objective: match self.dpo {
+                Some(beta) => Objective::Prefer { beta },
+                None if classify => Objective::Classify,
+                None => Objective::Generate,
+            },
+            ds_config: self.ds_config.clone(),
+            precision: match self.dtype {
+                FinetuneDtype::F32 => ModelPrecision::F32,
+                FinetuneDtype::Bf16 => ModelPrecision::Bf16,
+                FinetuneDtype::Fp16 => ModelPrecision::F16,
+            },
+            length: match (self.steps, self.epochs) {
+                (Some(steps), _) => TrainingLength::Steps(steps),
+                (None, epochs) => epochs.map_or(TrainingLength::Auto, TrainingLength::Epochs),
+            },
+            lr: self.lr,
+            batch: self.batch,
+            micro_batch: self.micro_batch,
+            ctx: self.samples.ctx(),
+            warmup: self.warmup,
+            scheduler: match self.scheduler {
+                SchedulerFlag::Cosine => LrDecay::Cosine,
+                SchedulerFlag::Linear => LrDecay::Linear,
+                SchedulerFlag::Constant => LrDecay::Constant,
+            },
+            shuffle: self.order == OrderFlag::Shuffled,
+            packing: self.packing,
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
+            allow_skipped: self.allow_skipped,
+            columns: self.samples.columns.clone().unwrap_or_default(),
+            labels: self.samples.labels.clone(),
+            validation: (!self.val.is_empty()).then(|| ValidationData::parse(&self.val)).transpose()?,
+            eval_every: self.eval_every,
+            patience: self.patience,
+            saving: self.save.clone().map(|dir| CheckpointOptions {
+                dir,
+                every: self.save_every,
+                keep: match self.keep {
+                    Some(KeepCheckpoints::Newest(number)) => Some(number.get()),
+                    Some(KeepCheckpoints::All) => None,
+                    None => (!full).then_some(KEPT),
+                },
+                resume: self.resume,
+            }),
+            resume_anyway: self.resume_anyway,
+            seed: self.seed,
+            recompute: self.activation_checkpointing.then_some(true),
+            cache: self.samples.cache.clone(),
+            base_name: model.repository.map(|repository| repository.name().to_owned()),
+            ..Options::new(model.path, &self.out)
+        })
+    }
+}

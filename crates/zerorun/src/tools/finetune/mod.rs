@@ -1,0 +1,182 @@
+//! `zerorun finetune`: fine-tunes a model's folder on data files.
+//!
+//! The process that is started looks at everything once, and tokenizes; its ranks, started from the same executable with the
+//! same arguments and `--as_rank=MODEL`, train (`rank`).
+
+mod flags;
+mod foreign_flags;
+mod rank;
+
+use crate::error::{LaunchError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::{ranks, restarts};
+use crate::tools::resolve_model::ResolvedModel;
+use crate::tools::sample_flags::FileProgress;
+use candle_zero::files::OutputKind;
+use candle_zero::util::counted;
+use candle_zero_finetune::hub::FileSelection;
+use candle_zero_finetune::{EncoderBase, Options, PreparedRun};
+use clap::{CommandFactory as _, Parser, error::ErrorKind};
+use flags::FinetuneFlags;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun finetune SmolLM2-135M-Instruct --data chats.jsonl --out adapter
+  zerorun finetune Llama-3.2-1B -n 2 --data a.jsonl:2 b.jsonl --val 5% --epochs 3 --out adapter --save runs --save_every 100
+  zerorun finetune Qwen3-0.6B --full --dtype bf16 --data texts.txt --out model
+  zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
+  zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
+  zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
+
+/// How long a step and what is written after it may take, once a signal has asked for the end. A second signal ends the ranks
+/// at once.
+const GRACE: Duration = Duration::from_secs(600);
+const ON_SIGNAL: &str = "zerorun: the step that runs is finished and kept first; a second signal (Ctrl-C) stops at once, and \
+                         what was trained since the last checkpoint is lost";
+
+/// Fine-tunes a model in Hugging Face's format, or a GGUF file, on conversations, prompts with completions, or text.
+///
+/// Data are JSON lines, JSON, CSV or plain text, as messages, prompt and completion, instruction and output, sharegpt's
+/// conversations, or text; `zerorun data show` prints what is made of them. What the assistant says is learned, and the end
+/// of its turn.
+///
+/// The result is an adapter in PEFT's files, or with --full a model's folder.
+///
+/// With --task classify a BERT learns to tell the labels of texts (columns text and label); the result is a model's folder.
+#[derive(Debug, Parser)]
+#[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
+struct FinetuneArguments {
+    /// Number of ranks (processes)
+    #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus", alias = "num-ranks", value_name = "N",
+          default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// How often the job is started again after a rank has failed; with --save and --resume it goes on
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    #[command(flatten)]
+    flags: FinetuneFlags,
+
+    /// The argument with which a rank is started: the model where it was found
+    #[arg(long = "as_rank", value_name = "MODEL", hide = true)]
+    as_rank: Option<PathBuf>,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments =
+        FinetuneArguments::try_parse_from(&words).map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
+    if let Err(text) = arguments.flags.check() {
+        return Err(CommandLineError(FinetuneArguments::command().error(ErrorKind::ArgumentConflict, text)));
+    }
+    Ok(arguments.run(words))
+}
+
+impl FinetuneArguments {
+    fn run(&self, words: Vec<OsString>) -> ExitCode {
+        if let Some(path) = &self.as_rank {
+            return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
+                Ok(options) => rank::run(options, &self.flags),
+                Err(error) => refused(&error, EXIT_SETUP),
+            };
+        }
+        match self.launch(words) {
+            Ok(code) => ExitCode::from(code),
+            Err(error) => refused(&error, EXIT_SETUP),
+        }
+    }
+
+    /// Looks at everything, fetches the model where it is not here, and starts the ranks. Gives their exit code.
+    fn launch(&self, words: Vec<OsString>) -> Result<u8> {
+        if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
+            return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
+        }
+        let model = ResolvedModel::find(&self.flags.model, FileSelection::All)?;
+        let path = model.path.clone();
+        let options = self.flags.options(model)?;
+        let _claims = options.claim(|outputs| match &self.flags.metrics {
+            Some(path) => outputs.writes("--metrics", path, OutputKind::Lines),
+            None => outputs,
+        })?;
+        prepare(options, usize::from(self.ranks))?;
+        self.start(words, &path)
+    }
+
+    /// Starts the ranks, and gives their exit code.
+    fn start(&self, mut words: Vec<OsString>, model: &Path) -> Result<u8> {
+        let mut as_rank = OsString::from("--as_rank=");
+        as_rank.push(model);
+        // Behind the name of the tool: at the end it could stand behind `--`.
+        words.insert(1, as_rank);
+        let program = std::env::current_exe()
+            .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+        let job = ranks::LocalJob {
+            program,
+            args: words,
+            world: usize::from(self.ranks),
+            timeout: None,
+            grace: GRACE,
+            on_signal: Some(ON_SIGNAL),
+            script: None,
+            master_port: None,
+            prometheus: None,
+            restart: 0,
+            timeline: None,
+            multi_host: None,
+            cores: None,
+            devices: None,
+        };
+        let rule = restarts::RestartPolicy { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
+        restarts::run(job, &rule)
+    }
+}
+
+/// How many processes of this command a launcher of MPI has started, if more than one.
+fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    // In a batch script of Slurm the number of the whole job's tasks is set too: that of the step counts.
+    let names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+    names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
+}
+
+/// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
+fn prepare(options: Options, ranks: usize) -> Result<()> {
+    let mut progress = FileProgress::default();
+    let prepared = PreparedRun::new(options, &mut |at| progress.tell(at));
+    progress.finish();
+    let prepared = prepared?;
+    prepared.check_for(ranks)?;
+    for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
+        eprint(note);
+    }
+    let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
+    for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
+        print(format!("{what} data: {}", counted(data.len(), "sample")));
+        for (path, report) in data.reports() {
+            print(format!("  {}: {report}", path.display()));
+            report.notes().iter().for_each(|note| eprint(&format!("  {}: {note}", path.display())));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_of_it_that_a_launcher_of_mpi_has_started_are_refused() {
+        let of = |name: &'static str, value: &'static str| {
+            started_as_one_of(|asked| (asked == name).then(|| value.to_string()))
+        };
+        assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
+        assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
+        let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
+        insta::assert_snapshot!(error, @"mpirun or srun has started 2 of `zerorun finetune`, each of which would be a job of its own; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
+    }
+}

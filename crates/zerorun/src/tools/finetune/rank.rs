@@ -1,0 +1,228 @@
+//! A rank of `zerorun finetune`: makes the steps; the first one shows them.
+
+use super::flags::FinetuneFlags;
+use crate::error::{FinetuneError, Result};
+use crate::launch::console::{all_is_written, eprint, print, refused};
+use candle_zero::comm::{self, RankEnv};
+use candle_zero::monitor::{MetricsWriter, Progress};
+use candle_zero::offload::OffloadReport;
+use candle_zero::util::counted;
+use candle_zero_finetune::{FineTune, Options, PreparedRun, Rewards, Sampling, StepReport, StopReason};
+use serde::Serialize;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Trains to the end, and writes the result.
+pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
+    match train(options, flags) {
+        Ok(StopReason::Asked) => ExitCode::FAILURE,
+        // As the launcher of several ranks, whose output it is, has it.
+        Ok(_) if !all_is_written() => ExitCode::FAILURE,
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => refused(&error, 1),
+    }
+}
+
+fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
+    let comm = comm::from_env(&RankEnv::from_env()?)?;
+    let first = comm.rank() == 0;
+    let prepared = PreparedRun::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
+    // The process that has started this one keeps other jobs from them.
+    let prepared = prepared.claimed();
+    let mut run = FineTune::start(prepared, comm)?;
+    if first {
+        introduce(&mut run);
+    }
+    let mut metrics = match &flags.metrics {
+        Some(path) if first => Some(open_metrics(path, &run)?),
+        _ => None,
+    };
+    let mut progress = if first { Progress::new(run.total_steps(), None) } else { Progress::silent() };
+    let begun = Instant::now();
+    progress.begin(run.steps(), || "the first step is under way".into());
+    let mut done = run.steps();
+    while let Some(step) = run.step_telling(&mut |micro, of| progress.within(done, micro, of))? {
+        done = step.step + 1;
+        write(&mut metrics, &step);
+        progress.step(step.step + 1, || line(&step));
+        if let Some(loss) = step.val_loss {
+            if first {
+                eprint(&validated(&run, &step, loss));
+            }
+            answer(&mut run, flags, first)?;
+        }
+    }
+    progress.finish();
+    let mut summary = run.summary();
+    summary["seconds"] = begun.elapsed().as_secs_f64().into();
+    write(&mut metrics, &summary);
+    let ended = run.ended().unwrap_or(StopReason::Complete);
+    let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
+    let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
+    if ended == StopReason::Asked {
+        stop(run, flags, first)?;
+        return Ok(ended);
+    }
+    if run.prepared().validation().is_none() {
+        answer(&mut run, flags, first)?;
+    }
+    run.finish()?;
+    if first {
+        if ended == StopReason::NoImprovement {
+            print(format!("ended after {}: validation has not improved any more", counted(steps, "step")));
+        }
+        print(format!("the result is in {}", out.display()));
+        if let (Some((at, loss)), false) = (best, best_is_lost) {
+            print(format!("the best, of step {at} with validation loss {loss:.4}, is in {}", best_folder.display()));
+        }
+    }
+    Ok(ended)
+}
+
+/// The end that a signal asked for: what is kept, and what is lost.
+fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
+    let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
+    if flags.save.is_some() {
+        if first {
+            print(format!("stopped by a signal: step {steps} of {total} is saved, and --resume continues from there"));
+        }
+        return Ok(());
+    }
+    if made == 0 {
+        if first {
+            print("stopped by a signal before the first step was made: nothing is lost");
+        }
+        return Ok(());
+    }
+    let to = run.finish_stopped()?;
+    if first {
+        print(format!(
+            "stopped by a signal after step {steps} of {total}: the model as it was then is in {}. Training cannot be resumed \
+             from it, for the optimizer's state is not kept without checkpoints: give --save DIR next time, and --resume \
+             to continue",
+            to.display()
+        ));
+    }
+    Ok(())
+}
+
+/// What is trained, and how.
+fn introduce(run: &mut FineTune) {
+    let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
+    let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
+    let resumed = run.resumed().map(Path::to_owned);
+    if let Some(chosen) = run.chosen() {
+        print(format!("chosen for the memory at hand: {chosen}"));
+    }
+    let ctx = run.prepared().ctx();
+    let engine = run.engine();
+    let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());
+    let (world, batch) = (engine.world_size(), engine.config().batch);
+    let stage = engine.config().zero.stage;
+    let ranks = counted(world, "rank");
+    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}"));
+    let row = match shorter {
+        Some(tokens) => format!("{tokens} tokens (not {ctx}, so that an epoch has more steps)"),
+        None => format!("{ctx} tokens"),
+    };
+    print(format!(
+        "{} in {} of up to {row}, {} a step ({} a rank at once): {}, {} through the data",
+        counted(samples, "sample"),
+        counted(rows, "row"),
+        batch.train_batch_size,
+        batch.train_micro_batch_size_per_gpu,
+        counted(steps, "step"),
+        times(epochs),
+    ));
+    if let Some(warning) = few_steps(steps, rows, batch.train_batch_size) {
+        eprint(&warning);
+    }
+    let files = engine.offload_report();
+    if files != OffloadReport::default() {
+        print(files);
+    }
+    if let Some(checkpoint) = resumed {
+        print(format!("goes on after step {at}: {}", checkpoint.display()));
+    }
+}
+
+/// The warning about a run that is too short to learn much, with what to do.
+fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
+    if steps >= ENOUGH {
+        return None;
+    }
+    let epochs = (ENOUGH as usize * batch).div_ceil(rows);
+    let smaller = if batch > 1 { ", or a smaller --batch" } else { "" };
+    Some(format!(
+        "zerorun: warning: a model learns little in {}; the data fill {}, of which a step takes {batch}: give --epochs {epochs} or \
+         more{smaller}",
+        counted(steps, "step"),
+        counted(rows, "row"),
+    ))
+}
+
+/// Steps in which a model begins to learn.
+const ENOUGH: u64 = 30;
+
+/// `once`, `3 times`, `2.5 times`.
+fn times(epochs: f64) -> String {
+    let rounded = (epochs * 100.0).round() / 100.0;
+    if rounded == 1.0 { "once".into() } else { format!("{rounded} times") }
+}
+
+fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
+    if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
+}
+
+/// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
+fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
+    if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
+        eprint(&format!("{error}: training goes on, and the metrics end here"));
+        *metrics = None;
+    }
+}
+
+/// Answers the user's prompts: with the likeliest tokens, on all ranks alike.
+fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
+    let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
+    for prompt in &flags.prompt {
+        let text = match run.answer(prompt, &sampling) {
+            Ok(answer) => format!("{:?}", answer.text),
+            // Of 16 bits, perhaps: training judges its own loss. All ranks have the same logits.
+            Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),
+            Err(error) => return Err(error),
+        };
+        if first {
+            eprint(&format!("  {prompt:?}: {text}"));
+        }
+    }
+    Ok(())
+}
+
+fn line(step: &StepReport) -> String {
+    let StepReport { loss, lr, tokens_per_s, .. } = step;
+    let rewards = step.rewards.map(|rewards| format!(" {}", rewarded(&rewards))).unwrap_or_default();
+    format!("loss {loss:.4}{rewards} lr {lr:.3e} {tokens_per_s:.0} tokens/s")
+}
+
+/// The rewards of pairs.
+fn rewarded(rewards: &Rewards) -> String {
+    let Rewards { chosen, rejected, margin, accuracy } = rewards;
+    format!("rewards {chosen:.3} and {rejected:.3}, margin {margin:.3}, accuracy {:.0}%", 100.0 * accuracy)
+}
+
+/// A line about a validation.
+fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
+    let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
+    let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
+    match step.val_accuracy {
+        Some(_) if let Some(rewards) = &step.val_rewards => {
+            format!("step {}: validation loss {loss:.4}, {}{best}", step.step + 1, rewarded(rewards))
+        }
+        Some(accuracy) => {
+            format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)
+        }
+        None => format!("step {}: validation loss {loss:.4}, perplexity {:.3}{best}", step.step + 1, loss.exp()),
+    }
+}

@@ -1,0 +1,301 @@
+//! `zerorun generate`: answers of a model, with an adapter or without, as they come.
+
+use super::resolve_model::{HELP, ResolvedModel};
+use crate::error::{Error, FinetuneError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use candle_core::{DType, Device};
+use candle_zero::files;
+use candle_zero::models::{Decoder, DecoderConfig};
+use candle_zero_finetune::hub::FileSelection;
+use candle_zero_finetune::{AdaptedValues, Adapter, BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
+use clap::{Parser, ValueEnum};
+use std::ffi::OsString;
+use std::io::{BufRead, IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Answers prompts, and shows the tokens of an answer as they come.
+///
+/// A prompt is what a user says, written as the model's chat template has it; a model without a template, or --raw,
+/// continues the text. Without --prompt and --messages each line of standard input is a prompt of its own.
+///
+/// Exit code: 0 all is answered, 1 standard output could not be written, 2 the model, the adapter, a prompt or the
+/// command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "generate", bin_name = "zerorun generate")]
+struct GenerateArguments {
+    #[arg(help = HELP)]
+    model: PathBuf,
+
+    /// An adapter: the folder of adapter_config.json and adapter_model.safetensors
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+
+    /// What the user says; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    prompt: Vec<String>,
+
+    /// A file with a JSON list of messages with role and content, which is answered
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "system", "raw"])]
+    messages: Option<PathBuf>,
+
+    /// What the system says before the user
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+
+    /// Continue the text as it stands, without the chat template
+    #[arg(long)]
+    raw: bool,
+
+    /// The most tokens of an answer
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "256")]
+    max_tokens: usize,
+
+    /// 0 takes the likeliest token each time; above it one is drawn
+    #[arg(long, value_name = "T", default_value = "0")]
+    temperature: f64,
+
+    /// Draw from the K likeliest tokens; 0 for all
+    #[arg(long = "top_k", alias = "top-k", value_name = "K", default_value = "0")]
+    top_k: usize,
+
+    /// Draw from the likeliest tokens that have this probability together
+    #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
+    top_p: f64,
+
+    /// Of what is drawn; each prompt begins with it
+    #[arg(long, value_name = "N", default_value = "0")]
+    seed: u64,
+
+    /// The precision that the model is held and computed in
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: GenerateDtype,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum GenerateDtype {
+    F32,
+    Bf16,
+}
+
+impl From<GenerateDtype> for DType {
+    fn from(dtype: GenerateDtype) -> Self {
+        match dtype {
+            GenerateDtype::F32 => Self::F32,
+            GenerateDtype::Bf16 => Self::BF16,
+        }
+    }
+}
+
+/// Tokens of a line of standard input and its answer, for which tables are made before it is there.
+const LINE: usize = 1 << 15;
+/// No conversation is longer.
+const MOST_BYTES: u64 = 1 << 28;
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = GenerateArguments::try_parse_from(words).map_err(CommandLineError)?;
+    Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
+}
+
+impl GenerateArguments {
+    fn run(self) -> Result<ExitCode> {
+        let sampling = Sampling {
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+        };
+        sampling.check()?;
+        let base = BaseModel::open(ResolvedModel::find(&self.model, FileSelection::All)?.path)?;
+        let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
+        let tokenizer = Tokenizer::open(base.tokenizer_path())?;
+        let template = if self.raw { None } else { self.template(&base, &tokenizer)? };
+        let generator = Generator::new(&base, &tokenizer, template.as_ref())?;
+        let given = self.given(&generator)?;
+        let longest = given.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
+        let ctx = base.config().ctx.min(longest.unwrap_or(LINE));
+        // Before the weights are read.
+        given.iter().try_for_each(|ids| fits(ids, ctx))?;
+        let model = open(&base, adapter, ctx, self.dtype.into())?;
+        let answers = AnswerGenerator { generator: &generator, model: &model, sampling, ctx };
+        let reads_lines = given.is_empty();
+        for ids in given {
+            if !answers.answer(&ids)? {
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+        if reads_lines {
+            for line in std::io::stdin().lock().lines() {
+                let line =
+                    line.map_err(|source| Error::Io { action: "read", path: "standard input".into(), source })?;
+                if !line.trim().is_empty() && !answers.answer(&self.ids(&generator, &line)?)? {
+                    return Ok(ExitCode::FAILURE);
+                }
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The template, where there is one or it is needed.
+    fn template(&self, base: &BaseModel, tokenizer: &Tokenizer) -> Result<Option<Template>> {
+        match Template::open(base.tokenizer_path(), tokenizer) {
+            Err(error)
+                if matches!(error.downcast_ref(), Some(FinetuneError::NoTemplate { .. }))
+                    && self.messages.is_none()
+                    && self.system.is_none() =>
+            {
+                eprint("zerorun: the model has no chat template: prompts are continued as they stand");
+                Ok(None)
+            }
+            opened => opened.map(Some),
+        }
+    }
+
+    /// The prompts of the command line.
+    fn given(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
+        if let Some(path) = &self.messages {
+            return Ok(vec![generator.of_conversation(&messages(path)?)?]);
+        }
+        self.prompt.iter().map(|prompt| self.ids(generator, prompt)).collect()
+    }
+
+    /// A prompt as ids.
+    fn ids(&self, generator: &Generator<'_>, prompt: &str) -> Result<Vec<u32>> {
+        if !generator.has_template() {
+            return generator.of_text(prompt);
+        }
+        let system = self.system.iter().map(|system| ("system", system.as_str()));
+        generator.of_conversation(&Conversation::new(system.chain([("user", prompt)])))
+    }
+}
+
+/// The conversation of a file.
+fn messages(path: &Path) -> Result<Conversation> {
+    let text = files::read_text(path, MOST_BYTES);
+    let text = text.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
+    Conversation::from_json(&text).map_err(|error| match error.downcast_ref() {
+        Some(FinetuneError::Conversation { reason }) => {
+            FinetuneError::Conversation { reason: format!("in {}, {reason}", path.display()) }.into()
+        }
+        _ => error,
+    })
+}
+
+/// An error unless there is room for an answer.
+fn fits(ids: &[u32], ctx: usize) -> Result<()> {
+    match ids.len() < ctx {
+        true => Ok(()),
+        false => Err(FinetuneError::LongPrompt { tokens: ids.len(), ctx }.into()),
+    }
+}
+
+/// The model, with tables for so many positions.
+fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Result<Decoder> {
+    let lora = adapter.as_ref().map(|adapter| adapter.config.clone());
+    let config = DecoderConfig { ctx, lora, ..base.config().clone() };
+    let vb = match adapter {
+        None => base.var_builder(dtype, &Device::Cpu),
+        adapter => AdaptedValues::new(base, &config, adapter)?.var_builder(dtype, &Device::Cpu),
+    };
+    Ok(Decoder::new(&config, vb)?)
+}
+
+/// What answers.
+struct AnswerGenerator<'a> {
+    generator: &'a Generator<'a>,
+    model: &'a Decoder,
+    sampling: Sampling,
+    ctx: usize,
+}
+
+impl AnswerGenerator<'_> {
+    /// Shows the answer to a prompt, and how fast it came. Whether standard output took it.
+    fn answer(&self, prompt: &[u32]) -> Result<bool> {
+        fits(prompt, self.ctx)?;
+        let room = self.ctx - prompt.len();
+        let sampling = Sampling { max_tokens: self.sampling.max_tokens.min(room), ..self.sampling.clone() };
+        let is_terminal = std::io::stdout().is_terminal();
+        let mut failed = None;
+        let (mut times, start) = (Vec::new(), Instant::now());
+        let extend = |session: &mut _, ids: &[u32]| {
+            let logits = self.model.extend(session, ids)?;
+            times.push(start.elapsed());
+            Ok(logits)
+        };
+        let give = |piece: &str| {
+            let mut out = std::io::stdout().lock();
+            let shown = if is_terminal { harmless(piece) } else { piece.to_owned() };
+            match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(error) => {
+                    failed = Some(error);
+                    ControlFlow::Break(())
+                }
+            }
+        };
+        let answer = self.generator.answer(prompt, &sampling, extend, give)?;
+        if let Some(error) = failed {
+            // Who reads the beginning, as `head` does, wants no more.
+            if error.kind() != std::io::ErrorKind::BrokenPipe {
+                eprint(&format!("zerorun: cannot write to standard output: {error}"));
+            }
+            return Ok(false);
+        }
+        if !print("") {
+            return Ok(false);
+        }
+        eprint(&format!("zerorun: {}", GenerationSpeed { prompt: prompt.len(), times: &times }.text()));
+        if !answer.ended {
+            let why = if sampling.max_tokens < self.sampling.max_tokens { "the context" } else { "--max_tokens" };
+            eprint(&format!("zerorun: the answer was cut at {} tokens, by {why}", answer.ids.len()));
+        }
+        Ok(true)
+    }
+}
+
+/// How long the prompt and each token after it took.
+struct GenerationSpeed<'a> {
+    prompt: usize,
+    /// From the start to the end of each step.
+    times: &'a [Duration],
+}
+
+impl GenerationSpeed<'_> {
+    fn text(&self) -> String {
+        let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+        let first = self.times.first().copied().unwrap_or_default();
+        let mut text = format!("{} tokens of the prompt at {:.1} tokens/s", self.prompt, rate(self.prompt, first));
+        let more = self.times.len().saturating_sub(1);
+        if let Some(last) = self.times.last().filter(|_| more > 0) {
+            text += &format!(", {more} more at {:.1} tokens/s", rate(more, *last - first));
+        }
+        text
+    }
+}
+
+/// Text without what would make a terminal do something.
+fn harmless(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prompt_and_the_tokens_after_it_have_a_speed_each() {
+        let times = [500, 600, 700].map(Duration::from_millis);
+        let text = |times| GenerationSpeed { prompt: 20, times }.text();
+        assert_eq!(text(&times), "20 tokens of the prompt at 40.0 tokens/s, 2 more at 10.0 tokens/s");
+        assert_eq!(text(&times[..1]), "20 tokens of the prompt at 40.0 tokens/s");
+    }
+
+    #[test]
+    fn what_a_terminal_gets_moves_no_cursor() {
+        assert_eq!(harmless("a\u{1b}[2J\tb\nc\u{7}"), "a\u{fffd}[2J\tb\nc\u{fffd}");
+    }
+}

@@ -1,0 +1,112 @@
+//! Memory of GPUs, by name or as a size.
+
+use candle_zero::util::binary;
+use std::str::FromStr;
+
+/// Mebibytes that nvidia-smi shows as the total of a GPU: a little less than its name says is the driver's.
+const KNOWN: [(&str, u64); 17] = [
+    ("t4", 15_360),
+    ("v100-16", 16_384),
+    ("v100-32", 32_768),
+    ("a10", 23_028),
+    ("a10g", 23_028),
+    ("l4", 23_034),
+    ("rtx3090", 24_576),
+    ("rtx4090", 24_564),
+    ("rtx5090", 32_607),
+    ("a6000", 49_140),
+    ("l40s", 46_068),
+    ("a100-40", 40_960),
+    ("a100", 81_920),
+    ("h100", 81_559),
+    ("h200", 143_771),
+    ("gh200", 97_871),
+    ("b200", 183_359),
+];
+
+/// A GPU that a rank has for itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct GpuMemory {
+    /// As the user wrote it.
+    pub name: String,
+    /// All of its memory.
+    pub bytes: u64,
+}
+
+impl FromStr for GpuMemory {
+    type Err = String;
+
+    /// A name of the table, or a size such as `24GiB` or `80GB`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let plain: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
+        let known = KNOWN.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));
+        let bytes = match known {
+            Some((_, mebibytes)) => Some(mebibytes << 20),
+            None => size(&plain),
+        };
+        let known = || KNOWN.map(|(name, _)| name).join(", ");
+        let bytes = bytes.ok_or_else(|| format!("known are {}, or give its memory, such as 24GiB", known()))?;
+        Ok(Self { name: text.to_owned(), bytes })
+    }
+}
+
+impl GpuMemory {
+    /// Whether a rank's model state fits, as a sentence.
+    pub fn verdict(&self, need: u64) -> String {
+        let Self { name, bytes } = self;
+        let (has, takes) = (binary(*bytes), binary(need));
+        match bytes.checked_sub(need) {
+            Some(left) => format!(
+                "of the {has} of each GPU ({name}) model state takes at most {takes}: it fits, and {} are left for activations \
+                 and CUDA's own memory",
+                binary(left)
+            ),
+            None => format!(
+                "of the {has} of each GPU ({name}) model state takes at most {takes}: it does not fit, and {} are missing; take \
+                 a higher stage, more ranks, or offload_optimizer and offload_param",
+                binary(need - bytes)
+            ),
+        }
+    }
+}
+
+/// Bytes of a number with a unit.
+fn size(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).filter(|at| *at > 0)?;
+    let (number, unit) = text.split_at(digits);
+    let unit: u64 = match unit {
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        "mb" => 1_000_000,
+        "gb" | "g" => 1_000_000_000,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(unit).filter(|bytes| *bytes > 0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_a_name_or_a_size() {
+        let bytes = |text: &str| text.parse::<GpuMemory>().unwrap().bytes;
+        assert_eq!(bytes("h100"), 81_559 << 20);
+        assert_eq!(bytes("H100-80"), bytes("h100"));
+        assert_eq!(bytes("A100-40"), 40_960 << 20);
+        assert_eq!(bytes("24GiB"), 24 << 30);
+        assert_eq!(bytes("80 GB"), 80_000_000_000);
+        for wrong in ["", "h101", "0GiB", "GiB", "24", "24GiBs", "99999999999999999999GB", "18446744073709551615GiB"] {
+            let why = wrong.parse::<GpuMemory>().unwrap_err();
+            assert!(why.starts_with("known are t4, ") && why.ends_with(", or give its memory, such as 24GiB"), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_verdict_has_what_is_left_or_missing() {
+        let gpu = GpuMemory { name: "24GiB".into(), bytes: 24 << 30 };
+        insta::assert_snapshot!(gpu.verdict(4 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 4.0 GiB: it fits, and 20.0 GiB are left for activations and CUDA's own memory");
+        insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 25.0 GiB: it does not fit, and 1.0 GiB are missing; take a higher stage, more ranks, or offload_optimizer and offload_param");
+    }
+}

@@ -1,0 +1,234 @@
+//! What `zerorun estimate --hosts` adds: bytes between hosts, the step that they make, and steps of more hosts.
+
+use crate::error::{EstimateError, Result};
+use candle_zero::comm::CollectiveKind;
+use candle_zero::config::Config;
+use candle_zero::estimate::{
+    Estimate, EstimateOptions, Forecast, InterHostTraffic, MeasuredStep, Network, ScalingRow, Shapes,
+};
+use candle_zero::util::binary;
+use clap::Args;
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+/// The hosts, and what is known of them.
+#[derive(Debug, Clone, Args)]
+pub(super) struct ForecastArguments {
+    /// Also predict the step on so many hosts, each with as many of the ranks
+    #[arg(long, value_name = "N", conflicts_with = "table", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    hosts: Option<u32>,
+
+    /// The cable of each host: its rate in each direction (bit, kbit, Mbit or Gbit, as tc writes them, or MB/s or GB/s of
+    /// data), its latency one way (us, ms or s), and the share of the host's processors that is busy while the cable is, such
+    /// as 25Gbit,50us,10% [default: 10Gbit,50us,0%]
+    #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
+    network: Option<Network>,
+
+    /// Seconds that a step takes on one host with as many ranks as each host has here
+    #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
+    step: Option<f64>,
+
+    /// The same by the metrics of such a run: those of train_gpt's --metrics
+    #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
+    measured: Option<PathBuf>,
+}
+
+impl ForecastArguments {
+    /// The number of hosts, where they are asked for, of `ranks` ranks.
+    ///
+    /// # Errors
+    /// Ranks that cannot be divided among them.
+    pub(super) fn hosts(&self, ranks: usize) -> Result<Option<usize>> {
+        match self.hosts.map(|hosts| hosts as usize) {
+            Some(hosts) if !ranks.is_multiple_of(hosts) => Err(EstimateError::Hosts { ranks, hosts }.into()),
+            hosts => Ok(hosts),
+        }
+    }
+
+    /// The answer for so many hosts.
+    ///
+    /// # Errors
+    /// A measurement that cannot be read.
+    pub(super) fn answer(
+        &self,
+        hosts: usize,
+        estimate: &Estimate,
+        (shapes, config, options): (&Shapes, &Config, EstimateOptions),
+    ) -> Result<HostsForecast> {
+        let measured = match (&self.measured, self.step) {
+            (Some(path), _) => Some(MeasuredStep::metrics(path)?),
+            (None, Some(step)) => Some(MeasuredStep::seconds(step)?),
+            (None, None) => None,
+        };
+        let (network, each) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
+        let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
+        let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;
+        let said = self.network.is_some();
+        Ok(HostsForecast { each, network, said, measured, forecast, rows })
+    }
+}
+
+/// The numbers, with what they are about.
+pub(super) struct HostsForecast {
+    /// Ranks of each.
+    pub each: usize,
+    network: Network,
+    /// The network was given.
+    said: bool,
+    measured: Option<MeasuredStep>,
+    forecast: Forecast,
+    rows: Vec<ScalingRow>,
+}
+
+/// What no forecast knows.
+pub(super) const NOT_INCLUDED: [&str; 2] = [
+    "TCP that begins slowly after a pause or loses packets, and other traffic on the cables and between them",
+    "ranks that wait for one another because they do not compute equally fast, and shares that become smaller on more hosts",
+];
+
+impl HostsForecast {
+    pub(super) fn json(&self) -> Value {
+        let Self { each, network, measured, forecast, rows, .. } = self;
+        json!({
+            "hosts": forecast.hosts,
+            "ranks_of_each": each,
+            "network": {"text": network.to_string(), "bytes_per_s": network.bytes_per_s(),
+                        "latency_s": network.latency_s(), "busy": network.busy()},
+            "measured_s": measured.as_ref().map(MeasuredStep::step_s),
+            "forecast": forecast,
+            "weak_scaling": rows,
+        })
+    }
+
+    pub(super) fn assumed(&self) -> Vec<String> {
+        let Self { each, network, measured, .. } = self;
+        let unsaid = if self.said { "" } else { ", as --network does not say" };
+        let mut assumed = vec![format!(
+            "each host's cable carries {network} in each direction at a time{unsaid}: {} of data a second",
+            decimal(network.bytes_per_s())
+        )];
+        assumed.push(match network.busy() {
+            0.0 => "messages take nothing from the processors of a host: zerorun bench network measures what they do"
+                .into(),
+            busy => format!("computing has {:.1} % of a host's processors less while its cable is busy", 100.0 * busy),
+        });
+        match measured {
+            None => {}
+            Some(measured) if measured.steps() == 0 => assumed.push(
+                "forward takes one part of the step and backward two, three where units recompute, and each unit its share of \
+                 these by its parameters"
+                    .into(),
+            ),
+            Some(measured) => {
+                assumed.push(format!(
+                    "forward, backward and the optimizer take the medians of {}, and each unit its share of these by its \
+                     parameters",
+                    match measured.steps() {
+                        1 => "one measured step".to_string(),
+                        steps => format!("{steps} measured steps"),
+                    }
+                ));
+                if let Some(ranks) = measured.ranks().filter(|ranks| ranks != each) {
+                    assumed.push(format!("a step of {each} ranks takes as long as those measured, of {ranks}"));
+                }
+            }
+        }
+        assumed
+    }
+
+    pub(super) fn text(&self) -> String {
+        let mut text = String::new();
+        self.write_bytes(&mut text);
+        self.write_step(&mut text);
+        self.write_rows(&mut text);
+        text
+    }
+
+    fn write_bytes(&self, text: &mut String) {
+        let Self { each, forecast, .. } = self;
+        let ranks = if *each == 1 { "one rank" } else { &format!("{each} ranks") };
+        let head = match forecast.hosts {
+            1 => format!("one host of {ranks}"),
+            hosts => format!("{hosts} hosts of {ranks}"),
+        };
+        _ = writeln!(text, "\n{:<24}{:>16}{:>16}{:>16}", head, "collectives", "into a host", "out of a host");
+        let mut line = |name: &str, InterHostTraffic { calls, bytes_in, bytes_out }| {
+            let (into, out) = (binary_or_none(bytes_in), binary_or_none(bytes_out));
+            _ = writeln!(text, "{name:<24}{calls:>16}{into:>16}{out:>16}");
+        };
+        for (kind, between) in CollectiveKind::ALL.iter().filter_map(|kind| Some((kind, forecast.between.get(kind)?))) {
+            line(kind.name(), *between);
+        }
+        line("sum", forecast.bytes());
+    }
+
+    fn write_step(&self, text: &mut String) {
+        let Forecast { wire_s, step_s, .. } = self.forecast;
+        _ = writeln!(text, "\nmessages between hosts take {} of a step", seconds(wire_s));
+        _ = match self.measured.as_ref().map(MeasuredStep::step_s).zip(step_s) {
+            Some((alone, step_s)) => writeln!(
+                text,
+                "a step takes {}: {} as on one host, and {} of waiting for others",
+                seconds(step_s),
+                seconds(alone),
+                seconds((step_s - alone).max(0.0))
+            ),
+            None => writeln!(text, "--step SECONDS or --measured FILE.jsonl, of one host, adds the rest of the step"),
+        };
+    }
+
+    fn write_rows(&self, text: &mut String) {
+        let time = if self.measured.is_some() { "step" } else { "messages" };
+        let columns = ["ranks", time, "efficiency", "into a host", "memory of a rank"];
+        _ = write!(text, "\n{:<8}", "hosts");
+        columns.iter().for_each(|name| _ = write!(text, "{name:>18}"));
+        *text += "\n";
+        for ScalingRow { forecast, efficiency, rank_bytes } in &self.rows {
+            let efficiency = efficiency.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
+            let time = seconds(forecast.step_s.unwrap_or(forecast.wire_s));
+            let into = binary_or_none(forecast.bytes().bytes_in);
+            let memory = binary(*rank_bytes as u64);
+            _ = write!(text, "{:<8}", forecast.hosts);
+            let cells = [forecast.ranks.to_string(), time, efficiency, into, memory];
+            cells.iter().for_each(|cell| _ = write!(text, "{cell:>18}"));
+            *text += "\n";
+        }
+    }
+}
+
+/// A time in the unit in which it is read most easily.
+fn seconds(seconds: f64) -> String {
+    match seconds {
+        0.0 => "0 s".into(),
+        s if s < 0.999_95e-3 => format!("{:.1} us", s * 1e6),
+        s if s < 0.999_95 => format!("{:.1} ms", s * 1e3),
+        s => format!("{s:.2} s"),
+    }
+}
+
+/// Bytes with a decimal unit, as networks have them.
+fn decimal(bytes: f64) -> String {
+    match bytes {
+        b if b < 1e3 => format!("{b:.1} B"),
+        b if b < 1e6 => format!("{:.1} kB", b / 1e3),
+        b if b < 1e9 => format!("{:.1} MB", b / 1e6),
+        b => format!("{:.2} GB", b / 1e9),
+    }
+}
+
+fn binary_or_none(bytes: u64) -> String {
+    if bytes == 0 { "-".into() } else { binary(bytes) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        let texts = [0.0, 12.34e-6, 0.999_9e-3, 0.999_96e-3, 0.25, 0.999_96, 75.0].map(seconds);
+        assert_eq!(texts, ["0 s", "12.3 us", "999.9 us", "1.0 ms", "250.0 ms", "1.00 s", "75.00 s"]);
+        assert_eq!([12.0, 1.5e3, 119.55e6, 2.989e9].map(decimal), ["12.0 B", "1.5 kB", "119.5 MB", "2.99 GB"]);
+    }
+}

@@ -1,0 +1,71 @@
+//! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
+
+use super::byte_progress::ByteProgress;
+use crate::error::{CheckpointError, Error};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use candle_zero::checkpoint::deepspeed::DeepSpeedCheckpoint;
+use candle_zero::checkpoint::{import, new_checkpoint_path};
+use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use clap::Parser;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Converts a checkpoint of DeepSpeed (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a checkpoint
+/// of this library. No pickle is executed.
+///
+/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or
+/// the command line is wrong. Unless it is 0, OUT has no new checkpoint.
+#[derive(Debug, Parser)]
+#[command(name = "import", bin_name = "zerorun import")]
+struct ImportArguments {
+    /// The folder that DeepSpeed's save_checkpoint was given, or that of one tag
+    dir: PathBuf,
+
+    /// The folder of checkpoints to write to
+    out: PathBuf,
+
+    /// DeepSpeed's tag [default: the one that `latest` names]
+    #[arg(long)]
+    tag: Option<String>,
+
+    /// Name of the new checkpoint [default: global_stepN, by the steps]
+    #[arg(long = "as", value_name = "NAME")]
+    name: Option<String>,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(ImportArguments::try_parse_from(words).map_err(CommandLineError)?.run())
+}
+
+impl ImportArguments {
+    fn run(self) -> ExitCode {
+        let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
+            Ok(from) => from,
+            Err(error) => {
+                // A file that is there is damaged.
+                let is_there =
+                    matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
+                return refused(&error, if is_there { 1 } else { EXIT_SETUP });
+            }
+        };
+        let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
+        let outputs = RunPaths::default().reads("DIR", &self.dir, InputKind::Checkpoints);
+        let outputs = outputs.writes("OUT", &self.out, OutputKind::Checkpoints);
+        let _claims =
+            match outputs.check().and_then(|()| new_checkpoint_path(&self.out, &name)).and_then(|_| outputs.claim()) {
+                Ok(claims) => claims,
+                Err(error) => return refused(&error, EXIT_SETUP),
+            };
+        let mut progress = ByteProgress::default();
+        let done =
+            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
+        progress.finish();
+        match done {
+            Ok(path) if print(path.display()) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, 1),
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! `zerorun merge`: a model with an adapter merged in, as a Hugging Face folder or as GGUF.
+
+use super::byte_progress::ByteProgress;
+use super::resolve_model::{HELP, ResolvedModel};
+use crate::error::{OutputError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use candle_zero::checkpoint::ConsolidatedDtype;
+use candle_zero::files::{InputKind, OutputKind, RunPaths};
+use candle_zero::util::counted;
+use candle_zero_finetune::hub::FileSelection;
+use candle_zero_finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, ValueEnum};
+use std::cell::RefCell;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Merges an adapter into a model, tensor by tensor, and writes it as transformers or llama.cpp reads it.
+///
+/// Exit code: 0 all is written, 2 the model, the adapter or the command line is wrong, or a file cannot be written. Unless it
+/// is 0, OUT is as it was.
+#[derive(Debug, Parser)]
+#[command(name = "merge", bin_name = "zerorun merge")]
+struct MergeArguments {
+    #[arg(help = HELP)]
+    model: PathBuf,
+
+    /// An adapter: the folder of adapter_config.json and adapter_model.safetensors. Without one the model is only written
+    adapter: Option<PathBuf>,
+
+    /// The folder for the model, absent or empty; or the file for GGUF, absent
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+
+    /// [default: gguf-f16 where OUT ends in .gguf, else hf]
+    #[arg(long, value_enum)]
+    format: Option<MergeFormat>,
+
+    /// Precision of a Hugging Face folder [default: the model's own]
+    #[arg(long, value_enum)]
+    dtype: Option<MergeDtype>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum MergeFormat {
+    /// A folder with config.json, safetensors files and the tokenizer's files
+    Hf,
+    /// A GGUF file in f16
+    GgufF16,
+    /// A GGUF file in blocks of 32 numbers of 8 bits
+    #[value(name = "gguf-q8_0", alias = "gguf-q8-0")]
+    GgufQ80,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum MergeDtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<MergeDtype> for ConsolidatedDtype {
+    fn from(dtype: MergeDtype) -> Self {
+        match dtype {
+            MergeDtype::F32 => Self::F32,
+            MergeDtype::Bf16 => Self::Bf16,
+            MergeDtype::F16 => Self::F16,
+        }
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let arguments = MergeArguments::try_parse_from(words).map_err(CommandLineError)?;
+    if arguments.dtype.is_some() && arguments.format() != MergeFormat::Hf {
+        let problem = "--dtype is the precision of a Hugging Face folder; of a GGUF file --format says it";
+        return Err(CommandLineError(MergeArguments::command().error(ErrorKind::ArgumentConflict, problem)));
+    }
+    Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
+}
+
+impl MergeArguments {
+    fn format(&self) -> MergeFormat {
+        let is_gguf = || self.out.extension().is_some_and(|extension| extension == "gguf");
+        self.format.unwrap_or_else(|| if is_gguf() { MergeFormat::GgufF16 } else { MergeFormat::Hf })
+    }
+
+    fn run(self) -> Result<ExitCode> {
+        let format = self.format();
+        // A folder is looked at where it is written.
+        if format != MergeFormat::Hf && self.out.symlink_metadata().is_ok() {
+            let problem = "there is a file or folder of that name".to_owned();
+            return Err(OutputError::Refused { path: self.out, problem }.into());
+        }
+        let model = ResolvedModel::find(&self.model, FileSelection::All)?.path;
+        let kind = if format == MergeFormat::Hf { OutputKind::Folder } else { OutputKind::File };
+        let outputs = RunPaths::default().reads("MODEL", &model, InputKind::Model).writes("--out", &self.out, kind);
+        let outputs = match &self.adapter {
+            Some(adapter) => outputs.reads("ADAPTER", adapter, InputKind::Model),
+            None => outputs,
+        };
+        let _claims = outputs.claim()?;
+        let base = BaseModel::open(model)?;
+        let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
+        let progress = RefCell::new(ByteProgress::default());
+        let tell = |done, total| progress.borrow_mut().tell(done, total);
+        let merged = MergedModel::new(&base, adapter.as_ref())?.reporting(&tell);
+        match format {
+            MergeFormat::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
+            MergeFormat::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,
+            MergeFormat::GgufQ80 => merged.write_gguf(&self.out, GgufFormat::Q8_0)?,
+        }
+        let (tensors, changed) = merged.counts();
+        drop(merged);
+        progress.into_inner().finish();
+        let changed = adapter.map_or(String::new(), |_| format!(", {changed} of them with the adapter"));
+        let shown = print(format_args!("{}: {}{changed}", self.out.display(), counted(tensors, "tensor")));
+        Ok(if shown { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}

@@ -1,0 +1,97 @@
+//! Sizes of a model on the command line: a preset, and what is changed of it. The names are those of `train_gpt`.
+
+use crate::error::{ModelError, Result};
+use candle_zero::estimate::Shapes;
+use candle_zero::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
+use clap::Args;
+
+/// A preset and changes.
+#[derive(Debug, Clone, Default, PartialEq, Args)]
+pub(super) struct ModelSizeFlags {
+    /// Number of blocks, instead of the model's own
+    #[arg(long = "n_layer", alias = "n-layer", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10000))]
+    n_layer: Option<u32>,
+
+    /// Attention heads per block, instead of the model's own
+    #[arg(long = "n_head", alias = "n-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    n_head: Option<u32>,
+
+    /// Key and value heads per block, instead of the model's own; Llama only
+    #[arg(long = "n_kv_head", alias = "n-kv-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    n_kv_head: Option<u32>,
+
+    /// Width, instead of the model's own
+    #[arg(long = "n_embd", alias = "n-embd", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1048576))]
+    n_embd: Option<u32>,
+
+    /// Width inside of the MLP, instead of the model's own; Llama only
+    #[arg(long = "n_inner", alias = "n-inner", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1048576))]
+    n_inner: Option<u32>,
+
+    /// Context in tokens, instead of the model's own
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16777216))]
+    ctx: Option<u32>,
+
+    /// Vocabulary, instead of the model's own
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16777216))]
+    vocab: Option<u32>,
+}
+
+/// The typed value, or the preset's own.
+fn or(typed: Option<u32>, own: usize) -> usize {
+    typed.map_or(own, |n| n as usize)
+}
+
+impl ModelSizeFlags {
+    /// The width: as typed, or of the preset `name`, if there is one of that name.
+    pub(super) fn width(&self, name: Option<&str>) -> Option<u64> {
+        let of_llama = |name: &str| LlamaConfig::preset(name).map(|preset| preset.hidden_size).ok();
+        let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();
+        let of_preset = |name: &str| of_llama(name).or_else(|| of_gpt(name));
+        match self.n_embd {
+            Some(typed) => Some(typed.into()),
+            None => name.and_then(of_preset).map(|width| width as u64),
+        }
+    }
+
+    /// The parameters of the preset `name` with the changes.
+    ///
+    /// # Errors
+    /// An unknown name, sizes that make no model.
+    pub(super) fn shapes(&self, name: &str) -> Result<Shapes> {
+        let name = preset_named(name)?;
+        if LlamaConfig::preset_names().any(|known| known == name) {
+            let preset = LlamaConfig::preset(name)?;
+            let config = LlamaConfig {
+                hidden_size: or(self.n_embd, preset.hidden_size),
+                intermediate_size: or(self.n_inner, preset.intermediate_size),
+                num_hidden_layers: or(self.n_layer, preset.num_hidden_layers),
+                num_attention_heads: or(self.n_head, preset.num_attention_heads),
+                num_key_value_heads: or(self.n_kv_head, preset.num_key_value_heads),
+                ctx: or(self.ctx, preset.ctx),
+                vocab: or(self.vocab, preset.vocab),
+                ..preset
+            };
+            config.validate()?;
+            // Rotary positions are no parameters: a short table will do.
+            let config = LlamaConfig { ctx: 1, ..config };
+            return Shapes::of(name, |vb| Llama::new(&config, vb));
+        }
+        let preset = GptConfig::preset(name)?;
+        if let Some(key) = [("n_kv_head", self.n_kv_head), ("n_inner", self.n_inner)].iter().find(|(_, n)| n.is_some())
+        {
+            let allowed = "absent: a GPT-2 has none".to_string();
+            return Err(ModelError::Config { key: key.0, found: key.1.unwrap_or(0).to_string(), allowed }.into());
+        }
+        let config = GptConfig {
+            n_layer: or(self.n_layer, preset.n_layer),
+            n_head: or(self.n_head, preset.n_head),
+            n_embd: or(self.n_embd, preset.n_embd),
+            ctx: or(self.ctx, preset.ctx),
+            vocab: or(self.vocab, preset.vocab),
+            ..preset
+        };
+        config.validate()?;
+        Shapes::of(name, |vb| Gpt::new(&config, vb))
+    }
+}

@@ -1,0 +1,71 @@
+//! The model that a command is given: a path, or else a repository of the Hugging Face Hub.
+
+#[cfg(feature = "hub")]
+use super::byte_progress::ByteProgress;
+#[cfg(not(feature = "hub"))]
+use crate::error::FinetuneError;
+use crate::error::Result;
+#[cfg(feature = "hub")]
+use crate::launch::console::eprint;
+#[cfg(feature = "hub")]
+use candle_zero::util::binary;
+use candle_zero_finetune::hub::{FileSelection, Repository};
+use std::path::{Path, PathBuf};
+
+/// What the help says of it.
+pub(super) const HELP: &str = if cfg!(feature = "hub") {
+    "A folder as Hugging Face has them, a GGUF file, a folder with one, or a repository of the \
+     Hugging Face Hub as org/name or org/name@revision"
+} else {
+    "A folder as Hugging Face has them, a GGUF file, or a folder with one"
+};
+
+/// A model, where it is.
+#[derive(Debug, Clone)]
+pub(super) struct ResolvedModel {
+    pub path: PathBuf,
+    /// That it came from.
+    pub repository: Option<Repository>,
+}
+
+impl ResolvedModel {
+    /// What is under a path; where there is nothing and the text names a repository, that, fetched.
+    pub fn find(given: &Path, parts: FileSelection) -> Result<Self> {
+        let named = given.to_str().and_then(Repository::parse).filter(|_| given.symlink_metadata().is_err());
+        match named {
+            // What is not there is found where it is opened.
+            None => Ok(Self { path: given.to_owned(), repository: None }),
+            Some(repository) => fetched(given, repository, parts),
+        }
+    }
+
+    /// The same at the path where [`find`](Self::find) has found it, in another process.
+    pub fn found(given: &Path, path: &Path) -> Self {
+        let repository = given.to_str().and_then(Repository::parse).filter(|_| given != path);
+        Self { path: path.to_owned(), repository }
+    }
+}
+
+#[cfg(feature = "hub")]
+fn fetched(_: &Path, repository: Repository, parts: FileSelection) -> Result<ResolvedModel> {
+    let (mut file, mut progress) = (String::new(), ByteProgress::default());
+    let path = repository.fetch(parts, &mut |at| {
+        if at.file != file {
+            std::mem::take(&mut progress).finish();
+            file = at.file.to_owned();
+            eprint(&format!("zerorun: {file}, {}", binary(at.of)));
+        }
+        progress.tell(at.bytes, at.of);
+    });
+    progress.finish();
+    let path = path?;
+    eprint(&format!("zerorun: {repository} is in {}", path.display()));
+    Ok(ResolvedModel { path, repository: Some(repository) })
+}
+
+#[cfg(not(feature = "hub"))]
+fn fetched(given: &Path, _: Repository, _: FileSelection) -> Result<ResolvedModel> {
+    let reason = "there is no such file or folder, and only a zerorun that is built with --features hub fetches \
+                  repositories of the Hugging Face Hub";
+    Err(FinetuneError::NoModel { path: given.to_owned(), reason: reason.into() }.into())
+}

@@ -1,0 +1,422 @@
+//! `zerorun tune`: short runs of a script with different settings, and the fastest configuration.
+//!
+//! ```text
+//!   stages x offload x micro batches    short runs, those left out that the estimate or a smaller batch rules out
+//!   the fastest of them                 its buckets and overlaps, one key after the other
+//!   results.jsonl                       finished runs; a second search resumes from them
+//! ```
+
+mod search_space;
+mod settings;
+mod trial;
+mod trial_outcome;
+mod trial_record;
+
+use super::bench::size;
+use super::model_size_flags::ModelSizeFlags;
+use crate::error::{Error, OptimError, OutputError, Result, ToolError};
+use crate::launch::cargo_build;
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::script::{self, ScriptTarget};
+use candle_zero::config::{Config, RunValues};
+use candle_zero::estimate::{Estimate, Shapes};
+use candle_zero::files::{InputKind, OutputDigests, OutputKind, OutputLocks, RunPaths, folder_of};
+use candle_zero::offload::available_memory;
+use candle_zero::util::{binary, counted};
+use clap::Parser;
+use search_space::{SearchSpace, TuneCandidate};
+use settings::TuneSettings;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+use trial::TrialRunner;
+use trial_outcome::{RepeatedTrials, TrialOutcome};
+use trial_record::{TrialRecord, TrialRow, write_whole};
+
+/// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages,
+/// micro batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
+///
+/// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
+/// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect:
+/// fast, results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where
+/// it is given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
+/// num_tuning_micro_batch_sizes.
+///
+/// Exit code: 0 the fastest configuration is written, 1 none ran or a file cannot be written, 2 the configuration, the
+/// script or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(
+    name = "tune",
+    bin_name = "zerorun tune",
+    override_usage = "zerorun tune [OPTIONS] SCRIPT --ds_config FILE [ARGS]..."
+)]
+struct TuneArguments {
+    /// Ranks of each run
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// Memory that a rank may use: 512MiB, 4GiB; a bare number is bytes [default: its part of what is available now]
+    #[arg(long = "memory_limit", alias = "memory-limit", value_name = "SIZE", value_parser = size)]
+    memory_limit: Option<u64>,
+
+    /// Optimizer steps of each run; those from autotuning.start_profile_step (3) on are measured
+    /// [default: autotuning.end_profile_step, 5]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=100_000))]
+    steps: Option<u64>,
+
+    /// Stages to try
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,1,2,3",
+          value_parser = clap::value_parser!(u8).range(0..=3))]
+    stages: Vec<u8>,
+
+    /// Micro batches to try [default: the configuration's own, and doubled]
+    #[arg(long = "micro_batches", alias = "micro-batches", value_name = "LIST", value_delimiter = ',',
+          value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: Vec<u32>,
+
+    /// Also try offload to files in this folder
+    #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
+    nvme_path: Option<PathBuf>,
+
+    /// Stages, offload and micro batches only, no buckets
+    #[arg(long)]
+    fast: bool,
+
+    /// How often the runs of those close to the fastest are repeated, before the fastest is chosen: one run says little
+    /// on a machine that does other things too
+    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(..=100))]
+    repeats: u32,
+
+    /// How long a run may take, in seconds
+    #[arg(long = "run_limit", alias = "run-limit", value_name = "SECONDS", default_value = "600",
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    run_limit: u64,
+
+    /// Where the results are kept [default: autotuning.results_dir, autotuning_results]
+    #[arg(long = "results_dir", alias = "results-dir", value_name = "DIR")]
+    results_dir: Option<PathBuf>,
+
+    /// Where to write the fastest configuration [default: best.json in the folder of results]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+
+    /// Cargo features for the build, as for `cargo build --features`
+    #[arg(long, value_name = "FEATURES")]
+    features: Option<String>,
+
+    /// A Rust file or an executable, then its own arguments
+    #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
+    let typed = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;
+    Ok(match TuneSearch::new(typed) {
+        Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
+        Err(error) => refused(&error, EXIT_SETUP),
+    })
+}
+
+/// A search under way.
+struct TuneSearch {
+    settings: TuneSettings,
+    space: SearchSpace,
+    trial: TrialRunner,
+    record: TrialRecord,
+    /// The script's model, where it is one of this library's.
+    shapes: Option<Shapes>,
+    ranks: usize,
+    limit: u64,
+    out: PathBuf,
+    /// What earlier searches have written there.
+    written: OutputDigests,
+    /// No other job writes there.
+    _claims: OutputLocks,
+    /// Further runs of those close to the fastest.
+    repeats: u32,
+    rows: Vec<TrialRow>,
+}
+
+/// What `--out` is called where a search remembers what it has written.
+const BEST: &str = "best";
+/// Candidates whose first run is slower than the fastest by more than this part are not repeated.
+const CLOSE: f64 = 0.15;
+/// The most candidates that are repeated.
+const MOST_REPEATED: usize = 4;
+
+impl TuneSearch {
+    fn new(typed: TuneArguments) -> Result<Self> {
+        let mut command = typed.command.into_iter();
+        let script = command.next().map(PathBuf::from).unwrap_or_default();
+        let mut args: Vec<OsString> = command.collect();
+        let ranks = usize::from(typed.ranks);
+        let (shapes, hidden_size) = model_of(&args).unzip();
+        let file = trial::take_config(&mut args)?;
+        let original = candle_zero::config::read_value(&file.1)?;
+        let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
+        // What the script says of "auto" too.
+        let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
+        // Without a configuration that loads there is nothing to vary.
+        let config = Config::load_for(file.1.clone(), ranks, &run)?;
+        config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
+        settings.check_mappings(&original, &config.to_deepspeed_json())?;
+        let target = script::find(&script)?;
+        let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
+        let out = typed.out.unwrap_or_else(|| results.join("best.json"));
+        let outputs = RunPaths::default().reads("--ds_config", &file.1, InputKind::File).reads(
+            "SCRIPT",
+            &script,
+            InputKind::File,
+        );
+        let outputs = outputs.writes("--results_dir", &results, OutputKind::Shared);
+        outputs.check()?;
+        let record = TrialRecord::open(&results)?;
+        if !folder_of(&out).is_dir() {
+            let folder = folder_of(&out).display();
+            let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
+            return Err(ToolError::Tune { problem }.into());
+        }
+        let claims = outputs.writes("--out", &out, OutputKind::File).claim()?;
+        let written = OutputDigests::of_run(&results);
+        if out.metadata().is_ok_and(|found| found.len() > 0) && !written.is_own(BEST, &out) {
+            let problem =
+                "there is a file of that name that tune has not written into it, and it is not replaced".into();
+            return Err(OutputError::Refused { path: out, problem }.into());
+        }
+        let program = match target {
+            ScriptTarget::Program { path } => path,
+            ScriptTarget::InPackage(target) => {
+                cargo_build::build(&target.into_build(&script, typed.features.as_deref()))?
+            }
+            ScriptTarget::Single(single) => cargo_build::build(&single.generate(typed.features.as_deref())?)?,
+        };
+        let (stages, micro_batches) = (typed.stages, typed.micro_batches);
+        let space = SearchSpace::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
+        let trial = TrialRunner {
+            program,
+            args,
+            at: file.0,
+            ranks,
+            folder: settings.exps_dir.clone().unwrap_or_else(|| results.join("experiments")),
+            first_measured: settings.first_measured,
+            steps: settings.steps,
+            mappings: settings.mappings.clone(),
+            limit: Duration::from_secs(typed.run_limit),
+        };
+        let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
+        let (repeats, rows) = (typed.repeats, Vec::new());
+        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, written, _claims: claims, repeats, rows })
+    }
+
+    fn run(mut self) -> Result<ExitCode> {
+        self.settings.unused.iter().for_each(|note| eprint(&format!("zerorun: autotuning.{note}")));
+        eprint(&format!(
+            "zerorun: each run has {} on {}, within {} of memory for a rank",
+            counted(self.trial.steps, "step"),
+            counted(self.ranks, "rank"),
+            binary(self.limit)
+        ));
+        let goes_on = self.search_batches()?;
+        if goes_on && !self.settings.fast {
+            self.search_keys()?;
+        }
+        self.repeat_the_fastest()?;
+        self.sort();
+        if !print(trial_record::table(&self.rows)) {
+            return Ok(ExitCode::FAILURE);
+        }
+        let Some(best) = self.best() else {
+            eprint("zerorun: no run was both well and within the limit; nothing is written");
+            return Ok(ExitCode::FAILURE);
+        };
+        let config = self.space.config(&best);
+        let text = format!("{config:#}\n");
+        let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let remembered = self.written.begin_file(BEST, &name, text.as_bytes());
+        remembered.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
+        write_whole(&self.out, &text)?;
+        let mut text = format!("\nfastest: {best}");
+        let config = self.space.load(&config)?;
+        if let Some(original) = self.space.original_batch(&config) {
+            let batch = config.batch.train_batch_size;
+            text +=
+                &format!("\ntrain batch {batch}, the original's is {original}: the learning rate may need to change");
+        }
+        if let Some(others) = self.within_noise() {
+            text += &format!("\nwithin the noise of these runs is also: {others}");
+        }
+        let printed = print(format!("{text}\nwritten to {}", self.out.display()));
+        Ok(if printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    /// The better ones first.
+    fn sort(&mut self) {
+        self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
+    }
+
+    /// Runs those close to the fastest again, in turns: what disturbs the machine for a while disturbs them alike.
+    fn repeat_the_fastest(&mut self) -> Result<()> {
+        self.sort();
+        let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
+        let is_close = |row: &TrialRow| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
+        let well = self.rows.iter().take_while(|row| row.outcome.throughput().is_some()).count();
+        if well < 2 {
+            return Ok(());
+        }
+        // One that is far ahead may have been lucky, or all others disturbed: it is compared with the next one.
+        let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count().max(2);
+        let mut runs: Vec<Vec<TrialOutcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
+        for round in 1..=self.repeats {
+            for (row, runs) in runs.iter_mut().enumerate() {
+                let candidate = self.rows[row].candidate.clone();
+                let config = self.space.config(&candidate);
+                let resolved = self.space.load(&config)?;
+                let id = format!("{}-{round}", self.trial.id(&config));
+                let outcome = match self.record.find(&id) {
+                    Some(outcome) => outcome,
+                    None => {
+                        let outcome = self.trial.run(&id, &config, &resolved)?;
+                        self.record.add(&id, &candidate, &outcome)?;
+                        outcome
+                    }
+                };
+                let outcome = outcome.within(self.limit);
+                eprint(&format!("zerorun: again, {candidate}: {outcome}"));
+                runs.push(outcome);
+            }
+        }
+        for (row, runs) in self.rows.iter_mut().zip(runs).filter(|(_, runs)| runs.len() > 1) {
+            if let Some(runs) = RepeatedTrials::of(&runs) {
+                row.outcome = runs.middle.clone();
+                row.runs = Some(runs);
+            }
+        }
+        Ok(())
+    }
+
+    /// The candidates that differ from the fastest by no more than runs of one of the two differ among themselves.
+    fn within_noise(&self) -> Option<String> {
+        let (best, others) = self.rows.split_first()?;
+        let speed = best.outcome.throughput()?;
+        let own = best.runs.as_ref()?.spread;
+        let is_close = |row: &&TrialRow| {
+            let spread = row.runs.as_ref().map(|runs| runs.spread.max(own));
+            let behind = row.outcome.throughput().map(|other| (speed - other) / speed);
+            spread.zip(behind).is_some_and(|(spread, behind)| behind <= spread)
+        };
+        let names: Vec<String> = others.iter().filter(is_close).map(|row| row.candidate.to_string()).collect();
+        (!names.is_empty()).then(|| names.join("; "))
+    }
+
+    /// Stages, offload and micro batches; false if the search ends with them.
+    fn search_batches(&mut self) -> Result<bool> {
+        let mut without_gain = 0;
+        for sizes in self.space.ladders() {
+            for candidate in sizes {
+                let before = self.best();
+                let outcome = self.try_out(&candidate)?;
+                // Before anything ran well there is nothing to gain on.
+                if outcome.has_run() && before.is_some() {
+                    without_gain = if self.best() == before { without_gain + 1 } else { 0 };
+                }
+                if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
+                    eprint(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
+                    return Ok(false);
+                }
+                if outcome.is_too_large() {
+                    break;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Searches further keys of the fastest so far, one after the other.
+    fn search_keys(&mut self) -> Result<()> {
+        for key in 0.. {
+            let Some(best) = self.best() else { return Ok(()) };
+            let Some(candidates) = self.space.variations(&best, key) else { return Ok(()) };
+            for candidate in candidates {
+                self.try_out(&candidate)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a candidate, or takes what is known of it.
+    fn try_out(&mut self, candidate: &TuneCandidate) -> Result<TrialOutcome> {
+        if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
+            return Ok(row.outcome.clone());
+        }
+        let config = self.space.config(candidate);
+        let resolved = self.space.load(&config);
+        let outcome = match &resolved {
+            Err(error) => {
+                let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
+                TrialOutcome::NotRun { reason }
+            }
+            Ok(resolved) if let Some(needs) = self.too_much(resolved) => TrialOutcome::TooLarge { needs },
+            Ok(resolved) => {
+                let id = self.trial.id(&config);
+                match self.record.find(&id) {
+                    Some(outcome) => outcome,
+                    None if self.rows.iter().filter(|r| r.outcome.has_run()).count() >= self.settings.trials => {
+                        TrialOutcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
+                    }
+                    None => {
+                        let outcome = self.trial.run(&id, &config, resolved)?;
+                        self.record.add(&id, candidate, &outcome)?;
+                        outcome
+                    }
+                }
+            }
+        };
+        let outcome = outcome.within(self.limit);
+        eprint(&format!("zerorun: {candidate}: {outcome}"));
+        let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
+        let other_batch = resolved.as_ref().ok().and_then(batch);
+        self.rows.push(TrialRow { candidate: candidate.clone(), outcome: outcome.clone(), other_batch, runs: None });
+        Ok(outcome)
+    }
+
+    /// Bytes of the model's state, if they alone are over the limit.
+    fn too_much(&self, config: &Config) -> Option<u64> {
+        let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
+        // Peaks of two kinds need not be at the same time, but what is held between steps is there at each of them.
+        let state = estimate.memory.rows.iter().filter(|row| row.formula.is_some()).map(|row| row.bytes);
+        let held: usize = state.clone().map(|bytes| bytes.held).sum();
+        let more = state.map(|bytes| bytes.peak - bytes.held).max().unwrap_or(0);
+        Some((held + more) as u64).filter(|bytes| *bytes > self.limit)
+    }
+
+    fn best(&self) -> Option<TuneCandidate> {
+        let well = self.rows.iter().filter(|row| row.outcome.is_well());
+        let best = well.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
+        Some(best.candidate.clone())
+    }
+}
+
+/// The model that the script's arguments name and its width, if it is one of this library's.
+fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
+    #[derive(Parser)]
+    struct ScriptModelFlags {
+        #[arg(long)]
+        model: String,
+        #[command(flatten)]
+        sizes: ModelSizeFlags,
+    }
+    const NAMES: [&str; 8] =
+        ["--model", "--n_layer", "--n_head", "--n_kv_head", "--n_embd", "--n_inner", "--ctx", "--vocab"];
+    let mut left = args.to_vec();
+    let mut words = vec![OsString::from("model")];
+    for name in NAMES {
+        if let Some((_, value)) = trial::take(&mut left, &[name]) {
+            words.extend([name.into(), value]);
+        }
+    }
+    let model = ScriptModelFlags::try_parse_from(words).ok()?;
+    Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
+}

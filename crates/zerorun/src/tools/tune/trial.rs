@@ -1,0 +1,343 @@
+//! One candidate: a short run of the script by the launcher, and what its metrics say.
+
+use super::search_space::get;
+use super::trial_outcome::TrialOutcome;
+use super::trial_record::write_whole;
+use crate::error::{Error, LaunchError, Result, ToolError};
+use crate::launch::signals::die_with_parent;
+use candle_zero::config::Config;
+use candle_zero::monitor::PROMETHEUS_PORT;
+use candle_zero::timeline;
+use candle_zero::util::fnv1a;
+use rustix::process::Signal;
+use serde_json::Value;
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// How often the end of a run is looked for.
+const TICK: Duration = Duration::from_millis(20);
+/// The time from a run's SIGTERM to its SIGKILL.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How candidates are run.
+#[derive(Debug)]
+pub(super) struct TrialRunner {
+    pub(super) program: PathBuf,
+    /// The script's arguments, without those that a trial gives.
+    pub(super) args: Vec<OsString>,
+    /// Where among them the trial's come.
+    pub(super) at: usize,
+    pub(super) ranks: usize,
+    /// A folder for each experiment.
+    pub(super) folder: PathBuf,
+    pub(super) first_measured: u64,
+    pub(super) steps: u64,
+    pub(super) mappings: Vec<(String, String)>,
+    pub(super) limit: Duration,
+}
+
+/// Takes a flag and its value (`--flag value`, `--flag=value`) out of arguments, and says where it stood.
+pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, OsString)> {
+    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    for at in 0..end {
+        if names.iter().any(|name| args[at] == *name) && at + 1 < args.len() {
+            args.remove(at);
+            return Some((at, args.remove(at)));
+        }
+        let joined = args[at].to_str().and_then(|arg| arg.split_once('='));
+        if let Some((_, value)) = joined.filter(|(name, _)| names.contains(name)) {
+            let value = OsString::from(value);
+            args.remove(at);
+            return Some((at, value));
+        }
+    }
+    None
+}
+
+/// Takes the configuration file out of the script's arguments, and what the trials give instead of the user.
+pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> {
+    let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
+    for name in ["--save", "--export"] {
+        if take(&mut args.clone(), &[name]).is_some() {
+            let why = "short runs would write over what is there; leave it out";
+            return Err(wrong(&format!("{name} is among the script's arguments, and {why}")));
+        }
+    }
+    while take(args, &["--steps"]).is_some() || take(args, &["--metrics"]).is_some() {}
+    let (at, file) = take(args, &["--ds_config", "--deepspeed_config", "--ds-config"]).ok_or_else(|| {
+        wrong("there is no --ds_config FILE among the script's arguments; give the one to start from")
+    })?;
+    Ok((at, file.into()))
+}
+
+impl TrialRunner {
+    /// A name for the run of `config` that no other run has.
+    pub(super) fn id(&self, config: &Value) -> String {
+        let Self { program, args, ranks, first_measured, steps, mappings, .. } = self;
+        // A script that has been built anew is another one.
+        let built = std::fs::metadata(program).ok().map(|m| (m.len(), m.modified().ok()));
+        let all = format!("{program:?} {built:?} {args:?} {ranks} {first_measured} {steps} {mappings:?} {config}");
+        format!("{:016x}", fnv1a(all.as_bytes()))
+    }
+
+    /// Runs the script with `config`, which is `resolved` here. What goes wrong in the run is an outcome; an error is
+    /// what keeps it from beginning.
+    pub(super) fn run(&self, id: &str, config: &Value, resolved: &Config) -> Result<TrialOutcome> {
+        let folder = self.folder.join(id);
+        let io = |action, path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { action, path, source }
+        };
+        std::fs::create_dir_all(&folder).map_err(io("create", &folder))?;
+        // The script may run in another folder.
+        let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
+        let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
+        write_whole(&file, &format!("{:#}\n", quiet(config)))?;
+        // Of a run that was stopped.
+        _ = std::fs::remove_file(&metrics);
+        let out = File::create(&log).map_err(io("create", &log))?;
+        let err = out.try_clone().map_err(io("open", &log))?;
+        let launcher = std::env::current_exe()
+            .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+        let mut command = Command::new(launcher);
+        command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
+        command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
+        // These are the user's, for runs of their own.
+        [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));
+        command.stdin(Stdio::null()).stdout(out).stderr(err);
+        die_with_parent(&mut command, Signal::TERM);
+        let Some(status) = self.wait(&mut command)? else {
+            return Ok(TrialOutcome::TimedOut { seconds: self.limit.as_secs() });
+        };
+        if !status.success() {
+            return Ok(failed(status, last_words(&log)));
+        }
+        Ok(measured(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
+            let reason = "its metrics have no measured step; a script writes a line for each step to --metrics".into();
+            TrialOutcome::Failed { reason }
+        }))
+    }
+
+    /// The script's arguments. The mapped ones have values of the `resolved` configuration, never `"auto"`.
+    fn arguments(&self, resolved: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
+        let mut args = self.args.clone();
+        let mut own: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
+        own.extend(["--steps".into(), self.steps.to_string().into()]);
+        let mut at = self.at.min(args.len());
+        for (key, flag) in &self.mappings {
+            let value = get(resolved, key);
+            let before = args.len();
+            // What the user gave goes in any case: it is that of another configuration.
+            if take(&mut args, &[flag]).is_some_and(|(place, _)| place < at) {
+                at -= before - args.len();
+            }
+            if value.is_null() {
+                continue;
+            }
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_string);
+            own.extend([flag.into(), text.into()]);
+        }
+        args.splice(at..at, own);
+        args
+    }
+
+    /// Waits for a run to end; nothing if it took too long and was ended.
+    fn wait(&self, command: &mut Command) -> Result<Option<ExitStatus>> {
+        let failed = |source| Error::from(LaunchError::Setup { what: "running an experiment", source });
+        let mut child = command.spawn().map_err(failed)?;
+        let start = Instant::now();
+        // The launcher ends its ranks; where it does not, they end with it.
+        let mut signals = [(self.limit, Signal::TERM), (self.limit + PATIENCE, Signal::KILL)].into_iter().peekable();
+        let mut asked = false;
+        loop {
+            if let Some(status) = child.try_wait().map_err(failed)? {
+                return Ok((!asked).then_some(status));
+            }
+            if let Some((_, signal)) = signals.next_if(|(after, _)| start.elapsed() > *after) {
+                let pid = rustix::process::Pid::from_child(&child);
+                _ = rustix::process::kill_process(pid, signal);
+                asked = true;
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+}
+
+/// A configuration for a short run: nothing is written into the user's files of monitoring, or logged in between.
+fn quiet(config: &Value) -> Value {
+    const LOUD: [&str; 9] = [
+        "tensorboard",
+        "csv_monitor",
+        "comms_logger",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "steps_per_print",
+        "timers",
+    ];
+    let mut config = config.clone();
+    if let Some(map) = config.as_object_mut() {
+        LOUD.iter().for_each(|key| _ = map.remove(*key));
+    }
+    config
+}
+
+/// A run that ended with an error.
+fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
+    // As the launcher and shells say it of a process that was killed, by the kernel if by nobody else.
+    const KILLED: i32 = 128 + 9;
+    let said = reason.to_lowercase();
+    match status.code() == Some(KILLED) || said.contains("memory") || said.contains("alloc") {
+        true => TrialOutcome::OutOfMemory { reason },
+        false => TrialOutcome::Failed { reason },
+    }
+}
+
+/// Why a run failed, by its log: what the launcher repeats of the rank that failed first; else the last line about an
+/// error; else the last line.
+fn last_words(log: &Path) -> String {
+    let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
+    reason_in(&text)
+}
+
+fn reason_in(text: &str) -> String {
+    const LONGEST: usize = 300;
+    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
+    // The words behind the place of a panic stand in the next line.
+    let repeated = match repeated.as_slice() {
+        [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
+        [first, ..] => (*first).to_string(),
+        [] => String::new(),
+    };
+    let is_error = |line: &&str| ["error", "panicked"].iter().any(|word| line.to_lowercase().contains(word));
+    let own = || lines().filter(|line| !line.starts_with("zerorun:"));
+    let found = (!repeated.is_empty()).then_some(repeated.as_str());
+    let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
+    found.unwrap_or("it said nothing").chars().take(LONGEST).collect()
+}
+
+/// The figures of the metrics file from step `first` (counted from 1) on, of steps of `samples`.
+fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let steps: Vec<&Value> =
+        lines.iter().filter(|line| line["step"].as_u64().is_some_and(|s| s + 1 >= first)).collect();
+    let count = steps.len() as f64;
+    let sum = |of: &dyn Fn(&Value) -> Option<f64>| steps.iter().map(|line| of(line)).sum::<Option<f64>>();
+    let phases = ["forward_ms", "backward_ms", "step_ms"];
+    let of_phases = sum(&|line| phases.iter().map(|key| line[*key].as_f64()).sum());
+    let memory_bytes = lines.iter().filter_map(|line| line["rss_peak_bytes"].as_u64()).max();
+    if count == 0.0 {
+        return None;
+    }
+    let step_ms = of_phases? / count;
+    // Each step has as many tokens as the others.
+    let seconds_a_token = sum(&|line| line["tokens_per_s"].as_f64().filter(|n| *n > 0.0).map(f64::recip));
+    let (throughput, unit) = match seconds_a_token {
+        Some(seconds) => (count / seconds, "tokens"),
+        None => (samples as f64 * 1e3 / step_ms, "samples"),
+    };
+    (throughput.is_finite() && step_ms.is_finite()).then(|| TrialOutcome::Ran {
+        throughput,
+        unit: unit.into(),
+        step_ms,
+        memory_bytes,
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn words(text: &str) -> Vec<OsString> {
+        text.split_whitespace().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn the_trials_own_arguments_take_the_place_of_the_users() {
+        let mut args = words("train --steps=7 --ds_config a.json --lr 3 --no 1 --metrics x -- --steps 1");
+        assert_eq!(take_config(&mut args).unwrap(), (1, "a.json".into()));
+        assert_eq!(args, words("train --lr 3 --no 1 -- --steps 1"));
+        let trial = TrialRunner {
+            program: "/p".into(),
+            args,
+            at: 1,
+            ranks: 1,
+            folder: "/f".into(),
+            first_measured: 2,
+            steps: 4,
+            mappings: vec![("optimizer.params.lr".into(), "--lr".into()), ("absent".into(), "--no".into())],
+            limit: TICK,
+        };
+        let config = json!({"optimizer": {"params": {"lr": 0.5}}});
+        let all = trial.arguments(&config, "c.json".as_ref(), "m.jsonl".as_ref());
+        assert_eq!(all, words("train --ds_config c.json --metrics m.jsonl --steps 4 --lr 0.5 -- --steps 1"));
+        assert_ne!(trial.id(&config), trial.id(&json!({})));
+        assert!(take_config(&mut words("--ds_config a --export x")).is_err());
+        assert!(take_config(&mut words("--steps 3")).is_err());
+    }
+
+    #[test]
+    fn a_short_run_writes_no_files_of_monitoring() {
+        let config = json!({"seed": 1, "csv_monitor": {"enabled": true}, "tensorboard": {"enabled": true},
+                            "wall_clock_breakdown": true, "comms_logger": {}, "flops_profiler": {"enabled": true}});
+        assert_eq!(quiet(&config), json!({"seed": 1}));
+    }
+
+    #[test]
+    fn a_run_that_was_killed_or_found_no_memory_says_so() {
+        use std::os::unix::process::ExitStatusExt as _;
+        let of = |code: i32, text: &str| failed(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
+        assert!(of(137, "killed") && of(1, "CUDA out of memory") && !of(1, "error: no such file"));
+        assert!(!TrialOutcome::TimedOut { seconds: 1 }.is_too_large());
+    }
+
+    #[test]
+    fn the_reason_is_what_the_first_rank_to_fail_says() {
+        let two = "[rank 1] error: rank 0 stopped (no data)\nzerorun: rank 0 failed first: it ended with exit code 1 after 1 s\n\
+                   zerorun:   | error: no data\nzerorun:   rank 1: ended with exit code 1 by itself\n";
+        assert_eq!(reason_in(two), "error: no data");
+        let panic = "zerorun: rank 0 failed: it ended with exit code 101 after 1 s\n\
+                     zerorun:   | thread 'main' (7) panicked at src/x.rs:1:2:\nzerorun:   | index out of bounds\n";
+        assert_eq!(reason_in(panic), "index out of bounds (thread 'main' (7) panicked at src/x.rs:1:2:)");
+        let silent = "step 1\nlast line\nzerorun: rank 1: ended with exit code 1 by itself\n";
+        assert_eq!(reason_in(silent), "last line");
+        assert_eq!(reason_in("starting\nerror: no memory is left\ngoodbye\n"), "error: no memory is left");
+        assert_eq!(reason_in(" \n"), "it said nothing");
+    }
+
+    #[test]
+    fn the_measured_steps_count_and_the_largest_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.jsonl");
+        let line = |step, tokens: Option<f64>| {
+            json!({"step": step, "tokens_per_s": tokens, "forward_ms": 1.0, "backward_ms": 2.0, "step_ms": 1.0,
+                   "rss_peak_bytes": 100 + step})
+        };
+        let write = |lines: &[Value]| {
+            std::fs::write(&path, lines.iter().map(|l| format!("{l}\n")).collect::<String>() + "{\"cut").unwrap();
+        };
+        write(&[line(0, Some(1.0)), line(1, Some(100.0)), line(2, Some(300.0)), json!({"summary": true})]);
+        let found = measured(&path, 2, 8).unwrap();
+        let ran = |throughput, unit: &str| TrialOutcome::Ran {
+            throughput,
+            unit: unit.into(),
+            step_ms: 4.0,
+            memory_bytes: Some(102),
+        };
+        // Two steps of the same tokens, one at a third of the time.
+        let TrialOutcome::Ran { throughput, .. } = found else { panic!() };
+        assert!((throughput - 150.0).abs() < 1e-9, "{throughput}");
+        write(&[line(1, None), line(2, None)]);
+        assert_eq!(measured(&path, 1, 8), Some(ran(2000.0, "samples")));
+        assert_eq!(measured(&path, 9, 8), None);
+        assert_eq!(ran(1.0, "tokens").within(101), TrialOutcome::OverLimit { memory_bytes: 102 });
+    }
+}

@@ -1,0 +1,143 @@
+//! How a candidate's run ended.
+
+use candle_zero::util::binary;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The outcome of a candidate.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "outcome")]
+pub(super) enum TrialOutcome {
+    /// It ran to its end.
+    Ran {
+        /// Throughput of the measured steps together.
+        throughput: f64,
+        /// The counted unit: tokens or samples.
+        unit: String,
+        /// A step on average.
+        step_ms: f64,
+        /// Peak memory of the rank that used most.
+        memory_bytes: Option<u64>,
+    },
+    /// It ran to its end with more memory than allowed.
+    OverLimit { memory_bytes: u64 },
+    /// It did not.
+    Failed { reason: String },
+    /// It did not, for want of memory.
+    OutOfMemory { reason: String },
+    /// It was ended.
+    TimedOut { seconds: u64 },
+    /// It need not be run: the model's state alone does not fit.
+    TooLarge { needs: u64 },
+    /// It need not be run.
+    NotRun { reason: String },
+}
+
+impl TrialOutcome {
+    /// The same under a limit of memory.
+    pub(super) fn within(self, limit: u64) -> Self {
+        match self {
+            Self::Ran { memory_bytes: Some(memory_bytes), .. } if memory_bytes > limit => {
+                Self::OverLimit { memory_bytes }
+            }
+            other => other,
+        }
+    }
+
+    pub(super) fn is_well(&self) -> bool {
+        matches!(self, Self::Ran { .. })
+    }
+
+    pub(super) fn has_run(&self) -> bool {
+        !matches!(self, Self::NotRun { .. } | Self::TooLarge { .. })
+    }
+
+    /// Whether a larger micro batch, which needs more memory, can only do worse.
+    pub(super) fn is_too_large(&self) -> bool {
+        matches!(self, Self::OverLimit { .. } | Self::OutOfMemory { .. } | Self::TooLarge { .. })
+    }
+}
+
+/// Several runs of one candidate.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RepeatedTrials {
+    /// The run in the middle, with the largest memory of all.
+    pub(super) middle: TrialOutcome,
+    /// Between the best and the worst throughput, as a part of the middle one.
+    pub(super) spread: f64,
+    /// How many went well.
+    pub(super) count: usize,
+}
+
+impl RepeatedTrials {
+    /// Those of the runs that went well; nothing if none did.
+    pub(super) fn of(runs: &[TrialOutcome]) -> Option<Self> {
+        let mut well: Vec<(f64, &TrialOutcome)> =
+            runs.iter().filter_map(|run| Some((run.throughput()?, run))).collect();
+        well.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let (slowest, fastest) = (well.first()?.0, well.last()?.0);
+        let (throughput, mut middle) = well.get(well.len() / 2).map(|(speed, run)| (*speed, (*run).clone()))?;
+        let most = well.iter().filter_map(|(_, run)| run.memory()).max();
+        if let TrialOutcome::Ran { memory_bytes, .. } = &mut middle {
+            *memory_bytes = most;
+        }
+        Some(Self { middle, spread: (fastest - slowest) / throughput, count: well.len() })
+    }
+}
+
+impl TrialOutcome {
+    /// Tokens or samples per second of a run that went well.
+    pub(super) fn throughput(&self) -> Option<f64> {
+        match self {
+            Self::Ran { throughput, .. } => Some(*throughput),
+            _ => None,
+        }
+    }
+
+    fn memory(&self) -> Option<u64> {
+        match self {
+            Self::Ran { memory_bytes, .. } => *memory_bytes,
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for TrialOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ran { throughput, unit, step_ms, memory_bytes } => {
+                write!(f, "{throughput:.0} {unit}/s, {step_ms:.1} ms a step")?;
+                memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", binary(bytes)))
+            }
+            Self::OverLimit { memory_bytes } => write!(f, "over the limit: it used {}", binary(*memory_bytes)),
+            Self::Failed { reason } | Self::OutOfMemory { reason } => write!(f, "failed: {reason}"),
+            Self::TimedOut { seconds } => write!(f, "failed: it took longer than {seconds} s"),
+            Self::TooLarge { needs } => {
+                write!(f, "not run: the model's state alone needs {} by the estimate", binary(*needs))
+            }
+            Self::NotRun { reason } => write!(f, "not run: {reason}"),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_several_runs_the_middle_one_counts_and_their_spread_is_told() {
+        let ran = |throughput: f64, memory| TrialOutcome::Ran {
+            throughput,
+            unit: "tokens".into(),
+            step_ms: 1e3 / throughput,
+            memory_bytes: Some(memory),
+        };
+        let failed = TrialOutcome::Failed { reason: "x".into() };
+        let runs = RepeatedTrials::of(&[ran(100.0, 7), ran(80.0, 9), failed.clone(), ran(90.0, 8)]).unwrap();
+        assert_eq!((runs.middle, runs.count), (ran(90.0, 9), 3));
+        assert!((runs.spread - 20.0 / 90.0).abs() < 1e-12);
+        assert_eq!(RepeatedTrials::of(&[failed]), None);
+        assert_eq!(RepeatedTrials::of(&[ran(5.0, 1)]).unwrap().spread, 0.0);
+    }
+}

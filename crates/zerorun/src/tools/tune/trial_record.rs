@@ -1,0 +1,128 @@
+//! The finished experiments: one JSON line for each experiment, in a file that is always whole.
+
+use super::search_space::TuneCandidate;
+use super::trial_outcome::{RepeatedTrials, TrialOutcome};
+use crate::error::{Error, OutputError, Result, ToolError};
+use candle_zero::files;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+
+/// A candidate and what became of it.
+pub(super) struct TrialRow {
+    pub(super) candidate: TuneCandidate,
+    pub(super) outcome: TrialOutcome,
+    /// Samples of a step, where the original has others.
+    pub(super) other_batch: Option<usize>,
+    /// Several runs of it, the outcome being their middle one.
+    pub(super) runs: Option<RepeatedTrials>,
+}
+
+/// One line of the file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct TrialRecordLine {
+    id: String,
+    changes: Map<String, Value>,
+    #[serde(flatten)]
+    outcome: TrialOutcome,
+}
+
+/// What every line begins with.
+const BEGIN: &str = "{\"id\":\"";
+
+/// The file.
+pub(super) struct TrialRecord {
+    path: PathBuf,
+    lines: Vec<TrialRecordLine>,
+    /// Held as long as the search goes on.
+    _lock: File,
+}
+
+impl TrialRecord {
+    /// Reads `results.jsonl` in `folder`, which is created where it is not there, and locks the folder.
+    pub(super) fn open(folder: &Path) -> Result<Self> {
+        let io = |action| move |source| Error::Io { action, path: folder.to_owned(), source };
+        std::fs::create_dir_all(folder).map_err(io("create"))?;
+        let lock = File::open(folder).map_err(io("open"))?;
+        // Where the file system knows no locks, nobody asks for them either.
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            let folder = folder.display();
+            let problem = format!(
+                "another search is under way in {folder}: let it end, or give another folder with --results_dir"
+            );
+            return Err(ToolError::Tune { problem }.into());
+        }
+        let path = folder.join("results.jsonl");
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            Err(source) => return Err(Error::Io { action: "read", path, source }),
+        };
+        let mut lines = Vec::new();
+        let whole = text.rfind('\n').map_or(0, |end| end + 1);
+        let (whole, rest) = text.split_at(whole);
+        // A disk may lose the end of the last line: its experiment is made again.
+        let is_ours = rest.starts_with(BEGIN) || (!whole.is_empty() && BEGIN.starts_with(rest));
+        let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
+        for line in whole.lines().chain((!is_cut).then_some(rest)) {
+            match serde_json::from_str(line) {
+                Ok(line) => lines.push(line),
+                // An experiment of another version is made again; what is none is nothing to be written over.
+                Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
+                Err(_) => {
+                    let problem =
+                        "it has something else than experiments of tune; give another folder with --results_dir";
+                    return Err(OutputError::Refused { path, problem: problem.into() }.into());
+                }
+            }
+        }
+        Ok(Self { path, lines, _lock: lock })
+    }
+
+    /// The outcome of an experiment that ended well. Any other is made again: it may have wanted more time, more memory
+    /// or a correction.
+    pub(super) fn find(&self, id: &str) -> Option<TrialOutcome> {
+        let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
+        finished.find(|line| line.id == id).map(|line| line.outcome.clone())
+    }
+
+    /// An experiment is finished.
+    pub(super) fn add(&mut self, id: &str, candidate: &TuneCandidate, outcome: &TrialOutcome) -> Result<()> {
+        self.lines.retain(|line| line.id != id);
+        self.lines.push(TrialRecordLine { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
+        let mut text = String::new();
+        for line in &self.lines {
+            let json = serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
+            _ = writeln!(text, "{json}");
+        }
+        write_whole(&self.path, &text)
+    }
+}
+
+/// Writes a file so that it is there whole or not at all.
+pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let write = || {
+        let mut file = files::AtomicFile::beside(path)?;
+        file.file().write_all(text.as_bytes())?;
+        file.finish().map(drop)
+    };
+    write().map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
+}
+
+/// The rows, in the order in which they come.
+pub(super) fn table(rows: &[TrialRow]) -> String {
+    let names: Vec<String> = rows.iter().map(|row| row.candidate.to_string()).collect();
+    let width = names.iter().map(String::len).max().unwrap_or(0);
+    let lines = rows.iter().zip(&names).map(|(row, name)| {
+        let batch = row.other_batch.filter(|_| row.outcome.is_well());
+        let batch = batch.map_or(String::new(), |samples| format!(", train batch {samples}"));
+        let runs = row.runs.as_ref().map(|runs| format!(", {} runs within {:.1} %", runs.count, runs.spread * 100.0));
+        format!("{name:width$}  {}{}{batch}", row.outcome, runs.unwrap_or_default())
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}

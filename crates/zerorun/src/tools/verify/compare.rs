@@ -1,0 +1,189 @@
+//! The losses and parameters of each rank while it trains, and the first difference between two jobs.
+
+use candle_zero::files::{folder_of, new_beside};
+use candle_zero::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::fmt;
+use std::path::Path;
+
+/// Losses, parameters, time and memory of one rank.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct RankLog {
+    /// Names of the parameters.
+    pub names: Vec<String>,
+    /// The bits of the losses: for each step, those of its micro steps.
+    pub losses: Vec<Vec<u32>>,
+    /// For each step, a hash of each whole parameter after it.
+    pub parameters: Vec<Vec<u64>>,
+    /// Median.
+    pub ms_per_step: f64,
+    /// Peak of parameters, gradients, master weights and optimizer states in memory, counted from allocations.
+    pub peak_bytes: usize,
+    /// Bytes of model state in files.
+    pub file_bytes: usize,
+}
+
+/// The first thing that is not the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FirstDifference {
+    /// The step, from 1.
+    step: usize,
+    rank: usize,
+    what: DifferingValue,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum DifferingValue {
+    /// Micro step of the step, from 1.
+    Loss { micro_step: usize },
+    /// The parameter of that name, after the step.
+    Parameter(String),
+    /// One job has more of something: it was another training.
+    Amount,
+}
+
+impl fmt::Display for FirstDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { step, rank, what } = self;
+        write!(f, "step {step}, rank {rank}: ")?;
+        match what {
+            DifferingValue::Loss { micro_step } => write!(f, "the loss of micro step {micro_step}"),
+            DifferingValue::Parameter(name) => write!(f, "parameter {name}"),
+            DifferingValue::Amount => write!(f, "the number of losses or parameters"),
+        }
+    }
+}
+
+impl FirstDifference {
+    pub fn json(&self) -> Value {
+        let (micro_step, parameter) = match &self.what {
+            DifferingValue::Loss { micro_step } => (Some(micro_step), None),
+            DifferingValue::Parameter(name) => (None, Some(name)),
+            DifferingValue::Amount => (None, None),
+        };
+        json!({"step": self.step, "rank": self.rank, "micro_step": micro_step, "parameter": parameter})
+    }
+}
+
+/// Where `other` is first not as `reference`, step by step; within a step losses come first, then parameters.
+pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<FirstDifference> {
+    let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
+    (0..steps).find_map(|step| {
+        let ranks = 0..reference.len().max(other.len());
+        let at = |rank: usize, what| FirstDifference { step: step + 1, rank, what };
+        let pair = |rank: usize| reference.get(rank).zip(other.get(rank));
+        let losses = ranks.clone().find_map(|rank| {
+            let Some((a, b)) = pair(rank) else { return Some(at(rank, DifferingValue::Amount)) };
+            let found = first_unequal(a.losses.get(step), b.losses.get(step))?;
+            Some(at(rank, found.map_or(DifferingValue::Amount, |i| DifferingValue::Loss { micro_step: i + 1 })))
+        });
+        losses.or_else(|| {
+            ranks.clone().find_map(|rank| {
+                let (a, b) = pair(rank)?;
+                let found = first_unequal(a.parameters.get(step), b.parameters.get(step))?;
+                let name = found.and_then(|i| a.names.get(i));
+                Some(at(rank, name.map_or(DifferingValue::Amount, |name| DifferingValue::Parameter(name.clone()))))
+            })
+        })
+    })
+}
+
+/// `None`: equal; `Some(None)`: not as many.
+fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option<Option<usize>> {
+    match (a, b) {
+        (Some(a), Some(b)) if a.len() == b.len() => a.iter().zip(b).position(|(a, b)| a != b).map(Some),
+        (None, None) => None,
+        _ => Some(None),
+    }
+}
+
+impl RankLog {
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let write = || {
+            let file = new_beside(folder_of(path), "rank-")?;
+            serde_json::to_writer(&file, self)?;
+            file.persist(path).map_err(|e| e.error).map(drop)
+        };
+        write().map_err(|source| Error::Io { action: "write", path: path.into(), source })
+    }
+
+    pub fn read(path: &Path) -> Result<Self> {
+        let read = || Ok(serde_json::from_slice(&std::fs::read(path)?)?);
+        read().map_err(|source| Error::Io { action: "read", path: path.into(), source })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Two ranks, three steps of two micro steps, two parameters.
+    fn job() -> Vec<RankLog> {
+        let log = |rank: u32| RankLog {
+            names: vec!["wte".to_string(), "h.0".to_string()],
+            losses: (0..3).map(|step| vec![100 * rank + step, 7]).collect(),
+            parameters: (0..3).map(|step| vec![step, step + 50]).collect(),
+            ..RankLog::default()
+        };
+        vec![log(0), log(1)]
+    }
+
+    /// The message about a job that was changed.
+    fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
+        let mut other = job();
+        change(&mut other);
+        first_difference(&job(), &other).map(|difference| difference.to_string())
+    }
+
+    #[test]
+    fn the_same_bits_are_no_difference_whatever_time_and_memory_say() {
+        assert_eq!(said(|_| {}), None);
+        assert_eq!(said(|job| (job[1].ms_per_step, job[0].peak_bytes) = (9.0, 9)), None);
+    }
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let bit = |job: &mut Vec<RankLog>| job[1].parameters[1][1] ^= 1;
+        assert_eq!(said(bit).unwrap(), "step 2, rank 1: parameter h.0");
+        let loss = |job: &mut Vec<RankLog>| {
+            bit(job);
+            job[0].losses[2][1] ^= 1;
+            job[1].losses[2][0] ^= 1;
+        };
+        assert_eq!(said(loss).unwrap(), "step 2, rank 1: parameter h.0", "earlier steps first");
+        let both = |job: &mut Vec<RankLog>| {
+            bit(job);
+            job[1].losses[1][0] ^= 1;
+        };
+        assert_eq!(said(both).unwrap(), "step 2, rank 1: the loss of micro step 1", "a loss precedes the update");
+        let other = first_difference(&job(), &{
+            let mut job = job();
+            bit(&mut job);
+            job
+        })
+        .unwrap();
+        assert_eq!(other.json(), json!({"step": 2, "rank": 1, "micro_step": null, "parameter": "h.0"}));
+    }
+
+    #[test]
+    fn another_training_is_a_difference() {
+        let amount = "the number of losses or parameters";
+        assert_eq!(said(|job| job.truncate(1)).unwrap(), format!("step 1, rank 1: {amount}"));
+        assert_eq!(said(|job| job[0].losses.truncate(2)).unwrap(), format!("step 3, rank 0: {amount}"));
+        assert_eq!(said(|job| job[0].parameters[0].push(1)).unwrap(), format!("step 1, rank 0: {amount}"));
+        assert_eq!(first_difference(&[], &[]), None);
+    }
+
+    #[test]
+    fn what_a_rank_saw_is_read_as_it_was_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rank.json");
+        let mut log = job().remove(1);
+        (log.parameters[2][0], log.ms_per_step) = (u64::MAX, 0.1);
+        log.write(&path).unwrap();
+        assert_eq!(RankLog::read(&path).unwrap(), log);
+        assert!(RankLog::read(&folder.path().join("none")).is_err());
+    }
+}

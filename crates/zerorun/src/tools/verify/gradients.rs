@@ -1,0 +1,69 @@
+//! `zerorun verify SCRIPT`: a script's first step, with the gradient of every parameter compared with differences of the loss.
+
+use crate::error::{Error, LaunchError, Result};
+use crate::launch::console::{eprint, print};
+use crate::launch::signals::die_with_parent;
+use candle_zero::engine::{CHECK_GRADIENTS, GradientReport};
+use rustix::process::Signal;
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+/// Lines of the script's own that are shown if there is no report.
+const LAST_LINES: usize = 12;
+
+/// Runs the script until its engine has checked its gradients, and prints what it found.
+pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> Result<ExitCode> {
+    let folder = tempfile::tempdir().map_err(|source| Error::Io {
+        action: "make a folder in",
+        path: std::env::temp_dir(),
+        source,
+    })?;
+    let [file, log] = ["gradients.json", "log.txt"].map(|name| folder.path().join(name));
+    let out = File::create(&log).map_err(|source| Error::Io { action: "create", path: log.clone(), source })?;
+    let err = out.try_clone().map_err(|source| Error::Io { action: "open", path: log.clone(), source })?;
+    let launcher =
+        std::env::current_exe().map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+    let mut command = Command::new(launcher);
+    command.args(["--num_ranks", &ranks.to_string()]).arg(script).args(args);
+    command.env(CHECK_GRADIENTS, &file).stdin(Stdio::null()).stdout(out).stderr(err);
+    die_with_parent(&mut command, Signal::TERM);
+    let status =
+        command.status().map_err(|source| LaunchError::Setup { what: "starting the script's ranks", source })?;
+    let text = match std::fs::read_to_string(&file) {
+        Ok(text) => text,
+        Err(_) => {
+            let log = std::fs::read(&log).unwrap_or_default();
+            let log = String::from_utf8_lossy(&log);
+            let lines: Vec<&str> = log.lines().collect();
+            lines[lines.len().saturating_sub(LAST_LINES)..].iter().for_each(|line| eprint(line));
+            eprint(&format!(
+                "zerorun verify: the script ended ({status}) before its engine had made a step; its last lines are above"
+            ));
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let report: GradientReport = serde_json::from_str(&text).map_err(|source| Error::Io {
+        action: "read",
+        path: file,
+        source: std::io::Error::other(source),
+    })?;
+    let wrong = report.wrong().count();
+    print(if json { text } else { format!("{report}\n\n{}", verdict(&report, wrong)) });
+    Ok(if wrong == 0 && report.not_judged.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn verdict(report: &GradientReport, wrong: usize) -> String {
+    let of = report.rows.len();
+    if report.not_judged.is_some() {
+        return "Nothing is known of the gradients.".into();
+    }
+    if wrong > 0 {
+        return format!(
+            "{wrong} of {of} gradients are wrong: what goes wrong lies between the loss and the last of these parameters, \
+             in the order in which the model uses them. docs/engine.md says what the causes may be."
+        );
+    }
+    "All gradients are those of the loss, as far as the format can tell.".into()
+}

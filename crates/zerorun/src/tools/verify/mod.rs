@@ -1,0 +1,222 @@
+//! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
+//!
+//! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from
+//! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
+
+mod compare;
+mod gradients;
+mod train;
+mod verify_rows;
+
+use crate::error::{Error, LaunchError, Result};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
+use crate::launch::failure_report::RankExitStatus;
+use crate::launch::ranks::{self, LocalJob, RunEnd};
+use crate::launch::signals::{self, LauncherEvent};
+use candle_zero::files::ScratchFolder;
+use clap::Parser;
+use compare::{FirstDifference, RankLog};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::mpsc::Receiver;
+use verify_rows::{ROWS, VerifyDtype, VerifyRow};
+
+/// Trains a small GPT at stages 0, 1, 2 and 3 and at stage 3 with offload to host memory and to files, in f32, bf16 and
+/// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
+/// those of stage 0.
+///
+/// With a SCRIPT: runs its first step, and compares the gradient of every parameter that is trained with how the loss changes
+/// when that parameter is moved a little up and down; prints a table. The script ends after that step.
+///
+/// Exit code: 0 all are the same, or right, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such
+/// folder.
+#[derive(Debug, Parser)]
+#[command(name = "verify", bin_name = "zerorun verify")]
+struct VerifyArguments {
+    /// A script whose gradients are checked, as zerorun runs it
+    #[arg(value_name = "SCRIPT")]
+    script: Option<PathBuf>,
+
+    /// Its arguments
+    #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true, requires = "script")]
+    args: Vec<OsString>,
+
+    /// Ranks of each job
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "2",
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    ranks: u16,
+
+    /// Optimizer steps of each job
+    #[arg(long, value_name = "N", default_value = "6", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    steps: u32,
+
+    /// Folder for offloaded state [default: that of temporary files]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+
+    /// The argument with which a rank of these jobs is started
+    #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
+    rank_of: Option<PathBuf>,
+}
+
+/// How the name of the folder begins that jobs and logs are in. What a verification that was killed has left is removed by the next
+/// one there.
+const PREFIX: &str = "candle-zero-verify-";
+
+/// Why there is no verdict.
+enum VerifyStop {
+    /// An error that the user must fix.
+    SetUp(Error),
+    /// A rank failed; this is the report on it.
+    Failed(String),
+    /// A signal asked for the end.
+    Interrupted(Signal),
+}
+
+impl From<Error> for VerifyStop {
+    fn from(error: Error) -> Self {
+        Self::SetUp(error)
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    Ok(VerifyArguments::try_parse_from(words).map_err(CommandLineError)?.run())
+}
+
+impl VerifyArguments {
+    fn run(&self) -> ExitCode {
+        if let Some(folder) = &self.rank_of {
+            return match train::run(folder, self.steps) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => refused(&error, 1),
+            };
+        }
+        if let Some(script) = &self.script {
+            return gradients::run(script, &self.args, self.ranks, self.json)
+                .unwrap_or_else(|error| refused(&error, EXIT_SETUP));
+        }
+        match self.compare_all() {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
+            Err(VerifyStop::SetUp(error)) => refused(&error, EXIT_SETUP),
+            Err(VerifyStop::Failed(report)) => {
+                eprint(&report);
+                ExitCode::FAILURE
+            }
+            Err(VerifyStop::Interrupted(signal)) => {
+                eprint(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+                ExitCode::from(RankExitStatus::Signal(signal.as_raw()).exit_code())
+            }
+        }
+    }
+
+    /// Reports all rows one by one; true if all are as they must be and could be reported.
+    fn compare_all(&self) -> Result<bool, VerifyStop> {
+        let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
+        let folder = ScratchFolder::new(&parent, PREFIX).map_err(wrong)?;
+        let (_, events) = signals::listen()?;
+        let (mut told, mut list) = (true, Vec::new());
+        let mut first = None;
+        if !self.json {
+            told &= print(verify_rows::HEAD);
+        }
+        for (number, precision) in VerifyDtype::ALL.into_iter().enumerate() {
+            let mut reference: Option<Vec<RankLog>> = None;
+            for (of_precision, row) in ROWS.into_iter().enumerate() {
+                let number = number * ROWS.len() + of_precision;
+                let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
+                let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &logs));
+                if self.json {
+                    list.push(verify_rows::json(row, precision, &logs, difference.as_ref()));
+                } else {
+                    told &= print(verify_rows::line(row, precision, &logs, difference.as_ref()));
+                }
+                if let (Some(difference), None) = (difference, &first) {
+                    first = Some((row, precision, difference));
+                }
+                reference.get_or_insert(logs);
+            }
+        }
+        told &= print(if self.json { self.object(list).to_string() } else { self.verdict(first.as_ref()) });
+        Ok(told && first.is_none())
+    }
+
+    /// Runs the job of one row.
+    fn train(
+        &self,
+        row: VerifyRow,
+        precision: VerifyDtype,
+        folder: &Path,
+        number: usize,
+        events: &Receiver<LauncherEvent>,
+    ) -> Result<Vec<RankLog>, VerifyStop> {
+        let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
+        std::fs::create_dir(folder).map_err(wrong)?;
+        let config = verify_rows::config(row, precision, folder).to_string();
+        std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
+        let program = std::env::current_exe()
+            .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
+        let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
+        let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
+        args.push(folder.into());
+        // As a restart of the first job: what the launcher has to say about the number of ranks, it says once.
+        let restart = u32::try_from(number).unwrap_or(u32::MAX);
+        let job = LocalJob {
+            program,
+            args,
+            world: ranks,
+            timeout: None,
+            grace: ranks::DEFAULT_GRACE,
+            on_signal: None,
+            script: None,
+            master_port: None,
+            prometheus: None,
+            restart,
+            timeline: None,
+            multi_host: None,
+            cores: None,
+            devices: None,
+        };
+        match ranks::run(&job, events)? {
+            RunEnd::Well | RunEnd::Unwritten => {
+                Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
+            }
+            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::Interrupted(signal) => Err(VerifyStop::Interrupted(signal)),
+            RunEnd::Failed(failure) => Err(VerifyStop::Failed(failure.report)),
+        }
+    }
+
+    fn object(&self, rows: Vec<Value>) -> Value {
+        let ok = rows.iter().all(|row| row["difference"].is_null());
+        json!({"ok": ok, "num_ranks": self.ranks, "steps": self.steps, "rows": rows})
+    }
+
+    fn verdict(&self, first: Option<&(VerifyRow, VerifyDtype, FirstDifference)>) -> String {
+        let Self { ranks, steps, .. } = self;
+        match first {
+            None => format!(
+                "All the same bits: in each precision every loss and every parameter of {steps} step{} on {ranks} rank{} is \
+                 that of stage 0.",
+                if *steps == 1 { "" } else { "s" },
+                if *ranks == 1 { "" } else { "s" }
+            ),
+            Some((row, precision, difference)) => {
+                format!(
+                    "Not the same bits: in {}, {} differs from stage 0 first at {difference}.",
+                    precision.name(),
+                    row.name()
+                )
+            }
+        }
+    }
+}

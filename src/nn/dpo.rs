@@ -1,0 +1,155 @@
+//! Direct preference optimization (Rafailov et al. 2023): the loss over pairs of a chosen and a rejected answer.
+
+use crate::graph::{Grad, OpInputs};
+use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
+use serde::Serialize;
+
+/// What [`dpo_loss`] gives.
+#[derive(Debug, Clone)]
+pub struct DpoLoss {
+    /// The mean loss, a scalar of f32 with a graph.
+    pub loss: Tensor,
+    /// The rewards of the answers.
+    pub rewards: Rewards,
+}
+
+/// Implicit rewards of answers, means over pairs. The reward of an answer is beta times how much larger its log probability
+/// is by the model than by the reference.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Rewards {
+    /// Of the chosen answers.
+    pub chosen: f64,
+    /// Of the rejected answers.
+    pub rejected: f64,
+    /// By how much that of the chosen answer is larger.
+    pub margin: f64,
+    /// The share of pairs in which that of the chosen answer is larger.
+    pub accuracy: f64,
+}
+
+impl Rewards {
+    /// The numbers, for sums over batches and ranks.
+    pub fn to_numbers(self) -> [f64; 4] {
+        [self.chosen, self.rejected, self.margin, self.accuracy]
+    }
+
+    /// The rewards of such numbers.
+    pub fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
+        Self { chosen, rejected, margin, accuracy }
+    }
+}
+
+/// The mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))).
+///
+/// All operands are `[pairs]`: sums of log probabilities of the answers' tokens, by the model (`policy`, with a graph) and by
+/// its reference (without), each of the chosen and the rejected ones. The reference of a model with adapters is the model
+/// [without](crate::nn::without_adapters) them.
+///
+/// # Errors
+/// Operands of different shapes, no pairs, a beta that is not positive and finite.
+pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Result<DpoLoss> {
+    let pairs = policy[0].dims1()?;
+    if pairs == 0 || [policy[1], reference[0], reference[1]].iter().any(|operand| operand.dims() != [pairs]) {
+        let [a, b, c, d] = [policy[0], policy[1], reference[0], reference[1]].map(Tensor::dims);
+        bail!("dpo_loss: log probabilities have shapes {a:?}, {b:?}, {c:?}, {d:?}; each must be [pairs], one or more")
+    }
+    if !(beta > 0.0 && beta.is_finite()) {
+        bail!("dpo_loss: beta is {beta}; it must be a positive finite number, as 0.1")
+    }
+    let ahead = |[chosen, rejected]: [&Tensor; 2]| chosen.to_dtype(DType::F32)? - rejected.to_dtype(DType::F32)?;
+    let margins = ((ahead(policy)? - ahead(reference)?.detach())? * beta)?;
+    let margins = margins.to_device(&Device::Cpu)?;
+    let values: Vec<f32> = margins.detach().to_vec1()?;
+    let mean = |sum: f64| sum / pairs as f64;
+    let reward = |of: usize| -> Result<f64> {
+        let by = |side: &Tensor| side.detach().to_dtype(DType::F32)?.to_vec1::<f32>();
+        let (policy, reference) = (by(policy[of])?, by(reference[of])?);
+        Ok(mean(policy.iter().zip(reference).map(|(policy, by)| beta * f64::from(policy - by)).sum()))
+    };
+    let rewards = Rewards {
+        chosen: reward(0)?,
+        rejected: reward(1)?,
+        margin: mean(values.iter().map(|margin| f64::from(*margin)).sum()),
+        accuracy: mean(values.iter().filter(|margin| **margin > 0.0).count() as f64),
+    };
+    Ok(DpoLoss { loss: mean_of_losses(&margins, &values)?, rewards })
+}
+
+/// The mean of -log sigmoid(x), which is max(-x, 0) + log(1 + exp(-|x|)): that never overflows. Not by Candle's operations,
+/// whose derivatives of these two parts do not fit each other at 0, where every training begins.
+fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
+    const NAME: &str = "dpo_loss";
+    let inputs = OpInputs::of([Some(margins)])?;
+    let losses = values.iter().map(|x| f64::from(*x)).map(|x| (-x).max(0.0) + (-x.abs()).exp().ln_1p());
+    let pairs = values.len() as f64;
+    let mean = (losses.sum::<f64>() / pairs) as f32;
+    // -sigmoid(-x)
+    let slopes: Vec<f64> = values.iter().map(|x| -1.0 / (1.0 + f64::from(*x).exp()) / pairs).collect();
+    inputs.result(NAME, CpuStorage::F32(vec![mean]), (), move |grad, [to_margins]| {
+        let factor = grad.read::<f32, _>(NAME, |grad| Ok(f64::from(grad.first().copied().unwrap_or(0.0))))?;
+        to_margins.give(Grad::own(slopes.iter().map(|slope| (slope * factor) as f32).collect::<Vec<f32>>()))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::Var;
+
+    fn tensor(values: &[f32]) -> Tensor {
+        Tensor::new(values, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn loss_and_gradients_are_those_of_the_formula() {
+        let (chosen, rejected) = ([-3.0f32, -40.0, -700.0, 0.0], [-5.0f32, -20.0, -1.0, -900.0]);
+        let (by_reference, other) = ([-4.0f32, -30.0, -2.0, -1.0], [-4.5f32, -30.0, -600.0, -2.0]);
+        let beta = 0.4;
+        let [c, r] = [chosen, rejected].map(|values| Var::from_tensor(&tensor(&values)).unwrap());
+        let dpo = dpo_loss([c.as_tensor(), r.as_tensor()], [&tensor(&by_reference), &tensor(&other)], beta).unwrap();
+        let margin = |i: usize| {
+            let wide = |values: [f32; 4]| f64::from(values[i]);
+            beta * ((wide(chosen) - wide(rejected)) - (wide(by_reference) - wide(other)))
+        };
+        // In f64 the plain formula overflows for none of these.
+        let loss = |x: f64| (1.0 + (-x).exp()).ln();
+        let want = (0..4).map(|i| loss(margin(i))).sum::<f64>() / 4.0;
+        let found = f64::from(dpo.loss.to_scalar::<f32>().unwrap());
+        assert!((found / want - 1.0).abs() < 1e-6, "{found} {want}");
+        let Rewards { chosen: of_chosen, rejected: of_rejected, margin: mean, accuracy } = dpo.rewards;
+        assert_eq!(accuracy, 0.5);
+        assert!((mean / ((0..4).map(margin).sum::<f64>() / 4.0) - 1.0).abs() < 1e-6);
+        let reward =
+            |policy: [f32; 4], by: [f32; 4]| (0..4).map(|i| beta * f64::from(policy[i] - by[i])).sum::<f64>() / 4.0;
+        assert!((of_chosen / reward(chosen, by_reference) - 1.0).abs() < 1e-6, "{of_chosen}");
+        assert!((of_rejected / reward(rejected, other) - 1.0).abs() < 1e-6, "{of_rejected}");
+        let grads = dpo.loss.backward().unwrap();
+        let [dc, dr] = [&c, &r].map(|var| grads.get(var.as_tensor()).unwrap().to_vec1::<f32>().unwrap());
+        for i in 0..4 {
+            let want = -beta / (1.0 + margin(i).exp()) / 4.0;
+            assert!((f64::from(dc[i]) - want).abs() < 1e-6 && (f64::from(dr[i]) + want).abs() < 1e-6, "{i}: {dc:?}");
+        }
+    }
+
+    #[test]
+    fn at_a_margin_of_zero_both_sides_still_learn() {
+        let [c, r] = [-3.0f32, -5.0].map(|value| Var::from_tensor(&tensor(&[value])).unwrap());
+        let dpo = dpo_loss([c.as_tensor(), r.as_tensor()], [&tensor(&[-3.0]), &tensor(&[-5.0])], 0.1).unwrap();
+        assert!((dpo.loss.to_scalar::<f32>().unwrap() - 2f32.ln()).abs() < 1e-6);
+        let grads = dpo.loss.backward().unwrap();
+        let gradient = grads.get(c.as_tensor()).unwrap().to_vec1::<f32>().unwrap()[0];
+        assert!((gradient + 0.05).abs() < 1e-6, "{gradient}");
+    }
+
+    #[test]
+    fn operands_that_make_no_pairs_are_refused() {
+        let (two, one) = (tensor(&[-1.0, -2.0]), tensor(&[-1.0]));
+        let text = |operands: [&Tensor; 4], beta| {
+            let [a, b, c, d] = operands;
+            crate::error::without_backtrace(&dpo_loss([a, b], [c, d], beta).unwrap_err().to_string())
+        };
+        insta::assert_snapshot!(text([&two, &two, &one, &two], 0.1), @"dpo_loss: log probabilities have shapes [2], [2], [1], [2]; each must be [pairs], one or more");
+        insta::assert_snapshot!(text([&one; 4], 0.0), @"dpo_loss: beta is 0; it must be a positive finite number, as 0.1");
+    }
+}
