@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Checks that a module uses only modules of lower floors.
 
-    scripts/check_floors.py [SRC]        checks every path in SRC (default: src) against scripts/floors.txt
-    scripts/check_floors.py --arrows     prints which room uses which
+    scripts/check_floors.py              checks every path in the sources of the three packages against the table of each
+    scripts/check_floors.py --arrows     prints which room of candle-zero uses which
+
+The compiler keeps the floors between packages.
 
 Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every circle of files that the table does not
 allow. Exits with code 1 if there is one.
@@ -15,6 +17,12 @@ sys.dont_write_bytecode = True
 from source_paths import Crate
 
 MOST_CIRCLES = 3
+# The sources of each package, and the table of its floors.
+PACKAGES = {
+    "src": "floors.txt",
+    "crates/candle-zero-finetune/src": "floors-finetune.txt",
+    "crates/zerorun/src": "floors-zerorun.txt",
+}
 
 
 class Table:
@@ -105,16 +113,19 @@ def problems(src, table):
 
 
 def main():
-    words = sys.argv[1:]
     home = pathlib.Path(__file__).resolve().parent
-    src = pathlib.Path(next((word for word in words if not word.startswith("-")), home.parent / "src"))
-    table = Table((home / "floors.txt").read_text())
-    if "--arrows" in words:
-        between = {(table.room(a), table.room(b)): None for a, b, *_ in sorted(Crate(src).arrows())}
+    if "--arrows" in sys.argv[1:]:
+        table = Table((home / "floors.txt").read_text())
+        between = {(table.room(a), table.room(b)): None for a, b, *_ in sorted(Crate(home.parent / "src").arrows())}
         return print("\n".join(f"{a} -> {b}" for a, b in between if a != b))
-    found = problems(src, table)
-    print("\n".join(found) if found else f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} circles of files")
-    sys.exit(bool(found))
+    wrong = False
+    for src, name in PACKAGES.items():
+        table = Table((home / name).read_text())
+        found = problems(home.parent / src, table)
+        wrong |= bool(found)
+        counts = f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} circles of files"
+        print(f"{src}: " + ("\n".join(["", *found]) if found else counts))
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Crate:
     """The modules of a source folder and the paths that their files name."""
 
     def __init__(self, src):
-        self.root = Module((), "lib.rs", None)
+        self.root = Module((), next(name for name in ("lib.rs", "main.rs") if (src / name).exists()), None)
         self.paths = []  # (module, parts, line, is a re-export)
         self.read(src, self.root)
         for program in sorted(src.glob("bin/*.rs")):
@@ -168,6 +168,6 @@ class Crate:
             target = target.file if rest else module.file  # a module is only a name for the paths that begin with it
             if target != module.file:
                 folder = module.file.removesuffix("mod.rs").removesuffix(".rs").rstrip("/") + "/"
-                contents = exported and (target.startswith(folder) or module.file == "lib.rs")
+                contents = exported and (target.startswith(folder) or module is self.root)
                 found.setdefault((module.file, target, contents), line)
         return [(a, b, line, contents) for (a, b, contents), line in found.items()]

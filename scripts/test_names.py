@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists the names of all tests in src/ and tests/, read from the sources, to make sure that no test is lost when files move.
+"""Lists the names of all tests in src/, crates/ and tests/, read from the sources, to make sure that no test is lost when files move.
 
     scripts/test_names.py            prints each name (the last part of its path) and the number of tests with that name
     scripts/test_names.py COMMIT     prints the names that occur more often in COMMIT than in the working tree, and vice versa;
@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("src", "crates", "tests")
 # Attributes and comments are allowed between `#[test]` and the function.
 TEST = re.compile(r"#\[test\]\s*(?:(?:#\[.*\]|//.*)\s*)*(?:pub )?fn\s+(\$?\w+)")
 # A macro that generates tests: each line `name: ...;` in its calls is a test.
@@ -29,7 +30,7 @@ def names_in(text):
 
 
 def names_now():
-    files = [file for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.rs")]
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.rs")]
     return Counter(name for file in files for name in names_in(file.read_text()))
 
 
@@ -37,7 +38,7 @@ def names_at(commit):
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
-    files = git("ls-tree", "-r", "--name-only", commit, "src", "tests").splitlines()
+    files = git("ls-tree", "-r", "--name-only", commit, *FOLDERS).splitlines()
     texts = (git("show", f"{commit}:{file}") for file in files if file.endswith(".rs"))
     return Counter(name for text in texts for name in names_in(text))
 

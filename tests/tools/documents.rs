@@ -1,4 +1,4 @@
-//! The lists that lead a newcomer are whole: README's table of the sources and the indexes of the documents.
+//! The lists that lead a newcomer are complete: the table of the sources and the indexes of the documents.
 
 use crate::support::processes::repository;
 use std::path::Path;
@@ -27,9 +27,14 @@ fn documents(path: &Path) -> Option<String> {
 
 #[test]
 fn the_list_names_every_source_and_document() {
-    let folders = names("src", |path| path.is_dir().then(|| format!("`src/{}/", file_name(path))));
+    let folder = |path: &Path| path.is_dir().then(|| file_name(path));
+    let mut folders: Vec<String> = names("src", folder).iter().map(|name| format!("`src/{name}/")).collect();
+    for package in ["candle-zero-finetune", "zerorun"] {
+        let of_package = names(&format!("crates/{package}/src"), folder);
+        folders.extend(of_package.iter().map(|name| format!("`crates/{package}/src/{name}/")));
+    }
     let lists = [
-        ("README.md", folders),
+        ("docs/architecture.md", folders),
         ("docs/README.md", names("docs", documents)),
         ("docs/tools/README.md", names("docs/tools", documents)),
     ];
