@@ -1,13 +1,14 @@
-//! With feature `cuda`: compiles the kernels in src/cuda/kernels to PTX, which the library embeds.
+//! With the feature `cuda`, compiles the kernels in src/cuda/kernels to PTX, which is embedded in the library.
 //!
-//! The compiler is `$NVCC`, or nvcc of `$CUDA_HOME`, or that on the PATH. PTX is made for `$CUDA_COMPUTE_CAP` (`90`), or
-//! what nvidia-smi says of the first GPU, or 8.0, and runs on that and all later GPUs.
+//! The compiler is `$NVCC`, nvcc in `$CUDA_HOME`, or nvcc on the PATH. The PTX is compiled for the compute capability
+//! in `$CUDA_COMPUTE_CAP` (for example `90`), for that of the first GPU that nvidia-smi lists, or for 8.0, and runs on
+//! GPUs of this capability and all later ones.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
 const KERNELS: &str = "src/cuda/kernels";
-/// Where no GPU says otherwise: the first with bfloat16 in its tensor cores.
+/// The capability that is used if no GPU is found. It is the first with bfloat16 in its tensor cores.
 const LEAST_CAPABILITY: &str = "80";
 
 fn main() {
@@ -41,7 +42,7 @@ fn compile_all() -> Result<(), String> {
 fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(), String> {
     let mut command = Command::new(nvcc);
     command.args(["--ptx", "-O3", "-std=c++17", "--default-stream", "per-thread"]);
-    // A product and a sum are two roundings, as on the CPU; a file that wants them as one calls fmaf.
+    // A product and a sum are rounded separately, as on the CPU. A kernel that fuses them calls fmaf.
     command.arg("--fmad=false").arg(format!("--gpu-architecture=compute_{capability}"));
     command.arg("--output-directory").arg(out).arg(file);
     let shown = file.display();
@@ -63,7 +64,7 @@ fn nvcc() -> PathBuf {
     named.or_else(|| of_toolkit().filter(|nvcc| nvcc.is_file())).unwrap_or_else(|| "nvcc".into())
 }
 
-/// The compute capability without its dot.
+/// Returns the compute capability without its dot.
 fn capability() -> String {
     let asked = std::env::var("CUDA_COMPUTE_CAP").ok();
     let of_gpu = || {

@@ -1,7 +1,7 @@
-//! How long saving takes: GPT-2 (124 million parameters, bf16) on one rank, beside plain loops that write as many
-//! bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn; and what a save in the background
-//! delays the step that it begins in, with a sequence of the model's own length and one of half of it, whose step is
-//! over before the disk is.
+//! Measures how long saving takes: GPT-2 (124 million parameters, bf16) on one rank, compared with plain loops that
+//! write the same number of bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn. Also
+//! measures how much a background save delays the step in which it begins, with a sequence of the model's full length
+//! and one of half that length, whose step ends before the disk write does.
 //!
 //!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
 #![allow(clippy::unwrap_used)]
@@ -109,7 +109,8 @@ fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
 fn plain_loop(path: &Path, bytes: u64, flags: i32) {
     const BLOCK: usize = 1 << 20;
     let memory: Vec<u8> = (0..2 * BLOCK as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    // Memory that begins at a page, and whole pages: one more than there are bytes.
+    // A block that begins at a page boundary and consists of complete pages. The memory is twice as large to allow the
+    // alignment.
     let block = &memory[memory.as_ptr().align_offset(4096)..][..BLOCK];
     let mut file = OpenOptions::new().write(true).create(true).custom_flags(flags).open(path).unwrap();
     let mut left = bytes.next_multiple_of(4096);

@@ -1,14 +1,14 @@
-//! Collectives between two ranks as processes, started by `zerorun`.
+//! Measures collectives between two ranks as processes, started by `zerorun`.
 //!
 //!     cargo bench --bench collectives
 //!
-//! A time is that from a common start until the slower rank is done. Bytes per second are of the whole, unsharded
-//! buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks at once read a buffer of that size,
-//! which the other one has written, out of the pages of a memfd into memory of their own; all of it has been touched
-//! before. Copies and collectives take turns, so that both meet the machine in the same state.
+//! A time is measured from a common start until the slower rank is done. Bytes per second refer to the complete,
+//! unsharded buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks simultaneously read a
+//! buffer of that size, which the other rank has written, from the pages of a memfd into their own memory. All of it
+//! has been touched before. Copies and collectives alternate, so that both meet the machine in the same state.
 //!
-//! Results of `(new)` lie in memory that the system hands out in that very call, page faults included; the others in
-//! memory that was in use before: a reduction's in its input's, a gather's where its input had room.
+//! The results of `(new)` are in memory that the system allocates in the same call, including page faults. Other
+//! results are in memory that was in use before: a reduction's in its input, a gather's in its input if that had room.
 #![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
@@ -27,7 +27,7 @@ const BYTES: [usize; 3] = [1 << 20, 16 << 20, 64 << 20];
 const ROUNDS: usize = 25;
 const SHORT_BYTES: usize = 1 << 10;
 const SHORT_ROUNDS: usize = 20_000;
-/// Names the descriptor of the memory that the ranks copy through.
+/// The variable that contains the descriptor of the memory for the ranks' copies.
 const MEMORY: &str = "BENCH_MEMORY_FD";
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         short(&*comm);
         return ExitCode::SUCCESS;
     }
-    // Not closed on exec: the ranks inherit it.
+    // Not closed on exec, so that the ranks inherit it.
     let memory = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::empty()).unwrap();
     rustix::fs::ftruncate(&memory, (RANKS * BYTES.iter().max().unwrap()) as u64).unwrap();
     let mut zerorun = Command::new(env!("CARGO_BIN_EXE_zerorun"));
@@ -47,7 +47,7 @@ fn main() -> ExitCode {
     if zerorun.status().unwrap().success() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Seconds until all ranks have run `f`.
+/// Returns the seconds until all ranks have run `f`.
 fn time(comm: &dyn Communicator, f: impl FnOnce()) -> f64 {
     comm.barrier().wait().unwrap();
     let start = Instant::now();
@@ -56,7 +56,7 @@ fn time(comm: &dyn Communicator, f: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Elements that were written before: memory that was only asked for zeros would not be there yet.
+/// Returns elements in memory that was written before. Memory that was only requested as zeros would not be mapped yet.
 fn touched(len: usize) -> Flat {
     Flat::from(vec![1f32; len])
 }

@@ -1,9 +1,10 @@
-//! One more token of a text by GPT-2 (124 M) whose keys and values are kept, beside what memory gives at most.
+//! Measures one more token of a text by GPT-2 (124 M) with cached keys and values, compared with the peak memory
+//! bandwidth.
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench generation
 //!
-//! Bytes are those that a token has to read: every weight once (of the embeddings' tables only what the output projection
-//! is), and the keys and values of all positions.
+//! The counted bytes are those that a token must read: every weight once (of the embedding tables, only the one that is
+//! also the output projection), and the keys and values of all positions.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
@@ -23,7 +24,7 @@ fn main() {
     divan::main();
 }
 
-/// Weights in -0.03..0.03.
+/// Weights between -0.03 and 0.03.
 struct Weights;
 
 impl SimpleBackend for Weights {
@@ -41,7 +42,7 @@ impl SimpleBackend for Weights {
     }
 }
 
-/// The token after so many.
+/// Generates the token after `before` tokens.
 #[divan::bench(types = [f32, bf16], args = [16, 512, 1000], sample_size = 1, max_time = 2)]
 fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, before: usize) {
     let config = GptConfig::preset("gpt2").unwrap();
@@ -58,7 +59,7 @@ fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, before: usize) {
         session.truncate(before);
         black_box(gpt.extend(&mut session, &[11]).unwrap());
     };
-    // Makes the buffers that later calls use again.
+    // Allocates the buffers that later calls reuse.
     one_more();
     bencher.counter(BytesCount::new(bytes)).bench_local(one_more);
 }

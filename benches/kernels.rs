@@ -1,11 +1,11 @@
-//! The layers' kernels at the sizes of training, beside what the machine can do at most.
+//! Measures the layers' kernels at training sizes, compared with the peak performance of the machine.
 //!
 //!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
 //!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
 //!
-//! Items are floating point operations, bytes what must at least move. mini has 2048 tokens (8 samples of 256) of width
-//! 384, gpt2 has 512 tokens (one sample) of width 768. A backward starts from a gradient of ones and ends in lookups in
-//! small tables, which sum the rows of what comes to them.
+//! Items are floating point operations, bytes the minimum that must be moved. mini has 2048 tokens (8 samples of 256)
+//! of width 384; gpt2 has 512 tokens (one sample) of width 768. A backward starts from a gradient of ones and ends in
+//! lookups in small tables, which sum the gradients of their rows.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
@@ -35,7 +35,7 @@ enum Model {
 }
 use Model::{Gpt2, Mini};
 
-/// Sizes of a model's batch.
+/// The sizes of a model's batch.
 struct Sizes {
     batch: usize,
     time: usize,
@@ -58,7 +58,7 @@ impl Sizes {
         self.batch * self.time
     }
 
-    /// Numbers for every token.
+    /// Returns numbers for every token.
     fn hidden<T: WithDType>(&self, width: usize) -> Tensor {
         numbers::<T>(&[self.batch, self.time, width])
     }
@@ -69,7 +69,7 @@ impl Sizes {
     }
 }
 
-/// Numbers in -0.1..0.1.
+/// Returns numbers between -0.1 and 0.1.
 fn numbers<T: WithDType>(dims: &[usize]) -> Tensor {
     let number = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.5) * 0.2;
     let values = (0..dims.iter().product::<usize>() as u32).map(number);
@@ -90,13 +90,13 @@ fn measure<const N: usize>(
             black_box(y.backward().unwrap());
         }
     };
-    // Makes the buffers that later calls use again.
+    // Allocates the buffers that later calls reuse.
     once();
     bencher.bench_local(once);
 }
 
-/// A tensor of the same shape, made of some of the rows. It is no variable itself: Candle adds the gradient of a
-/// variable to zeros, one element after the other in bf16, which no parameter of an engine goes through.
+/// Returns a tensor of the same shape, made of some of the rows. It is not a variable itself, because Candle adds the
+/// gradient of a variable to zeros, one element at a time in bf16. Parameters of an engine avoid this.
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();
@@ -110,7 +110,7 @@ fn wanting_gradient(tensor: &Tensor) -> Tensor {
     embedding(&ids.reshape(leading).unwrap(), &table).unwrap()
 }
 
-/// A kernel's forward and, if floating point operations count, the same with backward.
+/// Defines benches for a kernel's forward and, if floating point operations are counted, for forward with backward.
 macro_rules! kernel {
     ($name:ident, $forward_and_backward:ident, $run:ident) => {
         #[divan::bench(types = [f32, bf16], args = [Mini, Gpt2], sample_size = 1, max_time = 0.25)]
@@ -141,7 +141,7 @@ kernel!(norm_rms, run_rms_norm);
 kernel!(activation_gelu, run_gelu);
 kernel!(embedding_rows, run_embedding);
 
-/// Operations of a product with a weight; backward has two more of them.
+/// Returns the operations of a product with a weight. Backward has two more products.
 fn product(with_backward: bool, [rows, outputs, inputs]: [usize; 3]) -> ItemsCount {
     ItemsCount::new(2 * rows * outputs * inputs * if with_backward { 3 } else { 1 })
 }
@@ -177,10 +177,10 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     });
 }
 
-/// Elements of a piece of what travels in blocks: with their codes they stay in cache.
+/// The number of elements in a piece of data that is sent in blocks. The elements and their codes stay in cache.
 const PIECE: usize = 32 << 10;
 
-/// Bytes are those of the elements in memory.
+/// The counted bytes are those of the elements in memory.
 #[divan::bench(types = [f32, bf16], args = [IntFormat::Int8, IntFormat::Int4])]
 fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: IntFormat) {
     let (values, mut codes) = piece::<T>(ints);
@@ -201,10 +201,10 @@ fn piece<T: WithDType>(ints: IntFormat) -> (Flat, Vec<u8>) {
     (Flat::from_f32(values, T::DTYPE), vec![0; ints.encoded_len(PIECE)])
 }
 
-/// Outputs and inputs of a frozen matrix.
+/// The numbers of outputs and inputs of a frozen matrix.
 const FROZEN: [usize; 2] = [4096, 1024];
 
-/// What a gather adds to the products of a packed frozen matrix.
+/// Measures the cost that a gather adds to the products of a packed frozen matrix.
 #[divan::bench(types = [f32, bf16], args = [WeightPacking::Int8, WeightPacking::Nf4(Nf4Scales::Bf16), WeightPacking::Nf4(Nf4Scales::DoubleQuantized)])]
 fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking) {
     let values = numbers::<f32>(&FROZEN).flatten_all().unwrap().to_vec1().unwrap();
@@ -215,7 +215,7 @@ fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: WeightPacking)
     bencher.bench_local(|| packing.unpack(black_box(&packed), black_box(values.as_mut())));
 }
 
-/// One product with that matrix, of so many rows.
+/// Measures one product of `rows` rows with this matrix.
 #[divan::bench(types = [f32, bf16], args = [1, 16, 128, 512, 2048], sample_size = 1, max_time = 0.25)]
 fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
     let [outputs, inputs] = FROZEN;
@@ -226,14 +226,14 @@ fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
     let sizes = model.sizes();
-    // Half of each time x time product; two products in forward, five in backward (one of them made again).
+    // Half of each time x time product. Forward has two products, backward five (one of them recomputed).
     let product = sizes.tokens() * sizes.time * sizes.width;
     let products = if with_backward { 7 } else { 2 };
     let bencher = bencher.counter(ItemsCount::new(product * products));
     measure(bencher, with_backward, [sizes.hidden::<T>(3 * sizes.width)], |[qkv]| causal_attention(qkv, sizes.heads));
 }
 
-/// Of one row of 2048 positions and four heads of 64: what is seen of it, and scores that are bound.
+/// Measures attention over one row of 2048 positions and four heads of 64, with different masks and with capped scores.
 #[divan::bench(types = [f32, bf16], args = ["all", "bound", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
 fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
     let attend = match what {
@@ -255,7 +255,7 @@ fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     measure(bencher, with_backward, inputs, |[h, w]| linear_cross_entropy(h, w, WeightLayout::OutIn, &ids));
 }
 
-/// Elements that are read once and written once.
+/// Returns the bytes of elements that are read once and written once.
 fn moved<T: WithDType>(elements: usize) -> BytesCount {
     BytesCount::new(2 * elements * T::DTYPE.size_in_bytes())
 }
@@ -288,8 +288,8 @@ fn run_embedding<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     measure(bencher, false, [numbers::<T>(&[sizes.vocab, sizes.width])], |[table]| embedding(&ids, table));
 }
 
-/// Multiply-adds (f32) or dot products (bf16) of registers alone, on every thread, at the level of the kernels (see
-/// `CANDLE_ZERO_SIMD`). Nothing is measured where that has no such instruction.
+/// Measures multiply-adds (f32) or dot products (bf16) on registers only, on every thread, at the kernels' SIMD level
+/// (see `CANDLE_ZERO_SIMD`). Nothing is measured if that level has no such instruction.
 #[divan::bench(types = [f32, bf16], sample_size = 1, max_time = 1)]
 fn peak_arithmetic<T: WithDType>(bencher: Bencher<'_, '_>) {
     const ROUNDS: usize = 1_000_000;
@@ -298,13 +298,13 @@ fn peak_arithmetic<T: WithDType>(bencher: Bencher<'_, '_>) {
     bencher.counter(ItemsCount::new(all)).bench_local(|| rayon::broadcast(|_| run(ROUNDS)));
 }
 
-/// Loops that touch no memory, with as many independent sums as hide an instruction's latency.
+/// Loops that access no memory, with enough independent sums to hide an instruction's latency.
 #[cfg(target_arch = "x86_64")]
 mod registers {
     use super::DType;
     use std::arch::asm;
 
-    /// Operations of one round, and the loop.
+    /// Returns the operations of one round, and the loop.
     pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
         let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
         let may_be_wide = matches!(level.as_str(), "" | "auto" | "avx512") && is_x86_feature_detected!("avx512f");
@@ -317,13 +317,14 @@ mod registers {
         }
     }
 
-    /// A loop of an instruction on registers `$kind` of the numbers `$sums`, whose operands are registers `$a` and `$b`.
+    /// Defines a loop of an instruction on registers `$kind` with the numbers `$sums`. Its operands are registers `$a`
+    /// and `$b`.
     macro_rules! rounds_of {
         ($name:ident, $instruction:literal, $clear:literal, $kind:literal, $all:literal, $sums:literal, $a:literal, $b:literal) => {
-            /// For processors that have the instruction.
+            /// Runs the loop. The processor must have the instruction.
             fn $name(rounds: usize) {
-                // SAFETY: `loop_of` gives this out where the processor has the instruction; the registers it writes are
-                // declared, and it touches no memory.
+                // SAFETY: `loop_of` returns this function only if the processor has the instruction. The registers that
+                // it writes are declared, and it accesses no memory.
                 unsafe {
                     asm!(
                         concat!(".irp r,", $all),
@@ -376,20 +377,21 @@ mod registers {
     );
 }
 
-/// The same with NEON.
+/// The same loops with NEON.
 #[cfg(target_arch = "aarch64")]
 mod registers {
     use super::DType;
     use std::arch::asm;
 
-    /// Operations of one round, and the loop.
+    /// Returns the operations of one round, and the loop.
     pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
         let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
         (dtype == DType::F32 && level != "portable").then_some((24 * 4 * 2, multiply_add))
     }
 
     fn multiply_add(rounds: usize) {
-        // SAFETY: every processor has the instructions; the registers it writes are declared, and it touches no memory.
+        // SAFETY: every processor has the instructions. The registers that they write are declared, and they access no
+        // memory.
         unsafe {
             asm!(
                 ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25",

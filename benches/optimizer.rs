@@ -1,10 +1,10 @@
-//! The optimizer's pass over memory, and the passes before it. Bytes are what a pass must at least move.
+//! Measures the optimizer's pass over memory and the passes before it. Bytes are the minimum that a pass must move.
 //!
 //!     cargo bench --bench optimizer
 //!
 //! `triad` is the yardstick: the plain streaming loop over the same buffers in the same directions as AdamW in f32
-//! (gradient read; weights and two moments read and written). Two threads get twice the bandwidth of one only where
-//! the memory has it.
+//! (gradient read; weights and two moments read and written). Two threads get twice the bandwidth of one only if the
+//! memory provides it.
 
 use candle_core::DType;
 use candle_zero::config::{
@@ -16,7 +16,7 @@ use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use rayon::prelude::*;
 
-/// Far beyond any cache.
+/// The number of elements, far beyond any cache.
 const ELEMENTS: usize = 100_000_000;
 const THREADS: [usize; 2] = [1, 2];
 
@@ -136,13 +136,13 @@ fn lamb() -> OptimizerConfig {
     })
 }
 
-/// The second of LAMB's two passes.
+/// Measures the second of LAMB's two passes.
 #[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
 fn lamb_f32(bencher: Bencher<'_, '_>, threads: usize) {
     optimizer(bencher, threads, &lamb(), DType::F32, None);
 }
 
-/// The first of LAMB's two passes, which only reads.
+/// Measures the first of LAMB's two passes, which only reads.
 #[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
 fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let optimizer = from_config(&lamb());
@@ -163,7 +163,7 @@ fn muon(ns_method: NsMethod) -> OptimizerConfig {
     OptimizerConfig::Muon(MuonConfig { lr: 0.02, momentum: 0.95, weight_decay: 0.1, ns_method, adam })
 }
 
-/// The first of Muon's passes: gradient read, momentum read and written, rough direction written.
+/// Measures the first of Muon's passes: gradient read, momentum read and written, rough direction written.
 #[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
 fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let optimizer = from_config(&muon(NsMethod::Gram));
@@ -177,7 +177,7 @@ fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     });
 }
 
-/// The last of Muon's passes: finished direction read, weights read and written.
+/// Measures the last of Muon's passes: finished direction read, weights read and written.
 #[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
 fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let optimizer = from_config(&muon(NsMethod::Gram));
@@ -187,14 +187,15 @@ fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
     });
 }
 
-/// Between the two: Newton-Schulz of one matrix. Items are floating-point operations of its products.
+/// Measures the step between the two: Newton-Schulz of one matrix. Items are the floating point operations of its
+/// products.
 #[divan::bench(args = [[768, 768], [768, 3072], [3072, 768], [1024, 4096]], consts = [false, true], sample_count = 5, sample_size = 1)]
 fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [usize; 2]) {
     let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };
     let optimizer = from_config(&muon(method));
     let (all, short) = (shape[0] * shape[1], shape[0].min(shape[1]));
-    // Plain: Gram matrix, its square and the product with it, five times. On the Gram matrix: two Gram matrices, two
-    // products with X, and 5 + 3 + 2 x 3 square ones.
+    // Plain: the Gram matrix, its square and the product with it, five times. On the Gram matrix: two Gram matrices,
+    // two products with X, and 5 + 3 + 2 x 3 square ones.
     let is_plain = STANDARD || shape[0] == shape[1];
     let products = if is_plain { 5 * (2 * all + short * short) } else { 4 * all + 14 * short * short };
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();

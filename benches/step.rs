@@ -1,9 +1,10 @@
-//! A whole training step (forward, backward, optimizer) of a GPT on two ranks as threads, by stage and dtype. Items are
-//! tokens of all ranks. Each rank computes on its own thread, as zerorun's ranks do on two cores.
+//! Measures a complete training step (forward, backward, optimizer) of a GPT on two ranks as threads, by stage and
+//! dtype. Items are tokens of all ranks. Each rank computes on its own thread, as zerorun's ranks do on two cores.
 //!
 //!     cargo bench --bench step
 //!
-//! And what the engine costs: mini on one rank at stage 0 beside the same model and optimizer in a plain loop, in turn.
+//! Also measures the engine's overhead: mini on one rank at stage 0, alternating with the same model and optimizer in a
+//! plain loop.
 //!
 //!     cargo bench --bench step -- engine_cost [ROUNDS]
 #![allow(clippy::unwrap_used)]
@@ -32,7 +33,7 @@ const MICRO_BATCH: usize = 4;
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let engine_cost = args.iter().position(|arg| arg == "engine_cost");
-    // The threads of a rank are zerorun's division of the cores.
+    // A rank gets as many threads as in zerorun's division of the cores.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
     keep_memory::start_as_a_rank(&[("RAYON_NUM_THREADS", &threads), ("CANDLE_NUM_THREADS", &threads)]);
@@ -54,7 +55,7 @@ fn config(stage: u8, micro_batch: usize, bf16: bool) -> Value {
     })
 }
 
-/// Token ids `[batch, ctx]` and the ids that follow them.
+/// Returns token ids `[batch, ctx]` and the ids that follow them.
 fn batch(gpt: &GptConfig, batch: usize, rank: usize) -> candle_core::Result<(Tensor, Tensor)> {
     let ids = |shift| {
         let token = |i: usize| ((rank + i + shift) * 31 % 251) as u32;
@@ -63,7 +64,7 @@ fn batch(gpt: &GptConfig, batch: usize, rank: usize) -> candle_core::Result<(Ten
     Ok((ids(0)?, ids(1)?))
 }
 
-/// Trains in the background, a step of every rank at a time, each time that the clock starts.
+/// Trains in the background. Each time the clock starts, every rank makes one step.
 fn measure(bencher: Bencher<'_, '_>, preset: &str, stage: u8, bf16: bool) {
     let gpt = GptConfig::preset(preset).unwrap();
     let config = config(stage, MICRO_BATCH, bf16);
@@ -90,7 +91,7 @@ fn measure(bencher: Bencher<'_, '_>, preset: &str, stage: u8, bf16: bool) {
                 Ok(())
             })
         });
-        // The first steps make buffers and record the order of units.
+        // The first steps allocate buffers and record the order of units.
         (0..3).for_each(|_| step_of_all());
         bencher.counter(ItemsCount::new(RANKS * MICRO_BATCH * gpt.ctx)).bench_local(&step_of_all);
         drop(step_of_all);
@@ -118,19 +119,19 @@ fn mini_bf16(bencher: Bencher<'_, '_>, stage: u8) {
     measure(bencher, "mini", stage, true);
 }
 
-/// A variable of the plain loop with what the optimizer keeps for it.
+/// A variable of the plain loop with its optimizer state.
 struct Trained {
     var: Var,
     state: RefCell<State>,
 }
 
 struct State {
-    /// Behind a bf16 variable.
+    /// The master weights of a bf16 variable.
     master: Option<Vec<f32>>,
     moments: Vec<Vec<f32>>,
 }
 
-/// One optimizer step on one variable in place; the second operand is its gradient.
+/// One in-place optimizer step on one variable. The second operand is its gradient.
 struct Update<'a> {
     optimizer: &'a dyn Optimizer,
     ctx: StepContext,
@@ -166,7 +167,7 @@ impl InplaceOp2 for Update<'_> {
     }
 }
 
-/// The time of a step with and without the engine, measured in turn.
+/// Compares the time of a step with and without the engine, measured in turn.
 fn compare_with_plain_loop(bf16: bool, rounds: usize) {
     const BATCH: usize = 8;
     let gpt = GptConfig::preset("mini").unwrap();
@@ -199,7 +200,7 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         start.elapsed().as_secs_f64()
     };
 
-    // Outside a launcher: one rank.
+    // Without a launcher, there is one rank.
     let builder = Engine::builder().device(Device::Cpu);
     let mut engine = builder.initialize(|vb| Gpt::new(&gpt, vb), config).unwrap();
     let mut engine_step = || {
@@ -211,7 +212,7 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         start.elapsed().as_secs_f64()
     };
 
-    // Both make their buffers.
+    // Both allocate their buffers.
     for _ in 0..3 {
         plain_step();
         engine_step();

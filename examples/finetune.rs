@@ -1,4 +1,4 @@
-//! Fine-tunes a model of Hugging Face's format with low-rank adapters: what `zerorun finetune` does, as a program.
+//! Fine-tunes a model in Hugging Face format with low-rank adapters: what `zerorun finetune` does, as a program.
 //!
 //!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
 
@@ -11,17 +11,17 @@ use std::path::PathBuf;
 struct Args {
     /// A folder with config.json and safetensors files, or a GGUF file
     model: PathBuf,
-    /// Conversations as JSON lines, or another form that `zerorun data show` recognizes
+    /// Conversations as JSON lines, or in another format that `zerorun data show` recognizes
     data: String,
     /// Folder for the adapter
     out: PathBuf,
-    /// Optimizer steps
+    /// Number of optimizer steps
     #[arg(long, default_value_t = 100)]
     steps: u64,
-    /// The adapter's settings
+    /// Settings of the adapter
     #[arg(long, default_value = "r=16,alpha=32")]
     lora: String,
-    /// A DeepSpeed configuration [default: stage and offload are chosen by the memory at hand]
+    /// A DeepSpeed configuration [default: stage and offload are chosen from the available memory]
     #[arg(long = "ds_config")]
     ds_config: Option<PathBuf>,
 }
@@ -35,7 +35,7 @@ fn main() -> anyhow::Result<()> {
         ds_config: args.ds_config,
         ..Options::new(args.model, args.out)
     };
-    // Tokenizes the data, once for all ranks, and looks at everything that can be wrong.
+    // Tokenizes the data once for all ranks, and checks all inputs.
     let prepared = PreparedRun::new(options, &mut |_| ())?;
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let mut run = FineTune::start(prepared, comm)?;

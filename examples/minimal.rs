@@ -1,4 +1,4 @@
-//! The smallest program against the library: an MLP of candle-nn's own layers, trained under ZeRO.
+//! The smallest program that uses the library: an MLP of candle-nn's layers, trained under ZeRO.
 //!
 //!     zerorun --num_ranks 2 examples/minimal.rs --ds_config ds_configs/zero2.json
 
@@ -13,11 +13,11 @@ fn mlp(vb: VarBuilder) -> Result<Sequential> {
 fn main() -> anyhow::Result<()> {
     let mut engine = Engine::initialize(mlp, candle_zero::cli::ds_config_or_exit())?;
     let batch = engine.config().batch;
-    let mut number = engine.rank(); // each rank sees samples of its own
+    let mut number = engine.rank(); // each rank sees different samples
     for step in 0..200 {
         let mut last = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
-            // Points of the square, and the product of their coordinates to be learned.
+            // Points in the square, and the product of their coordinates, which is to be learned.
             let mut points: Vec<f32> = vec![];
             for _ in 0..batch.train_micro_batch_size_per_gpu {
                 number += engine.world_size();

@@ -33,7 +33,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Tokens of text: its bytes.
+/// The vocabulary of text, whose tokens are its bytes.
 const BYTES: usize = 256;
 
 #[derive(Parser)]
@@ -41,35 +41,35 @@ const BYTES: usize = 256;
 struct Args {
     #[command(flatten)]
     ds: DsArgs,
-    /// Kind of model
+    /// Type of model
     #[arg(long, value_enum, default_value = "gpt2")]
     arch: Arch,
     /// Size of the model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl; with --arch llama: llama-nano,
     /// llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b [default: nano or llama-nano]
     #[arg(long)]
     model: Option<String>,
-    /// Number of blocks, instead of the model's own
+    /// Number of blocks, instead of the model's default
     #[arg(long = "n_layer", alias = "n-layer")]
     n_layer: Option<usize>,
-    /// Attention heads per block, instead of the model's own
+    /// Attention heads per block, instead of the model's default
     #[arg(long = "n_head", alias = "n-head")]
     n_head: Option<usize>,
-    /// Key and value heads per block, instead of the model's own; Llama only
+    /// Key and value heads per block, instead of the model's default; Llama only
     #[arg(long = "n_kv_head", alias = "n-kv-head")]
     n_kv_head: Option<usize>,
-    /// Width, instead of the model's own
+    /// Width, instead of the model's default
     #[arg(long = "n_embd", alias = "n-embd")]
     n_embd: Option<usize>,
-    /// Width inside of the MLP, instead of the model's own; Llama only
+    /// Width inside the MLP, instead of the model's default; Llama only
     #[arg(long = "n_inner", alias = "n-inner")]
     n_inner: Option<usize>,
-    /// Context in tokens, instead of the model's own
+    /// Context length in tokens, instead of the model's default
     #[arg(long)]
     ctx: Option<usize>,
-    /// Tokens per sample [default: the model's context]
+    /// Tokens per sample [default: the model's context length]
     #[arg(long = "seq_len", alias = "seq-len", value_name = "N")]
     seq_len: Option<usize>,
-    /// Vocabulary, instead of the model's own
+    /// Vocabulary size, instead of the model's default
     #[arg(long)]
     vocab: Option<usize>,
     /// A text file, a folder of text, or a .bin or .u16 file of 16-bit tokens [default: the embedded corpus]
@@ -78,35 +78,35 @@ struct Args {
     /// Order of the samples
     #[arg(long, value_enum, default_value = "shuffled")]
     order: OrderFlag,
-    /// Optimizer steps
+    /// Number of optimizer steps
     #[arg(long, default_value_t = 100)]
     steps: u64,
-    /// Seed of initial weights, order and sample [default: the configuration's]
+    /// Seed for initial weights, order and sample [default: the seed in the configuration]
     #[arg(long)]
     seed: Option<u64>,
-    /// No weight decay for norms and biases: for all parameters of one dimension
+    /// Disable weight decay for norms and biases, that is, for all one-dimensional parameters
     #[arg(long = "no_decay_1d", alias = "no-decay-1d")]
     no_decay_1d: bool,
-    /// Initial weights
+    /// File with initial weights
     #[arg(long, value_name = "FILE.safetensors")]
     init: Option<PathBuf>,
-    /// Where to write the trained weights
+    /// File for the trained weights
     #[arg(long, value_name = "FILE.safetensors")]
     export: Option<PathBuf>,
-    /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
+    /// Folder for checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
     /// Also save a checkpoint every N optimizer steps, while training continues
     #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
           value_parser = clap::value_parser!(u64).range(1..))]
     save_every: Option<u64>,
-    /// Number of newest checkpoints that stay in the folder [default: all]
+    /// Number of newest checkpoints to keep in the folder [default: all]
     #[arg(long, value_name = "K", requires = "save")]
     keep: Option<NonZeroUsize>,
-    /// Resume from the newest checkpoint in the folder of --save, or start if there is none
+    /// Resume from the newest checkpoint in the --save folder, or start if there is none
     #[arg(long, requires = "save")]
     resume: bool,
-    /// Where to write one JSON line per optimizer step
+    /// File for metrics, with one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
     /// Tokens to generate at the end [default: 200 for text, 0 for token files and for parameters in files]
@@ -132,34 +132,34 @@ enum OrderFlag {
     Sequential,
 }
 
-/// One line of the metrics file, about one optimizer step.
+/// One line of the metrics file, which describes one optimizer step.
 #[derive(Serialize)]
 struct StepMetrics {
-    /// From 0.
+    /// The number of the step, from 0.
     step: u64,
-    /// Mean over ranks and micro batches.
+    /// The mean over ranks and micro batches.
     loss: f64,
     /// The learning rate of this step.
     lr: f64,
-    /// Before clipping, with the loss scale taken out.
+    /// The gradient norm before clipping, without the loss scale.
     grad_norm: Option<f64>,
-    /// The scale of this step's gradients.
+    /// The loss scale of this step.
     loss_scale: f64,
-    /// Whether overflow kept the weights as they were.
+    /// Whether the step was skipped because of overflow, leaving the weights unchanged.
     skipped: bool,
     tokens_per_s: f64,
     forward_ms: f64,
     backward_ms: f64,
     step_ms: f64,
     comm_ms: f64,
-    /// Waiting for files of offloaded state; a part of the others.
+    /// The time spent waiting for files of offloaded state, which is part of the other durations.
     disk_ms: f64,
-    /// Bytes to and from files, on rank 0.
+    /// The numbers of bytes that rank 0 read from files and wrote to them.
     disk_read_bytes: u64,
     disk_written_bytes: u64,
-    /// While requests to files were under way, on rank 0.
+    /// The throughput of rank 0's file requests while they were in progress.
     disk_bytes_per_s: f64,
-    /// The peak of the rank that used most.
+    /// The peak memory of the rank that used the most.
     rss_peak_bytes: Option<u64>,
 }
 
@@ -170,7 +170,7 @@ struct OverRanks {
 }
 
 fn main() -> ExitCode {
-    // Not `fn main() -> anyhow::Result<()>`: that prints a backtrace after the message where RUST_BACKTRACE is set.
+    // Not `fn main() -> anyhow::Result<()>`, which prints a backtrace after the message if RUST_BACKTRACE is set.
     let args = Args::parse();
     let result = match args.arch {
         Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, [c.vocab, c.n_embd], gpt_sizes(&c))),
@@ -182,22 +182,22 @@ fn main() -> ExitCode {
         Ok(Ended::Trained) => ExitCode::SUCCESS,
         Ok(Ended::Stopped) => ExitCode::FAILURE,
         Err(error) => {
-            // A stream that is closed does not change the exit code.
+            // A closed stream does not change the exit code.
             _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// How a run without an error ended.
+/// The end of a run without errors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Trained,
-    /// A signal asked for it: the last step is saved.
+    /// A signal requested it. The last step is saved.
     Stopped,
 }
 
-/// A line on standard output. Nobody reads what is written to a closed pipe, which is no error.
+/// Prints a line to standard output. A closed pipe, which no one reads, is not an error.
 fn say(text: impl Display) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{text}") {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -207,7 +207,7 @@ fn say(text: impl Display) -> anyhow::Result<()> {
     }
 }
 
-/// Trains a model of `config`'s sizes, `vocab` tokens and a `width`; checkpoints say `sizes` of it.
+/// Trains a model with the sizes of `config`, a vocabulary of `vocab` and a `width`. Checkpoints record `sizes`.
 fn run<A: Architecture>(
     args: &Args,
     config: &A::Config,
@@ -225,7 +225,7 @@ fn run<A: Architecture>(
     let run_values =
         RunValues { total_num_steps: Some(args.steps), hidden_size: Some(width as u64), ..RunValues::default() };
     if let Some(warning) = too_large::<A>(args, config, &run_values) {
-        // On a stream that is closed nobody waits for it.
+        // No one reads a closed stream.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
     let mut builder = Engine::builder().run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
@@ -261,7 +261,7 @@ fn run<A: Architecture>(
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     if let Some(dir) = &args.save {
-        // Now rather than after hours of training.
+        // Checked now rather than after hours of training.
         engine.check_save_dir(dir)?;
     }
     if let (true, Some(dir)) = (args.resume, &args.save)
@@ -282,7 +282,7 @@ fn run<A: Architecture>(
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
-    // Every rank generates, because at stage 3 each forward gathers; all of them draw the same tokens.
+    // Every rank generates, because at stage 3 each forward gathers. All of them draw the same tokens.
     if sample > 0 {
         let tokens = generate(&mut engine, prompt, sample, seed)?;
         if engine.rank() == 0 {
@@ -292,8 +292,8 @@ fn run<A: Architecture>(
     Ok(Ended::Trained)
 }
 
-/// A line about a model whose training state needs more memory than is left, by the estimate. From rank 0; what is wrong
-/// with the configuration is said elsewhere.
+/// Returns a warning from rank 0 if the model's training state needs more memory than is available, according to the
+/// estimate. Problems with the configuration are reported elsewhere.
 fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunValues) -> Option<String> {
     let env = RankEnv::from_env().ok().filter(|env| env.rank == 0)?;
     let ds_config = Config::load_for(args.ds.ds_config.as_path(), env.world_size, run_values).ok()?;
@@ -311,7 +311,7 @@ fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunV
     })
 }
 
-/// The preset with the flags on top.
+/// Returns the preset, modified by the flags.
 fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
     let preset = GptConfig::preset(args.model.as_deref().unwrap_or("nano"))?;
     check_context(args)?;
@@ -331,7 +331,7 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
     Ok(config)
 }
 
-/// The preset with the flags on top.
+/// Returns the preset, modified by the flags.
 fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
     let preset = LlamaConfig::preset(args.model.as_deref().unwrap_or("llama-nano"))?;
     check_context(args)?;
@@ -373,7 +373,8 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end them after a checkpoint.
+/// Makes `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end them after a
+/// checkpoint.
 fn train<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
     loader: &mut Loader,
@@ -468,7 +469,8 @@ fn train<A: Architecture>(
     Ok(Ended::Trained)
 }
 
-/// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
+/// Writes a line of metrics. Training is worth more than its log: if a line cannot be written, the log ends with a
+/// message.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         _ = writeln!(std::io::stderr(), "{error}: training goes on, and the metrics end here");
@@ -476,12 +478,12 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     }
 }
 
-/// Whether a checkpoint is saved after `steps` steps.
+/// Returns whether a checkpoint is saved after `steps` steps.
 fn is_due(steps: u64, args: &Args) -> bool {
     args.save.is_some() && (steps == args.steps || args.save_every.is_some_and(|every| steps.is_multiple_of(every)))
 }
 
-/// Saves a checkpoint, while training goes on if it is one of `--save_every`.
+/// Saves a checkpoint. Training continues meanwhile if it is one of `--save_every`.
 fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
     let Some(dir) = &args.save else { return Ok(()) };
     let steps = engine.global_steps();
@@ -491,7 +493,7 @@ fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result
     Ok(())
 }
 
-/// Mean loss and largest memory over all ranks; collective.
+/// Returns the mean loss and the largest memory over all ranks. Collective.
 fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
     let memory = rss_peak_bytes().unwrap_or(0) as f64;
     let ranks = engine.gather_f64(&[loss, memory])?;
@@ -500,8 +502,8 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
     Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }
 
-/// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little. Each evaluation takes
-/// the tokens that the model has not seen yet.
+/// Continues `tokens` by `count` tokens, each sampled from a slightly sharpened distribution of the model. Each
+/// evaluation processes the tokens that the model has not seen yet.
 fn generate<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
     mut tokens: Vec<u32>,
@@ -519,7 +521,7 @@ fn generate<A: Architecture>(
     Ok(tokens)
 }
 
-/// Bytes as text. What is not UTF-8, or would make a terminal do something, becomes a replacement character.
+/// Returns bytes as text. Bytes that are not UTF-8 or would control a terminal become replacement characters.
 fn as_text(tokens: &[u32]) -> String {
     let bytes: Vec<u8> = tokens.iter().map(|t| u8::try_from(*t).unwrap_or(b'?')).collect();
     let moves_the_cursor = |c: char| c.is_control() && c != '\n' && c != '\t';

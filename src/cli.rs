@@ -1,12 +1,12 @@
-//! The arguments of training scripts: `DsArgs` for scripts with clap (feature `cli`), and
-//! [`ds_config_from_args`] for those without.
+//! The arguments of training scripts: `DsArgs` for scripts with clap (feature `cli`), and [`ds_config_from_args`] for
+//! scripts without it.
 
 use crate::error::{ConfigError, Error, Result};
 use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::PathBuf;
 
-/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Needs feature `cli`.
+/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Requires feature `cli`.
 ///
 /// ```
 /// use clap::Parser;
@@ -36,22 +36,22 @@ pub struct DsArgs {
     pub local_rank: Option<i64>,
 }
 
-/// The FILE of `--ds_config FILE` or `--ds_config=FILE` (also `--deepspeed_config`) among this program's arguments, for
-/// scripts without clap. All other arguments are left to the script.
+/// Returns the FILE of `--ds_config FILE` or `--ds_config=FILE` (also `--deepspeed_config`) in this program's
+/// arguments, for scripts without clap. All other arguments are left to the script.
 ///
 /// # Errors
-/// The argument is absent, has no file, or is given twice.
+/// The argument is missing, has no file, or is given twice.
 pub fn ds_config_from_args() -> Result<PathBuf> {
-    // The launcher's own variable: the program is in its cache, and is not what the user has typed.
+    // Set by the launcher: the program is in its cache, so its path is not what the user has typed.
     let script = std::env::var_os(crate::comm::rank_env::SCRIPT).filter(|script| !script.is_empty());
     find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }
 
-/// The same for a `main` that leaves wrong arguments to this call, as clap's `parse` does: the message goes to stderr,
-/// without a backtrace, and the process ends with exit code 2.
+/// Does the same as [`ds_config_from_args`] for a `main` that leaves wrong arguments to this call, like clap's `parse`:
+/// the message goes to stderr, without a backtrace, and the process exits with code 2.
 pub fn ds_config_or_exit() -> PathBuf {
     ds_config_from_args().unwrap_or_else(|error| {
-        // A stderr that is closed does not change the exit code.
+        // A closed stderr does not change the exit code.
         _ = writeln!(std::io::stderr(), "error: {error}");
         std::process::exit(2)
     })
@@ -72,7 +72,7 @@ fn find_ds_config(args: impl Iterator<Item = OsString>, typed: Option<String>) -
         let value = if NAMES.iter().any(|name| arg == *name) {
             args.next().filter(|value| !value.to_string_lossy().starts_with("--"))
         } else {
-            // A path that is no UTF-8 can still be given as a separate argument.
+            // A path that is not UTF-8 can still be given as a separate argument.
             let text = arg.to_str().and_then(|arg| arg.split_once('=')).filter(|(name, _)| NAMES.contains(name));
             let Some((_, value)) = text else { continue };
             Some(value.into())

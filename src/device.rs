@@ -1,12 +1,13 @@
-//! Where a rank computes when its program does not say.
+//! The device on which a rank computes if its program does not choose one.
 
 use crate::error::Result;
 use candle_core::Device;
 
-/// The CPU; with feature `cuda` the GPU of the local rank's number. More ranks than GPUs share them in turn.
+/// Returns the CPU; with feature `cuda`, the GPU whose number is the local rank. If there are more ranks than GPUs,
+/// ranks share GPUs round-robin.
 ///
 /// # Errors
-/// No GPU answers; a rank's environment that cannot be read.
+/// No GPU is available, or a rank's environment cannot be parsed.
 #[cfg(feature = "cuda")]
 pub(crate) fn default() -> Result<Device> {
     use crate::comm::RankEnv;
@@ -17,11 +18,11 @@ pub(crate) fn default() -> Result<Device> {
     if local_rank == 0 && (1..ranks).contains(&gpus) {
         crate::notice::say(&format!("{ranks} ranks share {}", crate::util::counted(gpus, "GPU")));
     }
-    // Without any, number 0 leads to the driver's own error.
+    // Without any GPU, number 0 produces the driver's own error.
     Ok(Device::new_cuda(local_rank % gpus.max(1))?)
 }
 
-/// The CPU; with feature `cuda` the GPU of the local rank's number.
+/// Returns the CPU; with feature `cuda`, the GPU whose number is the local rank.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn default() -> Result<Device> {
     Ok(Device::Cpu)

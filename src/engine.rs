@@ -1,13 +1,13 @@
-//! One training step, in order: initialize, forward, backward, step.
+//! The engine. One training step, in order: initialize, forward, backward, step.
 //!
 //! ```text
 //!   initialize   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states
 //!   forward      [gather -> unit -> release] ...
-//!   backward     loss x scale / accumulation -> [gather -> unit -> gradients arrive -> reduce] ...
+//!   backward     loss x scale / accumulation -> [gather -> unit -> capture gradients -> reduce] ...
 //!   step         at the accumulation boundary: vote -> scaler -> clip -> update -> publish -> schedule
 //! ```
 //!
-//! The engine owns no arithmetic: each word is a module of its own.
+//! The engine contains no arithmetic: each word above has its own module.
 
 mod accumulation;
 mod builder;
@@ -54,7 +54,7 @@ use reporter::EngineReporter;
 use std::sync::Arc;
 use step_clock::{MicroStepCall, StepClock};
 
-/// Wraps a model and trains it under ZeRO.
+/// Wraps a model and trains it with ZeRO.
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -80,7 +80,7 @@ use step_clock::{MicroStepCall, StepClock};
 /// ```
 pub struct Engine<M> {
     model: M,
-    /// What evaluations run instead, if it was built.
+    /// The instance that evaluations run instead of `model`, if one was built.
     for_eval: Option<M>,
     config: Config,
     core: Arc<RankCore>,
@@ -92,61 +92,61 @@ pub struct Engine<M> {
     check: GradientChecker,
     global_steps: u64,
     micro_steps: u64,
-    /// Of what is drawn in forwards.
+    /// The seed of the random numbers drawn in forward.
     seed: u64,
     accumulation: AccumulationProgress,
-    /// Forwards of this micro step.
+    /// The number of forwards in this micro step.
     forwards: u64,
     skipped_steps: u64,
-    /// Updates that the optimizer's states have seen.
+    /// The number of updates that the optimizer states have seen.
     optimizer_steps: u64,
-    /// Samples of all ranks.
+    /// The number of samples that all ranks together have processed.
     global_samples: u64,
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: StepClock,
     reporter: EngineReporter,
-    /// A checkpoint that is being written.
+    /// The checkpoint that is being written.
     saving: Option<SaveJob>,
-    /// A checkpoint that an object store is getting.
+    /// The checkpoint that is being uploaded to an object store.
     upload: Option<CheckpointUpload>,
     /// The checkpoint that was saved or loaded last.
     last_checkpoint: Option<LastCheckpoint>,
-    /// Where this job saves.
+    /// The folders that this job saves into.
     locked_folders: LockedFolders,
-    /// The reason for a failure, until it has been reported.
+    /// The error of a failed background save, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.
     stopped: Option<String>,
-    /// The last field: what the others do while they are dropped is recorded too.
+    /// Must be the last field: it also records what happens while the other fields are dropped.
     recorder: Option<TimelineRecorder>,
 }
 
-/// Where in a micro step the engine is.
+/// The position of the engine within a micro step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum MicroStepPhase {
     /// Before forward.
     Ready,
-    /// A loss exists.
+    /// After forward: a loss exists.
     Forwarded,
-    /// Its gradients exist.
+    /// After backward: gradients exist.
     Backwarded,
-    /// Its gradients exist on each rank alone: [`no_sync`](Engine::no_sync).
+    /// After a backward inside [`no_sync`](Engine::no_sync): each rank has only its own gradients.
     Held,
 }
 
-/// The accumulation under way.
+/// The progress of the current accumulation.
 #[derive(Debug, Clone, Copy, Default)]
 struct AccumulationProgress {
-    /// Micro steps that it has behind it.
+    /// The number of micro steps completed.
     micro_steps: u64,
-    /// A [`no_sync`](Engine::no_sync) is running.
+    /// Whether a [`no_sync`](Engine::no_sync) is running.
     in_no_sync: bool,
-    /// It has left gradients for the coming backward or step.
+    /// Whether `no_sync` has left gradients for the next backward or step to reduce.
     holds: bool,
 }
 
-/// This rank's losses in the accumulation under way.
+/// This rank's losses in the current accumulation.
 #[derive(Debug, Default)]
 struct AccumulatedLoss {
     sum: f64,
@@ -154,16 +154,18 @@ struct AccumulatedLoss {
 }
 
 impl<M> Engine<M> {
-    /// Runs the model in training: `run` computes the loss (or anything the loss is then made from).
+    /// Runs the model for training. `run` computes the loss, or a tensor that the loss is then computed from.
     ///
-    /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
+    /// Parameters are in memory while `run` runs; at stage 3, a unit's parameters are in memory only while the unit
+    /// runs.
     ///
-    /// `run` is called three times in the first step, at first with weights that are moved a little (`gradient_check`): it
-    /// computes its result from the model and from what is fixed before the call (a batch, a step's number), and takes no new batch.
-    /// What it leaves in variables around it is that of the last call, with the weights as they are.
+    /// In the first step `run` is called three times, the first two times with slightly perturbed weights
+    /// (`gradient_check`). It must therefore compute its result from the model and from inputs fixed before the call (a
+    /// batch, a step number), and must not fetch a new batch. Variables that it sets outside keep the values of the
+    /// last call, which has the true weights.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step; the error of `run`; a failed collective.
     pub fn forward(&mut self, run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let inside = self.stream_inside();
         let stream = stream_of(RngStreamKey {
@@ -185,17 +187,16 @@ impl<M> Engine<M> {
         Ok(output)
     }
 
-    /// Runs `run` with `torch_autocast`'s products.
+    /// Runs `run` with `torch_autocast`'s matrix products.
     fn cast<T>(&self, run: impl FnOnce() -> T) -> T {
         autocast(self.config.autocast, run)
     }
 
     /// Runs the model without a graph and without counting anything. Collective at stage 3.
     ///
-    /// This library's layers keep nothing for a backward. Of its own operations on parameters Candle does, to the end of
-    /// the unit that they are in, and outside of units to the end of `run`;
-    /// [`build_for_eval`](Self::build_for_eval) spares that memory too. Nothing is dropped by
-    /// [`nn::Dropout`](crate::nn::Dropout).
+    /// This library's layers keep no activations. Candle's own operations on parameters keep them until the end of the
+    /// enclosing unit, or outside of units until the end of `run`; [`build_for_eval`](Self::build_for_eval) avoids that
+    /// too. [`nn::Dropout`](crate::nn::Dropout) drops nothing.
     ///
     /// # Errors
     /// The error of `run`; a failed collective.
@@ -207,15 +208,17 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
-    /// Gradients are reduced over ranks while this runs.
+    /// Differentiates `loss`, which must have one element, after multiplying it by the loss scale and dividing it by
+    /// the accumulation steps. Gradients are reduced over ranks meanwhile.
     ///
-    /// Gradients of the model's parameters count here alone. Candle's own `loss.backward()`, and the backward of
-    /// another engine whose loss passes through this model (a GAN's generator), leave the engine as it is and give the
-    /// gradients of inputs (`Var`s) as ever. At stage 3 they gather parameters: all ranks run them, in the same order.
+    /// Only this call accumulates gradients of the model's parameters. Candle's own `loss.backward()`, and the backward
+    /// of another engine whose loss passes through this model (a GAN's generator), leave this engine unchanged and
+    /// return the gradients of inputs (`Var`s) as usual. At stage 3 they gather parameters: all ranks must run them, in
+    /// the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a preceding forward; [`EngineError::NonFiniteLoss`] in f32; a failed
+    /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[MicroStepPhase::Forwarded])?;
         self.check_loss(loss)?;
@@ -235,15 +238,15 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Ends a micro step; at the accumulation boundary, updates the weights.
+    /// Ends a micro step and, at the accumulation boundary, updates the weights.
     ///
-    /// With a non-finite gradient the weights stay as they are and the step counts as skipped (fp16; bf16 with
-    /// `check_grad_overflow`).
+    /// If a gradient is not finite, the weights stay unchanged and the step counts as skipped (in fp16, and in bf16
+    /// with `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. What a save in the background could not do: then the
-    /// step has been made, and the engine can go on.
+    /// [`EngineError::OutOfOrder`] without a preceding backward; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. Also
+    /// the error of a failed background save: in that case the step has been made, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
         if self.accumulation.in_no_sync {
@@ -267,14 +270,14 @@ impl<M> Engine<M> {
         self.failed_save.take().map_or(Ok(()), Err)
     }
 
-    /// Vote, scaler, clip, update, publish.
+    /// Runs the optimizer step: vote, scaler, clip, update, publish.
     fn optimizer_step(&mut self) -> Result<()> {
         self.core.look_for_writes()?;
         self.core.reduce_unreduced()?;
         self.core.settle()?;
         let vote = self.vote()?;
         self.judge_gradients(vote.has_overflow())?;
-        // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
+        // Gradients are unscaled with the scale that they were computed with, before the scale changes.
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });
         let applies = self.judge(&vote)?;
@@ -291,7 +294,7 @@ impl<M> Engine<M> {
         self.core.end_step(weights_changed)
     }
 
-    /// An error for a call that does not belong at this place of a micro step.
+    /// Returns an error if `call` is not allowed at this point of a micro step.
     fn check_order(&self, call: &'static str, belongs: &[MicroStepPhase]) -> Result<()> {
         self.not_stopped()?;
         if belongs.contains(&self.phase) {
@@ -306,7 +309,7 @@ impl<M> Engine<M> {
         Err(EngineError::OutOfOrder { call, when }.into())
     }
 
-    /// An error for a loss that cannot be differentiated, or not here.
+    /// Returns an error if there is no optimizer, or if `loss` does not have exactly one element.
     fn check_loss(&self, loss: &Tensor) -> Result<()> {
         if !self.trainer.can_train() {
             return Err(OptimError::NoOptimizer.into());
@@ -317,7 +320,7 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// The loss times the loss scale, divided by the accumulation steps. Its value is noted.
+    /// Returns the loss times the loss scale, divided by the accumulation steps, and records its value.
     fn scaled(&mut self, loss: &Tensor) -> Result<Tensor> {
         let value = loss.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
         if !value.is_finite() && self.config.precision == Precision::F32 {
@@ -331,7 +334,7 @@ impl<M> Engine<M> {
         Ok(if factor == 1.0 { loss.clone() } else { loss.to_dtype(DType::F32)?.affine(factor, 0.0)? })
     }
 
-    /// Collective: norm of the gradients, overflow and mean loss over all ranks.
+    /// Collective: returns the gradient norm, the overflow flag and the mean loss over all ranks.
     fn vote(&mut self) -> Result<Vote> {
         let AccumulatedLoss { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
@@ -339,7 +342,7 @@ impl<M> Engine<M> {
         Ok(vote)
     }
 
-    /// Whether the weights change by these gradients. The scaler learns of it.
+    /// Returns whether the weights are updated with these gradients, and updates the scaler.
     fn judge(&mut self, vote: &Vote) -> Result<bool> {
         let overflow = vote.has_overflow();
         let applies = match self.config.precision {
@@ -349,7 +352,7 @@ impl<M> Engine<M> {
         };
         let applies = applies.and_then(|applies| self.scaler.update(overflow).map(|()| applies));
         if !matches!(applies, Ok(false)) {
-            // The state that is being saved changes now, or the engine stops.
+            // From here the state that is being saved changes, or the engine stops.
             self.end_saving()?;
         }
         applies
@@ -364,7 +367,8 @@ impl<M> Engine<M> {
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
-    /// Updates the weights by the gradients times `multiplier`, and publishes them. Gives whether they have changed by now.
+    /// Updates the weights by the gradients times `multiplier`, and publishes them. Returns whether they have already
+    /// changed.
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;
@@ -373,8 +377,8 @@ impl<M> Engine<M> {
         Ok(weights_changed)
     }
 
-    /// Rank 0 says that a step was skipped whose gradients had the loss scale `scale`: at each of the first ones, then
-    /// ever more rarely.
+    /// Reports on rank 0 that a step with loss scale `scale` was skipped: each of the first skipped steps, then
+    /// increasingly rarely.
     fn report_overflow(&self, scale: f64) {
         const FIRST: u64 = 10;
         let skipped = self.skipped_steps;
@@ -396,12 +400,12 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// Whether the job is asked to end: whether a rank has got SIGTERM or SIGINT. From the first call on these signals
-    /// do not end the process by themselves, so a loop that asks once per step can save a checkpoint and end in good
-    /// order. Collective, so that all ranks end after the same step.
+    /// Returns whether the job was asked to end: whether any rank has received SIGTERM or SIGINT. From the first call
+    /// on, these signals no longer end the process, so that a loop that calls this once per step can save a checkpoint
+    /// and exit cleanly. Collective, so that all ranks end after the same step.
     ///
-    /// Without `zerorun` a second such signal ends the process. `zerorun` kills its ranks at a second one, or when the
-    /// time of `--grace` is over.
+    /// Without `zerorun`, a second such signal ends the process. `zerorun` kills its ranks on a second signal, or after
+    /// the `--grace` period.
     ///
     /// ```no_run
     /// # fn run(engine: &mut candle_zero::Engine<candle_nn::Linear>) -> candle_zero::Result<()> {
@@ -417,9 +421,9 @@ impl<M> Engine<M> {
     /// ```
     ///
     /// # Errors
-    /// Signals cannot be listened to; a failed collective.
+    /// The signal handlers cannot be installed; a failed collective.
     pub fn stop_requested(&self) -> Result<bool> {
-        // All ranks vote, also where one of them cannot listen.
+        // All ranks vote, even if one of them cannot listen.
         let own = asked_to_stop();
         let vote = *own.as_ref().unwrap_or(&false);
         let any = self.any_rank(vote)?;
@@ -427,7 +431,7 @@ impl<M> Engine<M> {
         Ok(any)
     }
 
-    /// Collective: the `values` of every rank, in rank order.
+    /// Collective: returns the `values` of every rank, in rank order.
     ///
     /// # Errors
     /// A failed collective.
@@ -436,8 +440,8 @@ impl<M> Engine<M> {
         self.core.comm().gather_f64(values.to_vec()).wait()
     }
 
-    /// Collective: all ranks have the same buffers afterwards, by the rule of
-    /// [`EngineBuilder::buffer_sync`]; without a rule, rank 0's. For an evaluation that is to give the same on all ranks.
+    /// Collective: makes all ranks' buffers equal, by the rule of [`EngineBuilder::buffer_sync`]; without a rule, all
+    /// ranks get rank 0's. Call it before an evaluation that must give the same result on all ranks.
     ///
     /// # Errors
     /// [`ParamError::BufferChanged`](crate::error::ParamError::BufferChanged); a failed collective.
@@ -445,7 +449,8 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.agree_on_buffers())
     }
 
-    /// Runs `call`; after an error that leaves this rank out of step, it tells the others and refuses to go on.
+    /// Runs `call`. After an error that leaves this rank out of step, notifies the other ranks and refuses further
+    /// calls.
     fn attempt<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         self.not_stopped()?;
         let _here = timeline::enter(self.recorder.as_ref());
@@ -463,8 +468,8 @@ impl<M> Engine<M> {
         })
     }
 
-    /// [`attempt`](Self::attempt) of what all ranks do with the state of the model: an update that is delayed ends before, unless a
-    /// backward will need the weights without it.
+    /// Runs a `call` on the model's state with [`attempt`](Self::attempt), after finishing a delayed update, unless a
+    /// backward still needs the weights from before the update.
     fn settled<T, E: Into<CollectiveFailure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         if self.phase != MicroStepPhase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
@@ -482,10 +487,10 @@ impl<M> Engine<M> {
 }
 
 impl<M> Drop for Engine<M> {
-    /// Ends a save in the background, and what an object store gets of it, as long as the ranks are in step; and an update that is
-    /// delayed, which nobody will see.
+    /// Finishes a background save and its upload if the ranks are in step, and abandons a delayed update, which no one
+    /// will see.
     fn drop(&mut self) {
-        // A GPU that answers no more has nothing under way.
+        // A GPU that no longer responds has no work in flight.
         let _ = self.core.follow_thread();
         self.core.give_up_update();
         if self.stopped.is_none() && !std::thread::panicking() {

@@ -1,9 +1,9 @@
-//! The error type of the library. Each module has a small enum of its own beside the code that raises it; [`Error`]
-//! joins them.
+//! The error type of the library. Each module has its own enum, next to the code that returns it; [`Error`] combines
+//! them.
 //!
 //! Every message says what was found, what is allowed and how to fix it, without a full stop at its end.
 //!
-//! A caller matches on the kind that matters to it:
+//! A caller matches only on the variants that it handles:
 //!
 //! ```
 //! use candle_zero::error::{EngineError, Error};
@@ -30,10 +30,10 @@ pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
 use std::path::PathBuf;
 
-/// Result with [`Error`].
+/// A result with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that a user can meet. Broken invariants are assertions, not values of this type.
+/// Every error that a user can see. Broken invariants are assertions, not values of this type.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -44,28 +44,28 @@ pub enum Error {
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// A place that something is to be written to.
+    /// An output path.
     #[error(transparent)]
     Output(#[from] OutputError),
     /// Candle refused an operation.
     #[error(transparent)]
     Candle(candle_core::Error),
-    /// A collective failed, or the memory that carries it.
+    /// A collective, or the memory that it uses.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The environment does not tell this process its rank.
+    /// The environment does not describe this process's rank correctly.
     #[error(transparent)]
     RankEnv(#[from] RankEnvError),
     /// A configuration that cannot be read or used.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A parameter that the model asks for, or the file that it begins with.
+    /// A parameter that the model asks for, or the file with its initial values.
     #[error(transparent)]
     Param(#[from] ParamError),
-    /// An optimizer, a parameter group or a schedule.
+    /// An optimizer, a param group or a schedule.
     #[error(transparent)]
     Optim(#[from] OptimError),
     /// Offloading to files.
@@ -80,10 +80,10 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// An estimate, of several hosts.
+    /// An estimate for several hosts.
     #[error(transparent)]
     Estimate(#[from] EstimateError),
-    /// The kernels cannot run as the environment says.
+    /// Kernels that cannot run as the environment requires.
     #[error(transparent)]
     Kernel(#[from] KernelError),
     /// A checkpoint, of this library or of DeepSpeed.
@@ -95,8 +95,8 @@ pub enum Error {
     /// A monitor or the timeline.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
-    /// An error of a package or program that builds on this one, such as a communicator or initial values of its own:
-    /// [`Error::other`] makes one, [`Error::downcast_ref`] finds its type again.
+    /// An error of a package or program that builds on this one, such as that of a custom communicator or custom
+    /// initial values. [`Error::other`] creates it, and [`Error::downcast_ref`] returns the original error.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -107,10 +107,10 @@ impl Error {
         Self::Other(error.into())
     }
 
-    /// The error that [`Error::other`] wrapped, if it is an `E`; else this error.
+    /// Returns the error that [`Error::other`] wrapped, if it is an `E`.
     ///
     /// # Errors
-    /// This error, if it is another one.
+    /// Returns this error unchanged if it does not wrap an `E`.
     pub fn downcast<E: std::error::Error + 'static>(self) -> Result<E> {
         match self {
             Self::Other(error) => error.downcast().map(|error| *error).map_err(Self::Other),
@@ -118,7 +118,7 @@ impl Error {
         }
     }
 
-    /// The error that [`Error::other`] wrapped, if it is an `E`.
+    /// Returns the error that [`Error::other`] wrapped, if it is an `E`.
     pub fn downcast_ref<E: std::error::Error + 'static>(&self) -> Option<&E> {
         match self {
             Self::Other(error) => error.downcast_ref(),
@@ -127,13 +127,14 @@ impl Error {
     }
 }
 
-/// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.
+/// Returns whether a line is the first frame of a backtrace. Candle appends one to its messages if RUST_BACKTRACE is
+/// set.
 #[doc(hidden)]
 pub fn begins_backtrace(line: &str) -> bool {
     line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))
 }
 
-/// A message without the backtrace that may follow it.
+/// Returns a message without the backtrace that may follow it.
 #[doc(hidden)]
 pub fn without_backtrace(message: &str) -> String {
     let lines: Vec<&str> = message.lines().take_while(|line| !begins_backtrace(line)).collect();
@@ -145,7 +146,7 @@ pub fn without_backtrace(message: &str) -> String {
 mod tests {
     use std::path::{Path, PathBuf};
 
-    /// Every `error.rs` of `folder` and below.
+    /// Returns every `error.rs` in `folder` and below.
     fn files_of_errors(folder: &Path) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         let found = entries.flat_map(|path| match path.is_dir() {
@@ -155,7 +156,7 @@ mod tests {
         found.filter(|path| path.ends_with("error.rs")).collect()
     }
 
-    /// The texts between the quotes of `#[error("...")]`.
+    /// Returns the texts between the quotes of `#[error("...")]`.
     fn messages(source: &str) -> Vec<&str> {
         let attributes = source.split("\n    #[error(").skip(1);
         let quoted = attributes.filter_map(|rest| rest.trim_start().strip_prefix('"'));
@@ -173,7 +174,7 @@ mod tests {
         assert!(messages.len() > 70, "{}", messages.len());
         let wrong: Vec<_> = messages.iter().filter(|text| text.ends_with('.') || text.contains(". ")).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
-        // Where a line goes on in the next one, a backslash stands at its end.
+        // A line that continues on the next one must end with a backslash.
         let has_gap = |line: &&str| line.trim_start().contains("  ");
         let gaps: Vec<_> = messages.iter().flat_map(|text| text.lines()).filter(has_gap).collect();
         assert!(gaps.is_empty(), "{gaps:?}");

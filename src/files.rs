@@ -1,5 +1,5 @@
-//! Files that appear under their names whole: written beside, synced, renamed, their folder synced; and files that are
-//! read, whatever stands under their names.
+//! Helpers for files: atomic writes (a temporary file next to the target is written, synced and renamed, and the folder
+//! is synced), and reads that refuse anything that is not a regular file.
 
 mod atomic_folder;
 pub(crate) mod error;
@@ -26,19 +26,19 @@ use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt, MetadataExt as _, OpenO
 use std::path::Path;
 use tempfile::NamedTempFile;
 
-/// The folder that `path` is in.
+/// Returns the folder that contains `path`.
 pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A new file in `folder` whose name begins with `prefix`, removed when it is dropped. It is readable for whom the
-/// umask allows, as any new file: tempfile's default is the owner alone.
+/// Creates a new file in `folder` whose name begins with `prefix`; it is removed when dropped. Its permissions follow
+/// the umask, like those of any new file, whereas tempfile's default is owner-only.
 pub fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }
 
-/// Writes a file that is there whole or not at all, under a name that begins with `prefix` until it is. Gives the file,
-/// at its end. The folder is not synced.
+/// Writes a file that is either complete or absent: until it is complete, its name begins with `prefix`. Returns the
+/// file, positioned at its end. The folder is not synced.
 pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;
@@ -46,22 +46,23 @@ pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     Ok(file.persist(path)?)
 }
 
-/// Brings the names in a folder to disk.
+/// Syncs the names in a folder to disk.
 pub fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// The file at `path`, which exists, around the page cache, where its file system knows that.
+/// Opens the existing file at `path` with O_DIRECT, if its file system supports it.
 pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
     let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).ok()
 }
 
-/// Opens the file at `path` to read it. What is no file is an error that says what it is: a pipe would be waited for,
-/// and a device may never end.
+/// Opens the file at `path` for reading. Anything that is not a regular file is an error that names its kind: reading a
+/// pipe would block, and a device may never end.
 pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
-    // Looked at first, since to open a device can do something; and again, since it may be another by then.
+    // Checked before opening, because opening a device can have side effects; and again after, because it may have
+    // changed.
     only_a_file(&path.metadata()?)?;
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
@@ -69,7 +70,7 @@ pub fn open(path: impl AsRef<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// All of the file at `path`, which has `most` bytes at most.
+/// Reads the complete file at `path`, which may have at most `most` bytes.
 pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
@@ -79,13 +80,13 @@ pub fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
     }
 }
 
-/// The same, as text.
+/// Reads the complete file as text.
 pub fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Refuses what is at `path`, unless that is nothing, an empty file, or one that begins as `begins` says: an earlier output of the
-/// same kind, `what`.
+/// Returns an error unless there is nothing at `path`, or an empty file, or one that begins with `begins`: an earlier
+/// output of the same kind, `what`.
 pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());
@@ -103,7 +104,8 @@ pub(crate) fn only_earlier(path: &Path, begins: &[u8], what: &str) -> Result<()>
     }
 }
 
-/// Makes the folder `path`, and those above it, for this user alone; one that is there and this user's becomes so too.
+/// Creates the folder `path` and its parents with access only for this user. An existing folder of this user's is
+/// restricted, too.
 pub fn private_folder(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;
@@ -117,7 +119,7 @@ pub fn private_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// Takes the rights of others from a file or folder of this user's. Whose it is not, it stays as it is.
+/// Removes other users' permissions from a file or folder that this user owns. Anything else stays unchanged.
 pub fn tighten(path: &Path) {
     let me = rustix::process::geteuid().as_raw();
     if let Ok(found) = path.symlink_metadata()
@@ -129,7 +131,7 @@ pub fn tighten(path: &Path) {
     }
 }
 
-/// An error for what is no file, in words.
+/// Returns an error that describes anything that is not a regular file.
 pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
     let what = match () {

@@ -1,33 +1,69 @@
-//! ZeRO (Zero Redundancy Optimizer, arXiv 1910.02054) for Candle: training with optimizer states, gradients and
-//! parameters partitioned over ranks, driven by a DeepSpeed JSON configuration.
+//! ZeRO (Zero Redundancy Optimizer, arXiv 1910.02054) for Candle: trains models whose optimizer states, gradients and
+//! parameters are sharded over ranks, configured by DeepSpeed's JSON file.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use candle_nn::Module;
+//! use candle_zero::Engine;
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let config = r#"{ "train_batch_size": 8,
+//!                       "optimizer": { "type": "AdamW", "params": { "lr": 1e-2 } },
+//!                       "zero_optimization": { "stage": 3 } }"#; // or the path of a file
+//!     let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+//!     let x = Tensor::arange(0f32, 32f32, &Device::Cpu)?.reshape((8, 4))?;
+//!     for _ in 0..10 {
+//!         let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+//!         engine.backward(&loss)?;
+//!         engine.step()?;
+//!     }
+//!     engine.export_safetensors(std::env::temp_dir().join("candle-zero-linear.safetensors"))?;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! A model is any type that is built from a `candle_nn::VarBuilder`. Started directly, this program is rank 0 of 1.
+//! `zerorun`, `mpirun` or `srun` start it on several ranks. [`Engine`] is the entry point of the library.
+//!
+//! # Features
+//!
+//! All features are off by default.
+//!
+//! - `cli`: `cli::DsArgs`, the DeepSpeed arguments of a training script as a clap struct, and progress bars.
+//! - `cuda`: training on NVIDIA GPUs through Candle's CUDA backend. The engine's own operations have CUDA kernels;
+//!   collectives go through NCCL or host memory. So far it has run only on a mock, never on a GPU.
+//! - `s3`: checkpoints in an object store: S3, and services that speak its protocol.
 //!
 //! # Vocabulary
 //!
-//! | word | meaning |
-//! |---|---|
-//! | rank, world size | one of the processes (or threads) that train together; their number |
-//! | stage | what is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3) |
-//! | shard | the part of one parameter that one rank owns, padded to equal length |
-//! | share | all that one rank owns: its shards, in sub-groups |
-//! | sub-group | a run of shards that the optimizer works through as one piece |
-//! | unit | parameters that are gathered and released together; one transformer block |
-//! | whole, absent | a parameter's tensor holds all of it, or nothing |
-//! | gather, release | make a parameter whole; make it absent again |
-//! | bucket | gradients that are reduced together |
-//! | publish | bring updated shards to all ranks (stages 1 and 2) |
-//! | master weights | f32 weights behind 16-bit parameters |
-//! | micro step | one forward and backward; `gradient_accumulation_steps` of them make an optimizer step |
-//! | Psi, N | number of parameters, number of ranks |
+//! | term | meaning | elsewhere |
+//! | --- | --- | --- |
+//! | rank, world size | one of the processes (or threads) that train together; the number of ranks | the same |
+//! | Psi, N | the number of parameters; the number of ranks | the ZeRO paper |
+//! | stage | the sharded part: nothing (0), optimizer states (1), also gradients (2), also parameters (3) | the same |
+//! | unit | parameters that are gathered and released together, such as a transformer block | FSDP unit |
+//! | shard | the part of one parameter that one rank owns; shards are padded to equal length | the same |
+//! | share | everything that one rank owns: its shards of all parameters | partition (DeepSpeed) |
+//! | sub-group | consecutive shards of a share that the optimizer updates in one piece | the same (DeepSpeed) |
+//! | whole, absent | a parameter's residency: its tensor holds all elements, or none | unsharded, sharded (FSDP2) |
+//! | gather, release | make a parameter whole; make it absent again | unshard, reshard (FSDP2) |
+//! | bucket | gradients that are reduced together | the same |
+//! | master weights | the f32 weights behind 16-bit parameters | the same |
+//! | micro step | a forward and a backward; `gradient_accumulation_steps` of them form an optimizer step | the same |
+//! | vote | the collective before an update: gradient norm, overflow and mean loss over all ranks | no common term |
+//! | publish | bring updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
+//! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |
+//! | rehearsal | a step that allocates and transfers nothing and only counts, for [`estimate`] | dry run |
 //!
-//! # The way of the data
+//! # Data flow
 //!
 //! ```text
 //! parameter   init -> share -> [gather -> unit forward -> release] -> [gather -> unit backward -> release]
-//! gradient    capture -> bucket -> reduce on the comm thread -> this rank's share
+//! gradient    capture -> bucket -> reduce on the communication thread -> this rank's share
 //! step        vote (overflow, norm) -> clip -> update, sub-group by sub-group -> publish
 //! ```
 //!
-//! [`Engine`] tells this story; the modules below are its words. Begin with the README and `engine.rs`.
+//! To read the sources, begin with `src/engine.rs`. `docs/architecture.md` follows these lines through the files.
 #![deny(missing_docs)]
 
 #[cfg(not(target_os = "linux"))]
@@ -81,19 +117,19 @@ pub use config::Config;
 pub use engine::{Engine, EngineBuilder, GradientReport, GradientRow, GradientVerdict};
 pub use error::{Error, Result};
 pub use profiler::StepTimings;
-/// The crate whose `Value` and `json!` stand in calls of this one: for programs that do not name it themselves.
+/// The crate of the `Value` type in this library's API, re-exported for programs that do not depend on it themselves.
 pub use serde_json;
 
-/// The folder that this library was built from: `zerorun` builds scripts against it.
+/// The folder that this library was built from. `zerorun` builds scripts against it.
 #[doc(hidden)]
 pub const CHECKOUT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// README's code, compiled and run as a doc test.
+/// Compiles and runs README's code as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The code of docs/frozen.md, likewise.
+/// Compiles and runs the code of docs/frozen.md as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/frozen.md")]
 struct FrozenPage;

@@ -1,7 +1,7 @@
-//! The ledger of model-state memory: every allocation is held in it by kind, from allocation to release.
+//! The ledger of model-state memory: it has an entry for every allocation, by kind, from allocation to release.
 //!
-//! The ledger counts what is allocated (capacities of buffers), not what arithmetic says should be. The report puts
-//! both side by side.
+//! The ledger counts allocated memory (capacities of buffers), not theoretical sizes. The report shows both side by
+//! side.
 
 use crate::layout::{ShardMesh, ZeroStage};
 use crate::precision::{ElementBuffer, Flat, FlatMut};
@@ -17,51 +17,51 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryKind {
-    /// Parameters in the model's dtype: whole at stages 0 to 2, this rank's shares at stage 3.
+    /// Parameters in the model's dtype: in full at stages 0 to 2, this rank's shares at stage 3.
     Parameters,
     /// Gradients between their backward and the optimizer step.
     Gradients,
     /// f32 weights behind 16-bit parameters.
     MasterWeights,
-    /// The optimizer's states.
+    /// The optimizer states.
     Moments,
     /// Small parameters that stay gathered at stage 3 (`stage3_param_persistence_threshold`).
     Persistent,
-    /// Parameters gathered for use at stage 3, and gathers under way.
+    /// Parameters gathered for use at stage 3, and pending gathers.
     Gathered,
     /// This rank's part of its group's second copy of gathered parameters (`zero_hpz_partition_size`).
     SecondCopy,
-    /// Gradients on their way through a reduction, and updated weights on their way through a gather.
+    /// Gradients that are being reduced, and updated weights that are being gathered.
     Buckets,
-    /// Windows of the optimizer step, between files and the update, copies that direct access to files needs, and the windows
-    /// through which copies between a GPU and the host pass.
+    /// Windows of the optimizer step between files and the update, copies that direct file access needs, and the
+    /// windows of copies between a GPU and the host.
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
-    /// Values of parameters that are moved for a forward of a check of gradients, until they are put back.
+    /// The original values of parameters that are moved for a forward of a check of gradients.
     GradientCheck,
-    /// Tensors of the model that are no parameters (running statistics, position ids), whole on every rank.
+    /// Tensors of the model that are not parameters (running statistics, position ids), in full on every rank.
     Buffers,
 }
 
-/// Where a piece of model-state memory is.
+/// The location of a piece of model-state memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryTier {
-    /// Memory of the GPU that the model computes on.
+    /// The memory of the GPU that computes the model.
     Device,
-    /// Memory of the host.
+    /// The host's memory.
     Host,
     /// Page-locked memory of the host, through which copies between it and the GPU pass.
     Pinned,
     /// Space reserved in files.
     File,
-    /// The part of files that is mapped into memory at the moment.
+    /// The part of files that is currently mapped into memory.
     Mapped,
 }
 
 impl MemoryKind {
-    /// Name as in reports.
+    /// Returns the name used in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -80,12 +80,12 @@ impl MemoryKind {
     }
 }
 
-/// Bytes of one kind.
+/// The bytes of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct HeldBytes {
-    /// Held now.
+    /// The bytes held now.
     pub held: usize,
-    /// Most held at any time.
+    /// The maximum bytes held at any time.
     pub peak: usize,
 }
 
@@ -96,11 +96,11 @@ pub(crate) struct Ledger(Arc<Mutex<LedgerEntries>>);
 #[derive(Debug, Default)]
 struct LedgerEntries {
     tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
-    /// Device and host together, page-locked or not: their peaks need not be at the same time.
+    /// Device and host together, including page-locked memory: their peaks need not coincide.
     memory: BTreeMap<MemoryKind, HeldBytes>,
 }
 
-/// One allocation in the ledger; dropped together with the memory that it stands for.
+/// One allocation in the ledger. It is dropped together with the memory that it stands for.
 #[derive(Debug)]
 pub(crate) struct LedgerEntry {
     ledger: Ledger,
@@ -123,17 +123,17 @@ impl Ledger {
         LedgerEntry { ledger: self.clone(), tier, kind, bytes }
     }
 
-    /// Held and peak bytes of `kind` in memory, device and host together, page-locked or not.
+    /// Returns the held and peak bytes of `kind` in memory: device and host together, including page-locked memory.
     pub fn bytes(&self, kind: MemoryKind) -> HeldBytes {
         self.lock().memory.get(&kind).copied().unwrap_or_default()
     }
 
-    /// Held and peak bytes of `kind` in `tier`.
+    /// Returns the held and peak bytes of `kind` in `tier`.
     pub fn bytes_in(&self, tier: MemoryTier, kind: MemoryKind) -> HeldBytes {
         self.lock().tiers.get(&(kind, tier)).copied().unwrap_or_default()
     }
 
-    /// The kinds of which `tier` holds something, with their bytes.
+    /// Returns the kinds that occupy bytes in `tier`, with these bytes.
     pub fn held_in(&self, tier: MemoryTier) -> Vec<(MemoryKind, usize)> {
         let entries = self.lock();
         let here = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
@@ -161,24 +161,24 @@ impl HeldBytes {
 }
 
 impl MemoryTier {
-    /// Where tensors of `device` are.
+    /// Returns the tier of tensors of `device`.
     pub fn of(device: &Device) -> Self {
         if device.is_cpu() { Self::Host } else { Self::Device }
     }
 
-    /// Where buffers of a place are.
+    /// Returns the tier of buffers in a place.
     pub(crate) fn at<B: ElementBuffer>(place: &B::Place) -> Self {
         if B::is_device(place) { Self::Device } else { Self::Host }
     }
 }
 
 impl LedgerEntry {
-    /// Its bytes.
+    /// Returns the bytes of the allocation.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The allocation has now `bytes` bytes.
+    /// Records that the allocation now has `bytes` bytes.
     pub fn resize(&mut self, bytes: usize) {
         self.ledger.change(self.tier, self.kind, self.bytes, bytes);
         self.bytes = bytes;
@@ -191,55 +191,55 @@ impl Drop for LedgerEntry {
     }
 }
 
-/// One line of the report: what is held of a kind beside what the ZeRO formula says.
+/// One line of the report: the bytes held of a kind, next to the bytes by the ZeRO formula.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryRow {
-    /// Its purpose.
+    /// The purpose of the memory.
     pub kind: MemoryKind,
-    /// Bytes in memory now, and at most: device and host together, page-locked or not.
+    /// The bytes in memory now, and the maximum: device and host together, including page-locked memory.
     #[serde(flatten)]
     pub bytes: HeldBytes,
-    /// Bytes in the memory of the GPU.
+    /// The bytes in the GPU's memory.
     pub device: HeldBytes,
-    /// Bytes in the host's memory, without `pinned`.
+    /// The bytes in the host's memory, without `pinned`.
     pub host: HeldBytes,
-    /// Bytes in page-locked memory of the host.
+    /// The bytes in page-locked memory of the host.
     pub pinned: HeldBytes,
-    /// Bytes reserved in files.
+    /// The bytes reserved in files.
     pub file: HeldBytes,
-    /// Bytes of files that are mapped into memory, besides `bytes`.
+    /// The bytes of files that are mapped into memory, in addition to `bytes`.
     pub mapped: HeldBytes,
-    /// Bytes by the formula (ZeRO, arXiv 1910.02054, section 5), where it says something: memory and files together.
+    /// The bytes by the formula (ZeRO, arXiv 1910.02054, section 5), if it covers this kind: memory and files together.
     pub formula: Option<f64>,
-    /// Bytes of padding in the shards, the difference between the formula and what is allocated.
+    /// The bytes of padding in the shards, the difference between the formula and the allocated bytes.
     pub padding: f64,
 }
 
-/// Model-state memory of one rank.
+/// The model-state memory of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryReport {
     /// `zero_optimization.stage`.
     pub stage: u8,
-    /// Number of ranks.
+    /// The number of ranks.
     pub world_size: usize,
-    /// Ranks that hold the same shard: more than 1 with `mics_shard_size`.
+    /// The number of ranks that hold the same shard: more than 1 with `mics_shard_size`.
     pub copies: usize,
-    /// Elements of the whole model (Psi), frozen ones included.
+    /// The number of elements of the entire model (Psi), including frozen ones.
     pub parameters: usize,
-    /// Elements of frozen parameters, of which there are weights alone.
+    /// The number of elements of frozen parameters, which have only weights.
     pub frozen: usize,
     /// One row per kind.
     pub rows: Vec<MemoryRow>,
 }
 
-/// Bytes of one kind of state: of the whole model, and of this rank's part of it where it is sharded, padding included.
+/// The bytes of one kind of state: of the entire model, and of this rank's part if it is sharded, including padding.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StateBytes {
     pub whole: usize,
     pub own: usize,
 }
 
-/// Bytes of each kind of state, from which the formula is made.
+/// The bytes of each kind of state, from which the formula is computed.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ModelBytes {
     pub params: StateBytes,
@@ -249,7 +249,7 @@ pub(crate) struct ModelBytes {
 }
 
 impl MemoryReport {
-    /// Puts the ledger beside the formula.
+    /// Compares the ledger with the formula.
     pub(crate) fn new(
         ledger: &Ledger,
         stage: ZeroStage,
@@ -292,12 +292,12 @@ impl MemoryReport {
         Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
     }
 
-    /// The row of `kind`.
+    /// Returns the row of `kind`.
     pub fn row(&self, kind: MemoryKind) -> &MemoryRow {
         self.rows.iter().find(|r| r.kind == kind).expect("a report has a row of every kind")
     }
 
-    /// Peak bytes of the kinds that the formula speaks of.
+    /// Returns the peak bytes of the kinds that the formula covers.
     pub fn model_state_peak(&self) -> usize {
         self.rows.iter().filter(|r| r.formula.is_some()).map(|r| r.bytes.peak).sum()
     }
@@ -340,20 +340,20 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         Self { flat, held }
     }
 
-    /// Lets `grow` change the buffer's size, and accounts for it.
+    /// Calls `grow` to change the buffer's size, and accounts for it.
     ///
     /// # Errors
-    /// That of `grow`.
+    /// The error of `grow`.
     pub fn resize<E>(&mut self, grow: impl FnOnce(&mut B) -> Result<(), E>) -> Result<(), E> {
         let grown = grow(&mut self.flat);
         self.held.resize(self.flat.capacity_in_bytes());
         grown
     }
 
-    /// The same in a GPU's memory, or on the host. Where it has to move, it lies in both for a moment.
+    /// Returns the same buffer in a GPU's memory, or on the host. If it has to move, it is in both for a short time.
     ///
     /// # Errors
-    /// There is no memory.
+    /// An allocation that fails.
     pub fn moved_to(self, ledger: &Ledger, place: &B::Place) -> crate::error::Result<Self> {
         if B::is_device(place) == B::is_device(&self.flat.place()) {
             return Ok(self);
@@ -365,17 +365,17 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
         Ok(moved)
     }
 
-    /// Lets `change` work on the buffer, whose size stays.
+    /// Converts the buffer by `change`, which must keep its size.
     pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<TrackedBuffer<C>, E> {
         Ok(TrackedBuffer { flat: change(self.flat)?, held: self.held })
     }
 
-    /// The same memory as another type of buffer.
+    /// Converts the same memory into another type of buffer.
     pub fn map<C>(self, change: impl FnOnce(B) -> C) -> TrackedBuffer<C> {
         TrackedBuffer { flat: change(self.flat), held: self.held }
     }
 
-    /// The buffer, out of the ledger.
+    /// Removes the buffer from the ledger and returns it.
     pub fn into_buffer(self) -> B {
         self.flat
     }
@@ -390,7 +390,7 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
 }
 
 impl TrackedBuffer {
-    /// The raw bytes, writable.
+    /// Returns the raw bytes, writable.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.flat.as_bytes_mut()
     }

@@ -1,29 +1,29 @@
-//! Messages to the user of a run that continues: warnings, and facts that are worth a line.
+//! Messages to the user of a run that continues: warnings, and noteworthy facts.
 
 use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// How much is said: `log_level`.
+/// The level of messages that are reported: `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything: the level of progress and of the notes on a configuration (default).
+    /// Everything: the level of progress messages and of notes on a configuration (default).
     Info,
-    /// What went wrong while training continues.
+    /// Only problems despite which training continues.
     Warning,
-    /// Nothing: what ends a run is its error.
+    /// Nothing: a run that ends reports its error.
     Error,
-    /// As `Error`.
+    /// The same as `Error`.
     Critical,
 }
 
-/// The least level that is said in this process.
+/// The minimum level that is reported in this process.
 static LEAST: AtomicU8 = AtomicU8::new(LogLevel::Info as u8);
 
-/// Leaves out, in this process from now on, what is below `level`.
+/// Suppresses, in this process from now on, messages below `level`.
 pub(crate) fn say_from(level: LogLevel) {
     LEAST.store(level as u8, Ordering::Relaxed);
 }
@@ -32,7 +32,7 @@ fn is_said(level: LogLevel) -> bool {
     level as u8 >= LEAST.load(Ordering::Relaxed)
 }
 
-/// Reports a fact: through `tracing` where a subscriber listens, else on stderr.
+/// Reports a fact: through `tracing` if a subscriber is set, otherwise on stderr.
 pub fn say(message: &str) {
     if !is_said(LogLevel::Info) {
         return;
@@ -44,7 +44,7 @@ pub fn say(message: &str) {
     }
 }
 
-/// Reports what went wrong while the run continues, as [`say`] does.
+/// Reports a problem despite which the run continues, in the same way as [`say`].
 pub(crate) fn warn(message: &str) {
     if !is_said(LogLevel::Warning) {
         return;
@@ -58,15 +58,15 @@ pub(crate) fn warn(message: &str) {
 
 fn print(message: &str) {
     if is_test_program() {
-        // Only what is printed so can be kept from the screen by a test that passes.
+        // Only output printed this way can be captured by a test that passes.
         eprintln!("[candle-zero] {message}");
         return;
     }
-    // A stream that is closed or full is no reason to stop training.
+    // A closed or full stream must not stop the training.
     _ = writeln!(std::io::stderr(), "[candle-zero] {message}");
 }
 
-/// Whether this program is one of cargo's tests, which lie in a folder of their own.
+/// Returns whether this program is one of cargo's tests, which are in a separate folder.
 fn is_test_program() -> bool {
     static IS_TEST: OnceLock<bool> = OnceLock::new();
     *IS_TEST.get_or_init(|| {

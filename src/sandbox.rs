@@ -1,11 +1,12 @@
-//! Work of other crates on files of strangers, within bounds: its panics are errors and are not printed, and what takes too
-//! long, too much memory or too much of the stack ends the process with an error instead of a hang, an abort or a full
-//! machine.
+//! A sandbox for other crates' work on untrusted files. Panics become errors and are not printed. Work that takes too
+//! long, too much memory or too much stack ends the process with an error, instead of a hang, an abort or a machine out
+//! of memory.
 //!
-//! What bounds itself, as the steps of a template, is bounded where it runs and is an error like others; this is for all that
-//! does not. Time is measured by a thread of its own, as what the working one computed. Memory is counted by [`BoundedAllocator`], where a program has it as its
-//! allocator, as `zerorun` has. A thread cannot be stopped from outside, and neither an allocation nor an overflow of the
-//! stack can be refused so that code which expects none goes on: the process ends.
+//! Work that limits itself, such as the steps of a template, is limited where it runs and gives an ordinary error; the
+//! sandbox is for everything else. A separate thread measures the CPU time of the working thread. Memory is counted by
+//! [`BoundedAllocator`], if a program uses it as its allocator, as `zerorun` does. The process must end because a
+//! thread cannot be stopped from outside, and code that expects no failed allocation and no stack overflow cannot
+//! continue after one.
 
 mod bounded_allocator;
 mod signals;
@@ -21,23 +22,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// Memory that all work within bounds may take at a time.
+/// The maximum memory of all sandboxed work at a time.
 const MOST_MEMORY: usize = 512 << 20;
 
-/// How often running work is looked at.
+/// The interval at which running work is checked.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The most that works on one subject compute, all together, beyond what the sizes of what they work on explain.
+/// The maximum total CPU time of work on one subject, beyond the time that the sizes of its inputs explain.
 const MOST_TIME: Duration = Duration::from_secs(3);
 
-/// What work is on, for the error that ends the process: the name of a file, for instance.
+/// The subject of work, such as a file name, for the error that ends the process.
 #[derive(Debug, Clone)]
 pub struct SandboxSubject(Arc<SubjectRecord>);
 
 #[derive(Debug)]
 struct SubjectRecord {
     name: String,
-    /// Nanoseconds that works took beyond what is usual.
+    /// The nanoseconds that work took beyond the expected time.
     slow: AtomicU64,
 }
 
@@ -47,16 +48,16 @@ impl SandboxSubject {
     }
 }
 
-/// Work that runs.
+/// Work in progress.
 struct RunningWork {
     subject: SandboxSubject,
-    /// What is usual.
+    /// The expected CPU time.
     usual: Duration,
-    /// What the thread had computed when this work was first seen, and last.
+    /// The thread's CPU time when this work was first seen, and when it was last seen.
     seen: Option<[Duration; 2]>,
 }
 
-/// A thread.
+/// A thread that is watched.
 struct WatchedThread {
     id: Pid,
     work: Mutex<Option<RunningWork>>,
@@ -64,16 +65,16 @@ struct WatchedThread {
 
 type WatchedThreadRef = Arc<WatchedThread>;
 
-/// The slots of all threads that had work.
+/// The slots of all threads that have run work.
 static SLOTS: Mutex<Vec<WatchedThreadRef>> = Mutex::new(vec![]);
 
 thread_local! {
     static SLOT: WatchedThreadRef = register();
-    /// Works within work of this thread.
+    /// The nesting depth of this thread's work.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A slot for this thread.
+/// Registers a slot for this thread.
 fn register() -> WatchedThreadRef {
     let slot = WatchedThreadRef::new(WatchedThread { id: rustix::thread::gettid(), work: Mutex::default() });
     let mut slots = lock(&SLOTS);
@@ -82,13 +83,13 @@ fn register() -> WatchedThreadRef {
     slot
 }
 
-/// For how long a thread has computed: on a machine that is busy a minute may go by in which it did nothing.
+/// Returns a thread's CPU time: on a busy machine a thread may do nothing for a minute of wall-clock time.
 fn computed(id: Pid) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", id.as_raw_nonzero())).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
 }
 
-/// Ends the process when work has run for too long.
+/// Ends the process if work has run for too long.
 fn watch() {
     let is_at_work = |slot: &WatchedThreadRef| {
         let mut work = lock(&slot.work);
@@ -105,19 +106,19 @@ fn watch() {
         true
     };
     loop {
-        // All of them are looked at.
+        // The count visits every slot.
         let running = lock(&SLOTS).iter().filter(|slot| is_at_work(slot)).count();
         std::thread::sleep(if running > 0 { LOOK } else { LOOK * 10 });
     }
 }
 
-/// Runs `work` on `subject`, of which `bytes` bytes are worked on. Its panic is an error, whose text this gives.
+/// Runs `work` on `bytes` bytes of `subject`. A panic is returned as an error with its text.
 pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
-    /// Bytes that take a second, on a slow machine.
+    /// The number of bytes that take a second on a slow machine.
     const A_SECOND: u64 = 256 << 10;
     begin();
     if DEPTH.get() > 0 {
-        // Bounded by what is around it.
+        // The enclosing work is already bounded.
         return catch_unwind(AssertUnwindSafe(work)).map_err(text_of);
     }
     let usual = Duration::from_millis(50 + (bytes as u64).saturating_mul(1000) / A_SECOND);
@@ -132,7 +133,7 @@ pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> 
     catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
 }
 
-/// Work of this thread, until it is dropped.
+/// A guard for this thread's work, which ends when it is dropped.
 struct SandboxGuard {
     slot: WatchedThreadRef,
 }
@@ -146,15 +147,15 @@ impl Drop for SandboxGuard {
     }
 }
 
-/// What a panic said.
+/// Returns the text of a panic.
 fn text_of(panic: Box<dyn Any + Send>) -> String {
     const SHOWN: usize = 200;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    // A text that is not UTF-8 is in it with all its bytes.
+    // A text that is not valid UTF-8 is included with all its bytes.
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(SHOWN).collect()
 }
 
-/// From now on panics within bounds are not printed, and time is measured.
+/// Suppresses the output of panics within the sandbox, and starts the time measurement.
 fn begin() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -165,13 +166,13 @@ fn begin() {
             }
         }));
         signals::listen();
-        // Without this thread nothing is measured, which is no reason not to work.
+        // Without this thread time is not measured, but work can still run.
         _ = std::thread::Builder::new().name("watch".into()).spawn(watch);
     });
 }
 
-/// From now on a panic of a thread or a stack for which there is no memory, because of the limits that are set for this
-/// process (`ulimit`), ends it with an error that says so.
+/// From now on, a panic because a thread or a stack cannot be created ends the process with an error that names the
+/// cause: too little memory within the limits set for this process (`ulimit`).
 pub fn explain_limits() {
     use rustix::process::Resource;
     let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();

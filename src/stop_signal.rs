@@ -1,4 +1,4 @@
-//! Signals that ask this process to end, noted for a training loop that looks.
+//! Signals that ask this process to end, recorded for a training loop to check.
 
 use crate::util::lock;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex};
 /// A variable that `zerorun` gives to its ranks.
 pub const RESTART: &str = "ZERORUN_RESTART";
 
-/// Whether SIGTERM, SIGINT or SIGHUP (a terminal that was closed) has come. From the first call on they do nothing else.
+/// Returns whether SIGTERM, SIGINT or SIGHUP (a closed terminal) has arrived. After the first call they have no other
+/// effect.
 pub(crate) fn asked_to_stop() -> io::Result<bool> {
     static ASKED: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
     let mut asked = lock(&ASKED);
@@ -23,14 +24,14 @@ pub(crate) fn asked_to_stop() -> io::Result<bool> {
 
 fn listen() -> io::Result<Arc<AtomicBool>> {
     let asked = Arc::new(AtomicBool::new(false));
-    // A scheduler sends a signal to launcher and ranks, and the launcher passes it on: there it is the launcher that
-    // counts signals.
+    // A scheduler sends a signal to launcher and ranks, and the launcher passes it on: in this case the launcher counts
+    // signals.
     let is_alone = std::env::var_os(RESTART).is_none();
-    // A program that nohup has started stays when its terminal is closed.
+    // A program started by nohup keeps running when its terminal is closed.
     let hangs_up = !ignored_signals()(SIGHUP);
     for signal in [SIGTERM, SIGINT].into_iter().chain(hangs_up.then_some(SIGHUP)) {
         if is_alone {
-            // Before the next line: the first signal finds the flag unset.
+            // Registered before the next handler, so that the first signal finds the flag unset.
             flag::register_conditional_default(signal, Arc::clone(&asked))?;
         }
         flag::register(signal, Arc::clone(&asked))?;
@@ -38,7 +39,8 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
     Ok(asked)
 }
 
-/// The signals that this process ignores, as the kernel lists them: at its start those that it was started to ignore.
+/// Returns a predicate for the signals that this process ignores, as listed by the kernel; at the start these are the
+/// signals that it was started to ignore.
 pub fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = ignored_mask(&status);

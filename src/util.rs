@@ -1,4 +1,4 @@
-//! Small helpers that every module may use: locks, ranges in pieces, a stable hash, names and bytes in a message, names by pattern.
+//! Small helpers for every module: locks, ranges in pieces, a stable hash, names and bytes in a message, name patterns.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -6,27 +6,28 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
-/// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
+/// Locks the mutex, ignoring poison: a panic of another holder has already been reported and leaves no relevant state
+/// half-done.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
-/// The value that a lock or a condition variable hands out, also after a panic of another holder (see [`lock`]).
+/// Returns the value of a lock or a condition variable, even after a panic of another holder (see [`lock`]).
 pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The ranges of at most `most` numbers, one after the other, that `0..len` consists of; none of nothing.
+/// Splits `0..len` into consecutive ranges of at most `most` numbers; none if `len` is 0.
 pub(crate) fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(most).map(move |start| start..len.min(start + most))
 }
 
-/// A stable 64-bit hash (FNV-1a); std's hasher may change between releases of Rust.
+/// Returns a stable 64-bit hash (FNV-1a); the hasher of std may change between Rust releases.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
+/// Applies SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
 #[inline]
 pub fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -35,9 +36,9 @@ pub fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Where `position` goes in a permutation of `0..len` that `key` makes. Needs no memory: a Feistel network permutes
-/// the next power of four, and a result outside the range is permuted again until it is inside (four times at most
-/// on average, since the range fills a quarter of it or more).
+/// Returns the image of `position` in a permutation of `0..len` determined by `key`. Needs no memory: a Feistel network
+/// permutes the next power of four, and a result outside the range is permuted again until it is inside (four times at
+/// most on average, since the range fills a quarter of it or more).
 pub fn permute(position: u64, len: u64, key: u64) -> u64 {
     /// Enough rounds for every bit of the input to reach every bit of the output several times over.
     const ROUNDS: u64 = 6;
@@ -57,16 +58,16 @@ pub fn permute(position: u64, len: u64, key: u64) -> u64 {
     }
 }
 
-/// The folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) where that is an absolute path, as the XDG base directory
-/// specification says, else `.cache` in the user's `home`.
+/// Returns the folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) if it is an absolute path, as the XDG base
+/// directory specification requires, otherwise `.cache` in the user's `home`.
 pub fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
     let xdg = xdg.map(PathBuf::from).filter(|path| path.is_absolute());
     xdg.or_else(|| home.map(|home| home.join(".cache")))
 }
 
-/// The names that are most like `name`, for a message; nothing, where none is.
+/// Returns a message with the names most similar to `name`; `None` if there are none.
 pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
-    /// The least likeness, from 0 to 1, of a name that is suggested for another one.
+    /// The minimum similarity, from 0 to 1, of a name that is suggested.
     const ALIKE: f64 = 0.5;
     const SUGGESTIONS: usize = 3;
     let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
@@ -80,12 +81,12 @@ pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<Str
     }
 }
 
-/// The name of this host; empty where the system does not say.
+/// Returns the name of this host; empty if the system does not provide it.
 pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
-/// Names for a message: the first few, and how many more.
+/// Formats names for a message: the first few, and how many more there are.
 pub fn list<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;
     let mut text = names.iter().take(SHOWN).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
@@ -95,13 +96,13 @@ pub fn list<S: AsRef<str>>(names: &[S]) -> String {
     text
 }
 
-/// A count with what is counted: "1 step", "2 steps".
+/// Formats a count with its noun: "1 step", "2 steps".
 pub fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String {
     let plural = if count == 1.into() { "" } else { "s" };
     format!("{count} {noun}{plural}")
 }
 
-/// Bytes with three digits and a binary unit.
+/// Formats bytes with one decimal and a binary unit.
 pub fn binary(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1 << 10 {
@@ -109,7 +110,7 @@ pub fn binary(bytes: u64) -> String {
     }
     let mut value = bytes as f64 / 1024.0;
     let mut unit = 0;
-    // What would be shown as 1024 is 1 of the next unit.
+    // A value that would be shown as 1024 becomes 1 of the next unit.
     while value >= 1023.95 && unit + 1 < UNITS.len() {
         value /= 1024.0;
         unit += 1;
@@ -117,7 +118,7 @@ pub fn binary(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
+/// Returns whether `name` matches `pattern`, in which `*` stands for any characters, including none.
 pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };

@@ -1,19 +1,19 @@
-//! What memory gives at most, beside which benches put what they reach.
+//! Measures the peak memory bandwidth, with which benches compare their results.
 
 use divan::Bencher;
 use divan::counter::BytesCount;
 use rayon::prelude::*;
 use std::hint::black_box;
 
-/// Bytes of each array: far beyond most caches.
+/// The size of each array in bytes, far beyond most caches.
 const ARRAY: usize = 256 << 20;
 
-/// The parts of slices of f32 of which each thread of the pool takes one.
+/// Returns the length of the part of a slice of f32 that each thread of the pool processes.
 fn share(len: usize) -> usize {
     len.div_ceil(rayon::current_num_threads())
 }
 
-/// Bytes read: a sum.
+/// Measures reading, with a sum.
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_read(bencher: Bencher<'_, '_>) {
     let from = vec![1f32; ARRAY / 4];
@@ -25,7 +25,7 @@ fn peak_memory_read(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// Bytes read and written; what the processor reads before it overwrites a line is not counted.
+/// Measures reading and writing. Reads that the processor makes before it overwrites a line are not counted.
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_copy(bencher: Bencher<'_, '_>) {
     let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);
@@ -35,7 +35,7 @@ fn peak_memory_copy(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// a = b + 2 c (McCalpin 1995), counted as the copy.
+/// Measures a = b + 2 c (McCalpin 1995), counted in the same way as the copy.
 #[divan::bench(sample_size = 1, max_time = 1)]
 fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     let (mut a, b, c) = (vec![0f32; ARRAY / 4], vec![1f32; ARRAY / 4], vec![2f32; ARRAY / 4]);
@@ -50,7 +50,7 @@ fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// The sum with the widest vectors of this machine, up to those of eight.
+/// Returns the sum, with this machine's widest vectors of at most eight elements.
 fn sum(x: &[f32]) -> f32 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
@@ -66,7 +66,7 @@ fn sum_by_eight(x: &[f32]) -> f32 {
     sum_of(x)
 }
 
-/// Four streams at a time keep more of memory busy than one.
+/// Returns the sum. Four simultaneous streams keep memory busier than one.
 #[inline(always)]
 fn sum_of(x: &[f32]) -> f32 {
     let mut sums = [[0f32; 16]; 4];

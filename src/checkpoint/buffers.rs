@@ -1,7 +1,8 @@
-//! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of all of it in the manifest.
+//! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of the complete file in the
+//! manifest.
 //!
-//! Every rank has the same buffers, or by the model's own choice (`BufferSync::None`) rank 0's are the ones that are
-//! saved. They change in forward, so a save in the background writes what they were when it began.
+//! Every rank has the same buffers. If the model chose otherwise (`BufferSync::None`), rank 0's are saved. Buffers
+//! change in forward, so a background save writes the values from the time at which it began.
 
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};
@@ -30,7 +31,7 @@ pub struct SavedBuffer {
     pub bytes: Vec<u8>,
 }
 
-/// The file's bytes for buffers as they are now; nothing where there are none.
+/// Returns the file's bytes for the current buffers; `None` if there are none.
 pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
     if buffers.is_empty() {
         return Ok(None);
@@ -42,7 +43,7 @@ pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec
     file_of(&buffers.iter().map(now).collect::<Result<Vec<_>>>()?, dir)
 }
 
-/// The file's bytes; nothing where there are no buffers.
+/// Returns the file's bytes; `None` if there are no buffers.
 pub(super) fn file_of(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
     if buffers.is_empty() {
         return Ok(None);
@@ -56,13 +57,13 @@ pub(super) fn file_of(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<
     serialize(views, None).map(Some).map_err(|e| wrong(e.to_string()))
 }
 
-/// The manifest's entry of a file of these bytes.
+/// Returns the manifest entry of a file with these bytes.
 pub(super) fn entry(bytes: &[u8]) -> BufferFile {
     let checksum = format!("{:016x}", XxHash3_64::oneshot(bytes));
     BufferFile { name: NAME.into(), bytes: bytes.len() as u64, checksum }
 }
 
-/// Writes the file, and brings it to disk.
+/// Writes the file and syncs it to disk.
 pub(super) fn write(folder: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
         let mut file = File::create_new(folder.join(NAME))?;
@@ -72,7 +73,7 @@ pub(super) fn write(folder: &Path, bytes: &[u8]) -> Result<()> {
     write().map_err(|source| not_written(folder, &source))
 }
 
-/// Reads and checks the file of a checkpoint's folder.
+/// Reads and checks the buffer file of a checkpoint's folder.
 pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>> {
     let path = folder.join(&entry.name);
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.clone(), problem });
@@ -94,10 +95,12 @@ pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>
     Ok(all)
 }
 
-/// New values of the model's `buffers`, by their numbers, out of a checkpoint's, if they are those of this model.
+/// Returns new values of the model's `buffers`, by their indices, from a checkpoint's buffers, if they match this
+/// model.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] for another shape or kind of number; with `strict`, where one side lacks a buffer.
+/// [`CheckpointError::Unusable`] for a different shape or kind of number; with `strict`, also if one side lacks a
+/// buffer.
 pub(super) fn wanted(
     buffers: &[ModelBuffer],
     saved: &[SavedBuffer],

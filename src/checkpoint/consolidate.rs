@@ -1,13 +1,13 @@
-//! A checkpoint's parameters in Hugging Face's layout, for transformers and everything else that reads it.
+//! Writes a checkpoint's parameters in Hugging Face's layout, for transformers and other programs that read it.
 //!
 //! ```text
-//!   OUT/model.safetensors                          all of them, or above the limit:
+//!   OUT/model.safetensors                          all parameters, or above the size limit:
 //!   OUT/model-00001-of-00003.safetensors ...
-//!   OUT/model.safetensors.index.json               which file has which parameter
-//!   OUT/config.json                                where the model is known
+//!   OUT/model.safetensors.index.json               which file contains which parameter
+//!   OUT/config.json                                if the architecture is known
 //! ```
 //!
-//! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
+//! Everything is written into a temporary folder next to OUT, synced and renamed, so OUT is never incomplete.
 
 use super::buffers::SavedBuffer;
 use super::hugging_face::{HuggingFaceDescription, describe};
@@ -19,29 +19,29 @@ use crate::files::{AtomicFolder, check_free_space, free_folder};
 use crate::zero::share::state_access::WEIGHTS;
 use std::path::{Path, PathBuf};
 
-/// Elements that are in memory at a time.
+/// The number of elements that are in memory at a time.
 const PIECE: usize = 4 << 20;
 
-/// Precision of consolidated parameters.
+/// The precision of consolidated parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ConsolidatedDtype {
-    /// All digits of the checkpoint.
+    /// f32, the full precision of the checkpoint.
     #[default]
     F32,
-    /// Rounded to the nearest, ties to even.
+    /// bf16, rounded to nearest, ties to even.
     Bf16,
-    /// Rounded likewise. A value that is too large for it is an error.
+    /// f16, rounded to nearest, ties to even. A value that is too large for f16 is an error.
     F16,
 }
 
-/// How a checkpoint is consolidated.
+/// The settings for consolidating a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConsolidateSettings {
-    /// Precision of the files. Default f32.
+    /// The precision of the files. Default f32.
     pub dtype: ConsolidatedDtype,
-    /// Bytes of parameters in a file; a parameter that is larger has a file of its own. Default 5 GB.
+    /// The maximum bytes of parameters in a file; a larger parameter gets its own file. Default 5 GB.
     pub max_shard_size: u64,
-    /// Attention heads of a GPT-2 whose checkpoint does not contain their number. Default none.
+    /// The number of attention heads of a GPT-2 whose checkpoint does not contain it. Default none.
     pub n_head: Option<usize>,
 }
 
@@ -52,15 +52,15 @@ impl Default for ConsolidateSettings {
 }
 
 impl ConsolidateSettings {
-    /// Bytes of all parameters and buffers of `checkpoint`, as they are written.
+    /// Returns the bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
         saved(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
     }
 
-    /// Whether they suit `checkpoint`.
+    /// Checks that the settings fit `checkpoint`.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] for an `n_head` that does not lead to a `config.json`.
+    /// [`CheckpointError::Unusable`] for an `n_head` from which no valid `config.json` can be made.
     pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         match (self.n_head, self.describe(checkpoint).config) {
             (Some(n_head), Err(why)) => {
@@ -76,14 +76,14 @@ impl ConsolidateSettings {
     }
 }
 
-/// The written files.
+/// The result of [`consolidate`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Consolidated {
-    /// Names of the files with parameters.
+    /// The names of the files with parameters.
     pub files: Vec<String>,
-    /// Bytes of all parameters.
+    /// The bytes of all parameters.
     pub bytes: u64,
-    /// Why there is no `config.json`, if there is none.
+    /// The reason why there is no `config.json`, if there is none.
     pub without_config: Option<String>,
 }
 
@@ -96,7 +96,7 @@ impl ConsolidatedDtype {
         }
     }
 
-    /// In safetensors files, and in `config.json`.
+    /// Returns the dtype's name in safetensors files and in `config.json`.
     #[doc(hidden)]
     pub fn names(self) -> (&'static str, &'static str) {
         match self {
@@ -106,7 +106,7 @@ impl ConsolidatedDtype {
         }
     }
 
-    /// The bytes of `values`; else the value that is too large.
+    /// Returns the bytes of `values`; as an error, the value that is too large.
     #[doc(hidden)]
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let lost =
@@ -125,12 +125,13 @@ impl ConsolidatedDtype {
     }
 }
 
-/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must be absent or empty. `tell` learns the bytes
-/// that have been written.
+/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must not
+/// exist or be empty. `tell` is called with the number of bytes written so far.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not suit the checkpoint, one that is
-/// damaged, or a value that the precision cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
+/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not fit the checkpoint, a damaged
+/// checkpoint, or a value that the precision cannot represent; [`Error::Io`] if files cannot be written. In all these
+/// cases `out` is unchanged.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,
@@ -153,7 +154,7 @@ pub fn consolidate(
     Ok(Consolidated { files, bytes, without_config: described.config.err() })
 }
 
-/// The folder that `out` means, if it can be written to.
+/// Returns the folder that `out` refers to, if it can be written to.
 #[doc(hidden)]
 pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     let wrong = |source| Error::Io { action: "read", path: out.to_owned(), source };
@@ -163,8 +164,8 @@ pub fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Numbers of the tensors that the checkpoint has: places of parameters in the manifest, of which frozen ones may have
-/// been left out, and behind all of these those of buffers.
+/// Returns the indices of the tensors that the checkpoint contains: first the indices of parameters in the manifest,
+/// from which frozen ones may have been left out, then those of buffers.
 fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
     let parameters = &checkpoint.manifest().parameters;
     let saved = (0..parameters.len()).filter(|place| parameters[*place].has(WEIGHTS));
@@ -201,7 +202,7 @@ impl ConsolidatedTensor<'_> {
     }
 }
 
-/// How far it is.
+/// The number of bytes written so far, and the callback that receives it.
 struct WriteProgress<'a> {
     written: u64,
     tell: &'a mut dyn FnMut(u64),
@@ -210,7 +211,7 @@ struct WriteProgress<'a> {
 /// Files under construction.
 struct ConsolidateWriter<'a> {
     checkpoint: &'a Checkpoint,
-    /// Numbers of the tensors that are written.
+    /// The indices of the tensors to write.
     params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
@@ -218,7 +219,7 @@ struct ConsolidateWriter<'a> {
 }
 
 impl ConsolidateWriter<'_> {
-    /// Names of the files with parameters.
+    /// Writes all files and returns the names of those with parameters.
     fn all(&self, count: &mut WriteProgress) -> Result<Vec<String>> {
         let entries: Vec<TensorEntry> = self.params.iter().map(|param| self.entry(*param)).collect();
         let files = write_model_files(self.folder, &entries, self.settings.max_shard_size, |at, put| {
@@ -244,7 +245,7 @@ impl ConsolidateWriter<'_> {
         TensorEntry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 
-    /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
+    /// Passes the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let parameter = match tensor(self.checkpoint, param) {
             ConsolidatedTensor::Parameter(parameter) => parameter,

@@ -1,4 +1,4 @@
-//! Bytes on their way to a file, on a thread of their own: one buffer is filled while the other is written.
+//! Writes a file on a separate thread: one buffer is filled while the other is written.
 //!
 //! ```text
 //!   rank_file    spare | fill | write, spare | fill         | write, spare ...  finish
@@ -16,24 +16,25 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use twox_hash::XxHash3_64;
 
-/// Bytes for a place of the file.
+/// Bytes to write at a position of the file.
 struct WriteRequest {
     buffer: AlignedBuffer,
     len: usize,
     at: u64,
 }
 
-/// The thread and what it shares.
+/// The thread and its channels.
 pub(super) struct DiskWriter {
     requests: Sender<WriteRequest>,
-    /// The buffer that is not being written, or what went wrong.
+    /// Returns the buffer that is not being written, or the error of a write.
     spares: Receiver<IoResult<AlignedBuffer>>,
-    /// It gives the checksums of all blocks.
+    /// Returns the checksums of all blocks.
     thread: JoinHandle<Vec<u64>>,
 }
 
 impl DiskWriter {
-    /// For the file at `path`, which exists. There is a spare buffer of `bytes`, beside the one that the caller fills.
+    /// Starts a writer for the existing file at `path`, with a spare buffer of `bytes` in addition to the one that the
+    /// caller fills.
     pub fn start(path: &Path, bytes: usize) -> IoResult<Self> {
         let (requests, to_write) = channel();
         let (done, spares) = channel();
@@ -43,7 +44,7 @@ impl DiskWriter {
             let mut spare = Ok(AlignedBuffer::new(bytes));
             loop {
                 let failed = spare.is_err();
-                // Nobody waits for it any more where the save was given up.
+                // If the save was abandoned, no one receives the buffer.
                 if done.send(spare).is_err() || failed {
                     return checksums;
                 }
@@ -56,18 +57,18 @@ impl DiskWriter {
         Ok(Self { requests, spares, thread })
     }
 
-    /// The buffer that is not being written, once it is not.
+    /// Waits until a buffer is free and returns it.
     pub fn spare(&self) -> IoResult<AlignedBuffer> {
         self.spares.recv().unwrap_or_else(|_| unreachable!("the thread ends after an error only"))
     }
 
-    /// Begins to write the first `len` bytes of `buffer`: whole blocks, or the last ones of the file.
+    /// Starts writing the first `len` bytes of `buffer`: full blocks, or the last ones of the file.
     pub fn write(&self, buffer: AlignedBuffer, len: usize, at: u64) {
-        // A thread that failed takes nothing, and says why.
+        // A thread that has failed accepts no requests; its error arrives with the next spare buffer.
         _ = self.requests.send(WriteRequest { buffer, len, at });
     }
 
-    /// Waits until all is written, and gives the checksums of all blocks.
+    /// Waits until everything is written, and returns the checksums of all blocks.
     pub fn finish(self) -> IoResult<Vec<u64>> {
         drop(self.requests);
         self.spares.into_iter().try_for_each(|spare| spare.map(drop))?;
@@ -75,7 +76,8 @@ impl DiskWriter {
     }
 }
 
-/// A file, and the same around the page cache where its file system allows that: several times faster (measured).
+/// A file, and a second handle that bypasses the page cache if the file system allows it: several times faster
+/// (measured).
 struct WriteTarget {
     file: File,
     direct: Option<File>,
@@ -87,7 +89,7 @@ impl WriteTarget {
     }
 
     fn write(&mut self, bytes: &[u8], at: u64) -> IoResult<()> {
-        // The part of a page at the end goes through the page cache.
+        // The partial page at the end goes through the page cache.
         let (pages, part) = bytes.split_at(bytes.len() - bytes.len() % PAGE);
         match self.direct.as_ref().map(|direct| direct.write_all_at(pages, at)) {
             Some(Err(e)) if e.kind() == ErrorKind::InvalidInput => {

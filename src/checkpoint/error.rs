@@ -6,8 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
-    /// checkpoints.
+    /// A checkpoint that cannot be written, read or used. Neither the engine nor other checkpoints have changed.
     #[error("the checkpoint {} cannot be used: {problem}", path.display())]
     Unusable {
         /// The folder or file.
@@ -25,18 +24,18 @@ pub enum CheckpointError {
     Busy {
         /// The folder.
         path: PathBuf,
-        /// The process that locked it, where the system says.
+        /// The process that holds the lock, if the system reports it.
         owner: Option<u32>,
     },
-    /// An object store that cannot be written or read. Checkpoints on disk are whole.
+    /// An object store that cannot be written or read. Checkpoints on disk are complete.
     #[error("the object store {url} cannot be used: {problem}")]
     Store {
-        /// Its address.
+        /// The store's address.
         url: String,
         /// The object, the problem, and how to fix it.
         problem: String,
     },
-    /// A checkpoint that DeepSpeed wrote cannot be read.
+    /// A DeepSpeed checkpoint that cannot be read.
     #[error("cannot read the DeepSpeed checkpoint {}: {problem}", path.display())]
     DeepSpeed {
         /// The folder, or the file in it.

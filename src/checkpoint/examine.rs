@@ -1,4 +1,4 @@
-//! Looking at checkpoints without an engine: which there are, and whether one is whole.
+//! Examines checkpoints without an engine: lists them, and checks whether one is complete.
 
 use super::buffers::{self, SavedBuffer};
 use super::folder;
@@ -15,27 +15,28 @@ pub struct CheckpointListing {
     pub dir: PathBuf,
     /// The content of `latest`, if there is such a file.
     pub latest: Result<Option<String>>,
-    /// Every tag with its manifest, by steps; those that cannot be read are last.
+    /// Every tag with its manifest, sorted by steps; those that cannot be read are last.
     pub tags: Vec<(String, Result<Manifest>)>,
-    /// Tags of saves that did not end, or that are under way.
+    /// The tags of saves that did not finish or are still running.
     pub unfinished: Vec<String>,
 }
 
-/// A checkpoint and all that is wrong with it.
+/// A checkpoint and all its problems.
 #[doc(hidden)]
 pub struct CheckpointExamination {
     pub path: PathBuf,
     pub manifest: Option<Manifest>,
-    /// Its buffers, by name; none where their file is damaged.
+    /// The checkpoint's buffers, by name; empty if their file is damaged.
     pub buffers: Vec<SavedBuffer>,
-    /// One for each file that is damaged; none if it is whole.
+    /// One error for each damaged file; empty if the checkpoint is complete.
     pub problems: Vec<Error>,
 }
 
-/// The folder of checkpoints and the tag that `dir` means: it may be the folder of a tag itself.
+/// Splits `dir` into the folder of checkpoints and a tag: it may be the folder of a tag itself.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read; [`CheckpointError::Unusable`] for the folder of a tag and another tag.
+/// [`Error::Io`] if it cannot be read; [`CheckpointError::Unusable`] if `dir` is the folder of one tag and `tag` names
+/// another.
 #[doc(hidden)]
 pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
@@ -52,7 +53,7 @@ pub fn split_tag(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<Strin
     }
 }
 
-/// The content of the folder `dir`.
+/// Lists the content of the folder `dir`.
 #[doc(hidden)]
 pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
     let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
@@ -62,7 +63,7 @@ pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
     CheckpointListing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
-/// The checkpoint that `latest` of the folder `dir` names, and its manifest; nothing without such a file.
+/// Returns the checkpoint that `latest` of the folder `dir` names, and its manifest; `None` without such a file.
 #[doc(hidden)]
 pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };
@@ -71,14 +72,14 @@ pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     Ok(Some((path, manifest)))
 }
 
-/// Whether the folder `dir` has a checkpoint that a run may continue from.
+/// Returns whether the folder `dir` contains a checkpoint that a run may resume from.
 #[doc(hidden)]
 pub fn has_checkpoints(dir: &Path) -> bool {
     folder::latest(dir).is_ok_and(|latest| latest.is_some())
 }
 
 impl CheckpointListing {
-    /// `tag`, or the one that `latest` names.
+    /// Returns `tag`, or the tag that `latest` names.
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`] if there is neither.
@@ -96,8 +97,8 @@ impl CheckpointListing {
     }
 }
 
-/// Looks at checkpoint `tag` of `dir`: its manifest, lengths and headers of its files, and with `tell` every byte.
-/// `tell` learns the bytes read and those that there are.
+/// Examines checkpoint `tag` of `dir`: its manifest, the lengths and headers of its files, and, if `tell` is given,
+/// every byte. `tell` is called with the bytes read so far and their total.
 #[doc(hidden)]
 pub fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> CheckpointExamination {
     let path = dir.join(tag);

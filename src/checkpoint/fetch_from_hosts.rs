@@ -1,13 +1,13 @@
-//! Parts of a checkpoint that only other hosts have: they come through the communicator into a folder of this host.
+//! Fetches parts of a checkpoint that only other hosts have, through the communicator, into a folder of this host.
 //!
 //! ```text
-//!   each rank    the headers and blocks that it needs and its host lacks, as bits         -> all
-//!   each round   a piece of one of them from every rank whose host has some               -> all; who needs it writes it
+//!   each rank    a bit per header and block that it needs and its host lacks   -> all
+//!   each round   one piece from every rank that has some to send               -> all; hosts that need it write it
 //! ```
 //!
-//! The ranks of a host take turns in what it sends. A file that is fetched has the length of the original, and holes where
-//! nobody needs anything. Nothing leaves or comes unchecked: a block is compared with its checksum before it is sent, and
-//! when it is read here.
+//! The ranks of a host take turns sending. A fetched file has the length of the original, with holes for the parts that
+//! no rank needs. Everything is checked: a block is compared with its checksum before it is sent, and again when it is
+//! read here.
 
 use super::folder::{FETCHED, not_written};
 use super::locate::{LocatedCheckpoint, files};
@@ -27,10 +27,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// Bytes that a rank sends in a round; each receives those of all.
+/// The bytes that a rank sends in a round; each rank receives those of all.
 const PIECE: u64 = 256 << 10;
 
-/// The folder with what came from other hosts. It goes when the rank that made it drops this.
+/// The folder with the data from other hosts. It is removed when the rank that created it drops this.
 pub(super) struct FetchedFiles {
     path: PathBuf,
     _made: Option<(TempDir, File)>,
@@ -42,7 +42,7 @@ impl FetchedFiles {
     }
 }
 
-/// A part of a file: its header, or a block of its data. Of the file of buffers, a block of all of it.
+/// A part of a file: its header or a block of its data. The file of buffers has no header, only blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct FilePart {
     file: usize,
@@ -50,11 +50,11 @@ struct FilePart {
     number: usize,
 }
 
-/// The parts of all files, numbered one after the other.
+/// The parts of all files, numbered consecutively.
 struct FileParts {
-    /// Length and header of each file.
+    /// The length of each file and of its header.
     files: Vec<(u64, u64)>,
-    /// The number of its first part, then that of all.
+    /// The number of the first part of each file, then the total number of parts.
     starts: Vec<usize>,
 }
 
@@ -74,13 +74,13 @@ impl FileParts {
         self.starts[file + 1] - self.starts[file]
     }
 
-    /// All of them.
+    /// Iterates over all parts with their numbers.
     fn iter(&self) -> impl Iterator<Item = (usize, FilePart)> + '_ {
         let of = |file: usize| (0..self.count(file)).map(move |number| FilePart { file, number });
         (0..self.files.len()).flat_map(of).enumerate()
     }
 
-    /// Where it lies in its file.
+    /// Returns the part's byte range in its file.
     fn bytes(&self, part: FilePart) -> Range<u64> {
         let (bytes, header) = self.files[part.file];
         match part.number {
@@ -93,8 +93,8 @@ impl FileParts {
     }
 }
 
-/// Fetches the blocks `needed` of ranks' files that no folder of this host has, with their headers, and all buffers; nothing
-/// where no host lacks anything. Collective.
+/// Fetches the blocks `needed` of ranks' files that no folder of this host has, with their headers, and all buffers.
+/// Returns `None` if no host lacks anything. Collective.
 ///
 /// # Errors
 /// A file that cannot be read or written, on all ranks; a failed collective.
@@ -117,7 +117,7 @@ pub(super) fn fetch(
     let all = gather(comm, bits)?;
     let is_set = |bits: &[u8], at: usize| bits[at / 8] >> (at % 8) & 1 == 1;
     let is_needed_by = |at: usize, first: usize| hosts.ranks(first).any(|rank| is_set(&all[rank], at));
-    // Who sends what: the first host that has it, whose ranks take turns.
+    // The first host that has a part sends it; its ranks take turns.
     let mut queues: Vec<Vec<FilePart>> = vec![Vec::new(); comm.size()];
     let mut turns = vec![0; comm.size()];
     for (at, part) in parts.iter().filter(|(at, _)| all.iter().any(|bits| is_set(bits, *at))) {
@@ -150,7 +150,7 @@ pub(super) fn fetch(
         if round.iter().all(Option::is_none) {
             break;
         }
-        // A first byte says whether its rank goes on.
+        // The first byte tells whether its rank has failed.
         let mut message = vec![0u8; 1 + PIECE as usize];
         if let (Some((part, at)), None) = (&round[comm.rank()], &failed) {
             let (bytes, rest) = (&mut message[1..][..(at.end - at.start) as usize], at.start);
@@ -172,7 +172,7 @@ pub(super) fn fetch(
     Ok(Some(fetched))
 }
 
-/// A folder in `dir` that no save clears away.
+/// Creates a folder in `dir` that no save clears away.
 fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
     super::folder::create_all(dir)?;
     let folder = tempfile::Builder::new().prefix(FETCHED).tempdir_in(dir)?;
@@ -181,11 +181,11 @@ fn new_folder(dir: &Path) -> std::io::Result<(TempDir, File)> {
     Ok((folder, lock))
 }
 
-/// What a rank sends, piece by piece.
+/// The pieces that a rank sends.
 struct PartStream<'a> {
     parts: &'a FileParts,
     queue: std::vec::IntoIter<FilePart>,
-    /// The part that is under way, and what is left of it.
+    /// The part that is being sent, and its remaining bytes.
     rest: Option<(FilePart, Range<u64>)>,
 }
 
@@ -211,7 +211,7 @@ impl Iterator for PartStream<'_> {
     }
 }
 
-/// Reads what this rank sends.
+/// Reads the bytes that this rank sends.
 struct PartSender<'a> {
     located: &'a LocatedCheckpoint,
     open: Option<(usize, PartSource)>,
@@ -223,7 +223,7 @@ enum PartSource {
 }
 
 impl PartSender<'_> {
-    /// Bytes from `at` on of the file, all in one part.
+    /// Reads bytes of the file from `at` on, all within one part.
     fn read(&mut self, part: FilePart, at: u64, bytes: &mut [u8]) -> Result<()> {
         let LocatedCheckpoint { path, manifest, .. } = self.located;
         if self.open.as_ref().is_none_or(|(file, _)| *file != part.file) {
@@ -248,7 +248,7 @@ fn unreadable(path: &Path, why: &std::io::Error) -> Error {
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
-/// Writes what this host needs.
+/// Writes the bytes that this host needs.
 struct PartReceiver<'a> {
     folder: &'a Path,
     located: &'a LocatedCheckpoint,

@@ -1,18 +1,18 @@
-//! The folder of checkpoints: one folder per tag, and `latest`, a file that names one of them.
+//! The folder of checkpoints: one folder per tag, and `latest`, a file that contains the newest tag.
 //!
 //! ```text
 //!   .candle-zero-saving-TAG/   files written and synced by all ranks, then the manifest
 //!   .candle-zero-latest-XXX    the tag, written and synced
-//!   TAG/                       the first folder under its name: rename, sync of the parent
-//!   latest                     the second file under its name: last
+//!   TAG/                       the first folder under its final name: rename, sync of the parent
+//!   latest                     the second file under its final name: last
 //! ```
 //!
-//! A folder under its final name is always complete. What a dead job was writing is removed by the next one that
-//! saves there, before its first step. One that died before its checkpoint was the latest has left the second file, which
-//! counts where there is no `latest`.
+//! A folder under its final name is always complete. Files that a dead job was writing are removed by the next job that
+//! saves there, before its first step. A job that died before its first checkpoint became the latest has left the
+//! second file, which is used if there is no `latest`.
 //!
-//! Whoever writes holds a lock on it. On a file system without locks a file in the folder names the process; what is not known to
-//! be a dead one's stays there.
+//! A writer holds a lock on what it writes. On a file system without locks, a file in the folder names the writing
+//! process. A folder stays unless its writer is known to be dead.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
@@ -34,34 +34,34 @@ use tempfile::NamedTempFile;
 pub(super) const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 const NEW_LATEST: &str = ".candle-zero-latest-";
-/// By these ranks find out who sees the same folder.
+/// The prefix of files by which ranks find out which of them see the same folder.
 pub(super) const SEEN: &str = ".candle-zero-seen-";
-/// What came from other hosts while it is loaded.
+/// The prefix of folders with data from other hosts during a load.
 pub(super) const FETCHED: &str = ".candle-zero-fetched-";
-/// Where a checkpoint is while another takes its name, on a file system that cannot exchange names.
+/// The prefix of a checkpoint that is being replaced, on a file system that cannot exchange names.
 const REPLACED: &str = ".candle-zero-replaced-";
-/// On a file system without locks: the process that writes the folder.
+/// The file that names the process writing the folder, on a file system without locks.
 const OWNER: &str = ".candle-zero-owner";
-/// Bytes of that file at most.
+/// The maximum size of that file in bytes.
 const MAX_OWNER: u64 = 256;
-/// The end of that name as it was once.
+/// The suffix that older versions used instead of [`REPLACED`].
 const OLD_REPLACED: &str = ".replaced";
 
-/// Bytes of `latest`, with room for what editors leave there.
+/// The maximum size of `latest` in bytes, with room for what editors add.
 pub(super) const MAX_LATEST: u64 = 4096;
 
-/// How long a process that was killed may hold what it was writing.
+/// The time for which a killed process may still hold what it was writing.
 const DYING: Duration = Duration::from_secs(5);
 
-/// Bytes of a tag: names of files have 255 at most, and [`REPLACED`] comes before it.
+/// The maximum length of a tag in bytes: file names have at most 255, and [`REPLACED`] comes before the tag.
 pub(super) const MAX_TAG: usize = 200;
 
-/// Where `tag` is written before it is whole.
+/// Returns the folder in which `tag` is written before it is complete.
 pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
     dir.join(format!("{SAVING}{tag}"))
 }
 
-/// Refuses a tag that is not the name of a folder in `dir`.
+/// Returns an error for a tag that is not the name of a folder in `dir`.
 pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
@@ -76,8 +76,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
-/// An empty folder for `tag`, which nobody else clears as long as the file is open; what saves of the past
-/// did not end is removed.
+/// Creates an empty folder for `tag`, which no other process clears as long as the returned file is open. Leftovers of
+/// unfinished saves are removed.
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {
@@ -101,12 +101,12 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     Ok(lock)
 }
 
-/// Asks for the lock of a file or folder.
+/// Tries to lock a file or folder.
 fn ask(file: &File) -> rustix::io::Result<()> {
     flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
-/// Writes into `folder` that this process has it, where asking for its lock came to nothing.
+/// Writes into `folder` that this process owns it, if locking it failed.
 fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     match (locked, OwnerProcess::this()) {
         (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER), owner.to_text()),
@@ -114,21 +114,21 @@ fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
     }
 }
 
-/// Ends, or takes back, what saves and other writers that died have left in `dir`.
+/// Completes or undoes what saves and other writers that died have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
     sweep(dir, WRITING);
     clear_by(dir, ask)
 }
 
-/// Removes what jobs that died have left in `dir`, as the next save would: a run that has nothing left to save leaves nothing else.
+/// Removes what dead jobs have left in `dir`, as the next save would. A run that has nothing left to save calls this.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`]: it cannot be removed.
+/// [`CheckpointError::Unusable`] if something cannot be removed.
 pub(super) fn remove_leftovers(dir: &Path) -> Result<()> {
     clear(dir).map_err(|e| not_written(dir, &e))
 }
 
-/// The same, where locks are asked for by `ask`.
+/// Clears `dir` of leftovers, with `ask` as the function that tries to lock a path.
 fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResult<()> {
     let is_locked = |path: &Path| is_locked(path, &ask);
     for entry in std::fs::read_dir(dir)?.flatten() {
@@ -153,7 +153,7 @@ fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResu
     Ok(())
 }
 
-/// Refuses a folder whose `latest` is something of another program's: a save would replace it.
+/// Returns an error if `latest` in the folder belongs to another program: a save would replace it.
 pub(super) fn check_latest(dir: &Path) -> Result<()> {
     let path = dir.join(LATEST);
     let is_other = path.symlink_metadata().is_ok_and(|found| !found.is_file() || found.len() > 0);
@@ -165,7 +165,7 @@ pub(super) fn check_latest(dir: &Path) -> Result<()> {
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
-/// The tag of a checkpoint that was there under `name` while another took its place.
+/// Returns the tag of a checkpoint that was moved to `name` while another took its place.
 fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
     name.strip_prefix(REPLACED).or_else(|| {
         let tag = name.strip_suffix(OLD_REPLACED)?;
@@ -173,7 +173,7 @@ fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
     })
 }
 
-/// The whole checkpoint of `dir` that the file at `path` names.
+/// Returns the complete checkpoint of `dir` that the file at `path` names.
 fn named_by(dir: &Path, path: &Path) -> Option<String> {
     let tag = read_text(path, MAX_LATEST).ok()?;
     let tag = tag.trim_end().to_owned();
@@ -181,14 +181,14 @@ fn named_by(dir: &Path, path: &Path) -> Option<String> {
     is_one.then_some(tag)
 }
 
-/// Whether a save holds `path`, or may hold it.
+/// Returns whether a save holds `path`, or may hold it.
 fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool {
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
     match opened.map(|file| ask(&file)) {
         Ok(Ok(())) => false,
         Ok(Err(Errno::WOULDBLOCK)) => true,
-        // A file system without locks.
+        // The file system has no locks.
         Ok(Err(_)) => {
             let owner = read_text(path.join(OWNER), MAX_OWNER).ok().and_then(|text| OwnerProcess::of_text(&text));
             let is_dead = owner.is_some_and(|owner| owner.is_dead());
@@ -197,12 +197,12 @@ fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool
             }
             !is_dead
         }
-        // Gone, or nobody's to open.
+        // It is gone, or this user may not open it.
         Err(_) => false,
     }
 }
 
-/// Says once of each path that it is left alone.
+/// Reports, once for each path, that it is left where it is.
 fn stays(path: &Path) {
     static SAID: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     if lock(&SAID).insert(path.to_owned()) {
@@ -214,13 +214,13 @@ fn stays(path: &Path) {
     }
 }
 
-/// A process, as others of the same machine can tell whether it lives.
+/// A process, identified so that others on the same machine can tell whether it is alive.
 #[derive(Debug, PartialEq, Eq)]
 struct OwnerProcess {
     pid: u32,
-    /// When it started, as the kernel counts: numbers of processes come again.
+    /// The start time in the kernel's count, because process ids are reused.
     started: String,
-    /// The start of the kernel, and the space of process numbers in it.
+    /// The boot id of the kernel, and the pid namespace.
     system: String,
 }
 
@@ -240,16 +240,16 @@ impl OwnerProcess {
         Some(Self { pid, started, system })
     }
 
-    /// Whether it is known to have ended: it ran here, and no longer does.
+    /// Returns whether it is known to have ended: it ran on this system, and no longer does.
     fn is_dead(&self) -> bool {
         system().is_some_and(|here| here == self.system) && started(self.pid).is_none_or(|now| now != self.started)
     }
 }
 
-/// When a process started, in ticks since the kernel did.
+/// Returns the start time of a process, in ticks since boot.
 fn started(pid: u32) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name stands in parentheses and may hold anything.
+    // The program's name is in parentheses and may contain anything.
     stat.rsplit_once(')')?.1.split_whitespace().nth(19).map(str::to_owned)
 }
 
@@ -259,7 +259,7 @@ fn system() -> Option<String> {
     Some(format!("{}/{}", boot.trim(), space.display()))
 }
 
-/// Creates `dir` and the folders above it, on disk.
+/// Creates `dir` and its missing parents, and syncs them to disk.
 pub(super) fn create_all(dir: &Path) -> IoResult<()> {
     if dir.is_dir() {
         return Ok(());
@@ -271,7 +271,7 @@ pub(super) fn create_all(dir: &Path) -> IoResult<()> {
     }
 }
 
-/// The error of a save that could not write to `path`.
+/// Returns the error of a save that could not write to `path`.
 pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
     let fix = match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
@@ -281,14 +281,14 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
-/// A checkpoint on disk that has all but its name.
+/// A checkpoint on disk that lacks only its final name.
 pub(super) struct PreparedCheckpoint {
     dir: PathBuf,
     tag: String,
     latest: Option<NamedTempFile>,
 }
 
-/// Gives the written files their manifest, whose text this is.
+/// Writes the manifest, given as text, next to the written files.
 pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<PreparedCheckpoint> {
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =
@@ -308,7 +308,7 @@ pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) ->
 }
 
 impl PreparedCheckpoint {
-    /// Gives it its name. A checkpoint of that name is replaced at once.
+    /// Renames the checkpoint to its final name. An existing checkpoint of that name is replaced atomically.
     pub fn publish(self) -> Result<()> {
         name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
     }
@@ -319,13 +319,13 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
-        // At every moment one of the two was there whole.
+        // At every moment one of the two complete checkpoints existed.
         sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
         replace(dir, tag)?;
     }
-    // Nothing is written in it any more.
+    // Nothing is written into it from here on.
     match std::fs::remove_file(to.join(OWNER)) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -338,7 +338,7 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
     Ok(())
 }
 
-/// The file that `latest` will be, which nobody clears away.
+/// Creates the file that will become `latest`, which no other process clears away.
 fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
     let mut file = new_beside(dir, NEW_LATEST)?;
     _ = flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
@@ -348,8 +348,8 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
     Ok(file)
 }
 
-/// Puts the saved checkpoint in the place of the one that has its name, on a file system that cannot exchange names.
-/// Between the two renames the old one is found by a name of its own.
+/// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames the
+/// old one is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED}{tag}")));
     let hold = File::open(&to)?;
@@ -363,15 +363,15 @@ fn replace(dir: &Path, tag: &str) -> IoResult<()> {
     std::fs::remove_dir_all(replaced)
 }
 
-/// Removes what a failed save has written.
+/// Removes the files that a failed save has written.
 pub(super) fn give_up(dir: &Path, tag: &str) {
-    // The error is the save's. What stays is removed by the next one.
+    // The save's own error is reported. The next save removes what remains.
     let _ = std::fs::remove_dir_all(saving(dir, tag));
 }
 
-/// Removes all whole checkpoints that were saved without a tag but the `keep` newest, `saved`, and the one that
-/// `latest` names. The newest are those that `saved` comes from, one after the other; what other runs have left, or
-/// this one before it went back, goes first, by its steps.
+/// Removes all complete checkpoints that were saved without a tag, except the `keep` newest, `saved`, and the one that
+/// `latest` names. The newest are those that `saved` descends from, in order. Checkpoints of other runs, or of this one
+/// before it was resumed from an earlier one, go first, by their steps.
 pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let latest = latest(dir)?;
     let read = |tag: String| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?, tag));
@@ -386,7 +386,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let is_whole = |tag: &str, manifest: &Manifest| {
         let folder = dir.join(tag);
         let bytes = |file: &FileEntry| folder.join(&file.name).metadata().ok().map(|m| m.len());
-        // Of those of another host's folder nothing is known here.
+        // Files in other hosts' folders are unknown here.
         let (here, elsewhere): (Vec<_>, Vec<_>) =
             manifest.files.iter().partition(|file| bytes(file) == Some(file.bytes));
         !here.is_empty() && elsewhere.iter().all(|file| file.host.is_some() && bytes(file).is_none())
@@ -398,7 +398,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let is_kept = |tag: &String| tag == saved || Some(tag) == latest.as_ref();
     let old: Vec<&String> = newest.into_iter().skip(keep).map(|(tag, _)| tag).filter(|tag| !is_kept(tag)).collect();
     let remove = || {
-        // Not whole from now on, so it must not have its name.
+        // The checkpoint is incomplete from here on, so it must not have its final name.
         old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), saving(dir, tag)))?;
         sync_folder(dir)?;
         old.iter().try_for_each(|tag| std::fs::remove_dir_all(saving(dir, tag)))
@@ -406,7 +406,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     remove().map_err(|source| Error::Io { action: "remove old checkpoints of", path: dir.to_owned(), source })
 }
 
-/// The tag that `latest` names; nothing if there is no such file.
+/// Returns the tag that `latest` names; `None` if there is no such file.
 pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
     let path = dir.join(LATEST);
     let why = match read_text(&path, MAX_LATEST) {
@@ -425,23 +425,23 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
-/// The tag of the first checkpoint of a run that died before `latest` had its name.
+/// Returns the tag of the first checkpoint of a run that died before it could write `latest`.
 fn almost_latest(dir: &Path) -> Option<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut new = entries.filter(|e| e.file_name().to_string_lossy().starts_with(NEW_LATEST));
     new.find_map(|e| named_by(dir, &e.path()))
 }
 
-/// The checkpoints in a folder, at the end of a message.
+/// Returns the list of checkpoints in a folder, to append to a message.
 fn there(dir: &Path) -> String {
     let there = tags(dir);
     if there.is_empty() { String::new() } else { format!("; there are: {}", list(&there)) }
 }
 
-/// An error if `dir`, which has no `latest`, has checkpoints all the same: which one is meant?
+/// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
 pub(super) fn without_latest(dir: &Path) -> Result<()> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    // Also those that have lost their manifest: whoever goes on must not begin anew without a word.
+    // Includes those that have lost their manifest: a run that should resume must not silently start from scratch.
     let mut folders = entries.filter(|e| !e.file_name().to_string_lossy().starts_with('.')).map(|e| e.path());
     if !folders.any(|path| is_tag(&path)) {
         return Ok(());
@@ -453,11 +453,11 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
-/// The folder of `tag`, which must be there.
+/// Returns the folder of `tag`, which must exist.
 pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     check_tag(dir, tag)?;
     let path = dir.join(tag);
-    // The second is what a job that died in the middle of replacing it has left.
+    // The second is left by a job that died while it was replacing the checkpoint.
     if let Some(found) = [path.clone(), dir.join(format!("{REPLACED}{tag}"))].into_iter().find(|p| p.is_dir()) {
         return Ok(found);
     }
@@ -469,7 +469,7 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     Err(CheckpointError::Unusable { path, problem }.into())
 }
 
-/// Whether `dir` is the folder of a tag: it has a manifest, or the files of ranks whose manifest is lost.
+/// Returns whether `dir` is the folder of a tag: it has a manifest, or rank files whose manifest is lost.
 pub(super) fn is_tag(dir: &Path) -> bool {
     let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.any(|e| {
@@ -479,7 +479,7 @@ pub(super) fn is_tag(dir: &Path) -> bool {
     })
 }
 
-/// Tags whose save has not ended.
+/// Returns the tags whose save has not finished.
 pub(super) fn unfinished(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
@@ -488,7 +488,7 @@ pub(super) fn unfinished(dir: &Path) -> Vec<String> {
     tags
 }
 
-/// Folders with a manifest, by name.
+/// Returns the names of the folders with a manifest.
 pub(super) fn tags(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|e| e.path().join(MANIFEST).is_file()).map(|e| e.file_name().to_string_lossy().into());
@@ -504,7 +504,7 @@ mod tests {
     use super::super::manifest::tests::manifest;
     use super::*;
 
-    /// A folder with a manifest of `tag`, as a save that ended left it, or would have.
+    /// Writes a folder with a manifest of `tag`, as a finished save leaves it.
     fn put(dir: &Path, folder: &Path, tag: &str, steps: u64) {
         std::fs::create_dir_all(folder).unwrap();
         let manifest = Manifest { global_steps: steps, ..manifest(tag) };
@@ -543,10 +543,10 @@ mod tests {
         };
         clear_by(dir, without_locks).unwrap();
         assert_eq!(left(), ["elsewhere", "living", "unknown", "x"]);
-        // A whole checkpoint says nothing of who wrote it.
+        // A complete checkpoint contains no trace of its writer.
         name(dir, "living", None).unwrap();
         assert_eq!(std::fs::read_dir(dir.join("living")).unwrap().count(), 0);
-        // With locks, what nobody has locked is nobody's.
+        // With locks, anything that is not locked is abandoned.
         clear(dir).unwrap();
         assert_eq!(left(), ["living"]);
     }
@@ -567,7 +567,7 @@ mod tests {
         for old in [format!("{REPLACED}T"), "T.replaced".to_string()] {
             let dir = tempfile::tempdir().unwrap();
             let dir = dir.path();
-            // It died between the two names.
+            // The job died between the two renames.
             put(dir, &dir.join(&old), "T", 1);
             put(dir, &saving(dir, "T"), "T", 2);
             assert_eq!(tags(dir), Vec::<String>::new(), "{old}");
@@ -576,7 +576,7 @@ mod tests {
             }
             drop(begin(dir, "other").unwrap());
             assert_eq!((tags(dir), steps(dir, "T")), (vec!["T".to_string()], 1), "{old}");
-            // It died before the old one was gone.
+            // The job died before the old one was removed.
             put(dir, &dir.join(&old), "T", 0);
             assert_eq!(tags(dir), ["T"]);
             put(dir, &saving(dir, "T"), "T", 3);
@@ -584,7 +584,7 @@ mod tests {
             drop(begin(dir, "other").unwrap());
             assert_eq!((tags(dir), steps(dir, "T"), dir.join(&old).exists()), (vec!["T".to_string()], 3, false));
         }
-        // A tag of the user's that ends so is one.
+        // A user's tag with this suffix is a normal tag.
         let dir = tempfile::tempdir().unwrap();
         put(dir.path(), &dir.path().join("T.replaced"), "T.replaced", 1);
         assert_eq!(tags(dir.path()), ["T.replaced"]);
@@ -599,7 +599,7 @@ mod tests {
         assert_eq!(latest(dir).unwrap(), None);
         put(dir, &dir.join("T"), "T", 1);
         assert_eq!(latest(dir).unwrap().as_deref(), Some("T"));
-        // Also after another run has begun to save, and died too.
+        // Also after another run has begun to save and died.
         drop(begin(dir, "other").unwrap());
         assert_eq!(std::fs::read_to_string(dir.join(LATEST)).unwrap(), "T");
         left("T");

@@ -1,4 +1,4 @@
-//! Parameters under the names that transformers expects, and the `config.json` that goes with them.
+//! Parameters under the names that transformers expects, and the matching `config.json`.
 
 use super::manifest::{Manifest, Parameter};
 use crate::models::{GptConfig, LlamaConfig};
@@ -6,19 +6,19 @@ use crate::zero::share::state_access::WEIGHTS;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The prefix of the names of a GPT-2.
+/// The prefix of parameter names in a GPT-2.
 const GPT_PREFIX: &str = "transformer.";
 
-/// How a checkpoint looks to transformers.
+/// The description of a checkpoint for transformers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct HuggingFaceDescription {
     /// The prefix of every name.
     pub prefix: &'static str,
-    /// `config.json`, or why there is none.
+    /// The content of `config.json`, or the reason why there is none.
     pub config: Result<Value, String>,
 }
 
-/// The model of the checkpoint, by its client state's `model` or its parameters; `dtype` is that of the files.
+/// Describes the checkpoint's model from its client state's `model` or its parameters; `dtype` is that of the files.
 pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> HuggingFaceDescription {
     let model = &manifest.client_state["model"];
     let shapes: ShapesByName =
@@ -49,10 +49,10 @@ fn unknown(why: &str) -> HuggingFaceDescription {
     HuggingFaceDescription { prefix: "", config: Err(why.to_owned()) }
 }
 
-/// Shapes by name.
+/// Shapes of parameters by name.
 type ShapesByName<'a> = BTreeMap<&'a str, &'a [usize]>;
 
-/// The sizes of a GPT-2 that follow from its shapes: all but its heads.
+/// The sizes of a GPT-2 that follow from its shapes: all except the number of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Gpt2Sizes {
     n_layer: usize,
@@ -61,7 +61,7 @@ struct Gpt2Sizes {
     vocab: usize,
 }
 
-/// Sizes of the GPT-2 that has exactly these parameters.
+/// Returns the sizes of the GPT-2 that has exactly these parameters.
 fn gpt_sizes(shapes: &ShapesByName) -> Option<Gpt2Sizes> {
     let [vocab, d] = *shapes.get("wte.weight").copied()? else { return None };
     let [ctx, _] = *shapes.get("wpe.weight").copied()? else { return None };
@@ -90,7 +90,7 @@ fn are_exactly(shapes: &ShapesByName, expected: &[(String, Vec<usize>)]) -> bool
     shapes.len() == expected.len() && expected.iter().all(is_there)
 }
 
-/// The sizes from the shapes, the rest from the client state's `model`.
+/// Builds the configuration: sizes from the shapes, the rest from the client state's `model`.
 fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<GptConfig, String> {
     let Gpt2Sizes { n_layer, n_embd, ctx, vocab } = sizes;
     for (key, found) in [("n_layer", n_layer), ("n_embd", n_embd), ("ctx", ctx), ("vocab", vocab)] {
@@ -114,7 +114,7 @@ fn gpt_config(model: &Value, sizes: Gpt2Sizes, n_head: Option<usize>) -> Result<
 
 fn gpt_json(config: &GptConfig, dtype: &str) -> Value {
     let GptConfig { n_layer, n_head, n_embd, ctx, vocab, eps, dropout, .. } = config;
-    // The token that ends texts is known of the published vocabulary alone.
+    // The end-of-text token is known only for the published vocabulary.
     let end = (*vocab == 50257).then_some(50256);
     json!({
         "architectures": ["GPT2LMHeadModel"],
@@ -139,7 +139,7 @@ fn gpt_json(config: &GptConfig, dtype: &str) -> Value {
     })
 }
 
-/// The client state's `model`, if the parameters are those of such a Llama.
+/// Returns the client state's `model`, if the parameters match such a Llama.
 fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, String> {
     let mut sizes = model.clone();
     if let Some(sizes) = sizes.as_object_mut() {
@@ -147,12 +147,12 @@ fn llama_config(model: &Value, shapes: &ShapesByName) -> Result<LlamaConfig, Str
     }
     let config: LlamaConfig =
         serde_json::from_value(sizes).map_err(|e| format!("its client state does not describe a Llama: {e}"))?;
-    // Twice the number of heads must be one.
+    // The number of heads must not overflow when it is doubled.
     if config.num_attention_heads > shapes.values().flat_map(|shape| shape.iter()).copied().max().unwrap_or(0) {
         return Err("its client state describes a Llama of more heads than any parameter has rows".to_owned());
     }
     config.validate().map_err(|e| e.to_string())?;
-    // Before anything of the claimed size is built.
+    // Checked before anything of the claimed size is built.
     if config.num_hidden_layers <= shapes.len() && are_exactly(shapes, &llama_parameters(&config)) {
         return Ok(config);
     }

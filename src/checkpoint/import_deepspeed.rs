@@ -1,4 +1,4 @@
-//! A checkpoint of DeepSpeed as one of this library's: weights, Adam's moments, buffers, counters.
+//! Converts a DeepSpeed checkpoint to this library's format: weights, Adam's moments, buffers, counters.
 
 use super::buffers::{self, SavedBuffer};
 use super::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
@@ -12,14 +12,15 @@ use crate::zero::share::state_access::{WEIGHTS, pieces};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Writes what a checkpoint of DeepSpeed holds as checkpoint `tag` of the folder `dir`, and lets `latest` name it.
-/// `tell` learns the bytes written so far and how many there will be. Gives the folder of the checkpoint.
+/// Writes the content of a DeepSpeed checkpoint as checkpoint `tag` of the folder `dir`, and points `latest` to it.
+/// `tell` is called with the bytes written so far and their total. Returns the folder of the checkpoint.
 ///
-/// Buffers that cannot be read are left out, and told. Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
+/// Buffers that cannot be read are left out, with a message. The checkpoint consists of the file of one rank; any
+/// number of ranks can load it. A run that loads it resumes where DeepSpeed stopped.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
-/// what cannot be read; [`Error::Io`](crate::Error::Io). Then `dir` has no new checkpoint.
+/// [`CheckpointError::Unusable`] if `dir` already has a checkpoint of that name; [`CheckpointError::DeepSpeed`] for
+/// anything that cannot be read; [`Error::Io`](crate::Error::Io). In all these cases `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,
@@ -47,10 +48,10 @@ pub fn import(
     published.inspect_err(|_| folder::give_up(dir, tag))
 }
 
-/// Where [`import`] writes checkpoint `tag` of `dir`.
+/// Returns the folder that [`import`] writes for checkpoint `tag` of `dir`.
 ///
 /// # Errors
-/// As [`import`]'s for what is there already, and for a name that is none.
+/// The same as [`import`]'s if the checkpoint already exists, and for an invalid name.
 #[doc(hidden)]
 pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
     folder::check_tag(dir, tag)?;
@@ -63,7 +64,7 @@ pub fn new_checkpoint_path(dir: &Path, tag: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The file of its buffers; nothing where it has none.
+/// Returns the file of the checkpoint's buffers; `None` if it has none.
 fn buffers(from: &DeepSpeedCheckpoint, dir: &Path) -> Result<Option<Vec<u8>>> {
     for problem in from.unread_buffers() {
         warn(&format!("warning: a buffer is left out: {problem}"));
@@ -101,7 +102,7 @@ fn write(
     file.finish().map_err(io)
 }
 
-/// Its manifest, without files.
+/// Returns the checkpoint's manifest, without files.
 fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[DeepSpeedState]) -> Manifest {
     let config = from.ds_config();
     let is_on = |section: &str| config[section]["enabled"] == Value::Bool(true);

@@ -1,5 +1,5 @@
-//! What of a folder of checkpoints belongs to a run: the line of those that it has saved and goes on from, and its hold
-//! on the folders that it saves into.
+//! A run's relation to its folders of checkpoints: the sequence of checkpoints that it saved and resumed from, and its
+//! locks on the folders that it saves into.
 
 use super::folder;
 use super::manifest::Manifest;
@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a process that was killed may hold a folder.
+/// The time for which a killed process may still hold a folder.
 const DYING: Duration = Duration::from_secs(5);
 
-/// The checkpoint that a run has saved or loaded last.
+/// The checkpoint that a run saved or loaded last.
 pub(crate) struct LastCheckpoint {
     dir: PathBuf,
     tag: String,
@@ -21,30 +21,30 @@ pub(crate) struct LastCheckpoint {
 }
 
 impl LastCheckpoint {
-    /// That of a checkpoint in `dir`, which is there.
+    /// Describes a checkpoint in `dir`, which must exist.
     pub fn new(dir: &Path, tag: &str, manifest: &Manifest) -> Option<Self> {
         let dir = dir.canonicalize().ok()?;
         Some(Self { dir, tag: tag.to_owned(), previous: manifest.previous.clone() })
     }
 
-    /// The checkpoint that comes before `tag` of `dir`, which follows.
+    /// Returns the predecessor of `tag`, which is about to be saved in `dir`.
     pub fn previous_of(&self, dir: &Path, tag: &str) -> Option<String> {
         let is_here = dir.canonicalize().is_ok_and(|dir| dir == self.dir);
-        // One that is saved again does not come from itself.
+        // A checkpoint that is saved again is not its own predecessor.
         let previous = if self.tag == tag { self.previous.clone() } else { Some(self.tag.clone()) };
         previous.filter(|_| is_here)
     }
 }
 
-/// The folders that the first rank of a job saves into; no other job does as long as this lives.
+/// The folders that the first rank of a job saves into. No other job saves there as long as this value lives.
 #[derive(Default)]
 pub(crate) struct LockedFolders(Vec<(PathBuf, Arc<FolderLock>)>);
 
 impl LockedFolders {
-    /// Creates `dir` where it is not there, and locks it for this process.
+    /// Creates `dir` if it does not exist, and locks it for this process.
     ///
     /// # Errors
-    /// [`CheckpointError::Busy`]: another job saves there. [`CheckpointError::Unusable`]: it cannot be written.
+    /// [`CheckpointError::Busy`] if another job saves there; [`CheckpointError::Unusable`] if it cannot be written.
     pub fn lock(&mut self, dir: &Path) -> Result<()> {
         if dir.exists() && !dir.is_dir() {
             let problem = "it is a file, and checkpoints are saved into a folder; give another path".into();
@@ -53,7 +53,7 @@ impl LockedFolders {
         folder::check_latest(dir)?;
         folder::create_all(dir).map_err(|e| folder::not_written(dir, &e))?;
         let here = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
-        // A folder that was removed meanwhile is locked again where it is made anew.
+        // A folder that was removed in the meantime is locked again after it is recreated.
         if self.0.iter().any(|(known, lock)| *known == here && lock.is_of(&here)) {
             return Ok(());
         }
@@ -73,7 +73,7 @@ impl LockedFolders {
     }
 }
 
-/// Whether this rank can make files in `dir`, which is there: tried with one that nobody sees.
+/// Checks that this rank can create files in the existing folder `dir`, with an unnamed file.
 pub(super) fn try_to_write(dir: &Path) -> Result<()> {
     tempfile::tempfile_in(dir).map(drop).map_err(|e| folder::not_written(dir, &e))
 }

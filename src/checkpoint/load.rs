@@ -1,5 +1,5 @@
-//! Loading: each rank reads the byte ranges of its own shards, whoever saved them. Where each host has a folder of its own,
-//! those that it lacks come from other hosts first.
+//! Loads checkpoints: each rank reads the byte ranges of its own shards, whichever ranks saved them. If each host has
+//! its own folder, ranges that a host lacks are first fetched from other hosts.
 
 use super::buffers::{self, SavedBuffer};
 use super::fetch_from_hosts::{FetchedFiles, fetch};
@@ -28,17 +28,17 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use twox_hash::XxHash3_64;
 
-/// The parts of a checkpoint that are loaded. Names and defaults are DeepSpeed's.
+/// The parts of a checkpoint to load. Names and defaults are DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// The optimizer's states, and the loss scale. Default true.
+    /// Loads the optimizer states and the loss scale. Default true.
     pub load_optimizer_states: bool,
-    /// The learning-rate schedule's counter. Default true.
+    /// Loads the counter of the learning-rate schedule. Default true.
     pub load_lr_scheduler_states: bool,
-    /// Parameters and nothing else: no state, no counter. Default false.
+    /// Loads only parameters: no states, no counters. Default false.
     pub load_module_only: bool,
-    /// The checkpoint must have exactly the model's parameters. Else those that it lacks stay as they are, and its
-    /// others are left out. Default true.
+    /// Requires the checkpoint to contain exactly the model's parameters. Otherwise parameters that it lacks stay
+    /// unchanged, and additional ones are ignored. Default true.
     pub load_module_strict: bool,
 }
 
@@ -53,35 +53,36 @@ impl Default for LoadOptions {
     }
 }
 
-/// The loaded checkpoint.
+/// The result of loading a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadedCheckpoint {
     /// The folder of the checkpoint.
     pub path: PathBuf,
     /// The client state that was saved.
     pub client_state: Value,
-    /// Samples that all ranks together have trained on: where the data goes on.
+    /// The number of samples that all ranks together have trained on: the position where the data resumes.
     pub global_samples: u64,
 }
 
-/// A checkpoint that has been opened: its manifest and the headers of its files are whole.
+/// An opened checkpoint, whose manifest and file headers have been checked.
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     places: RankFileOffsets,
-    /// By the ranks that wrote them: all, or those that are needed.
+    /// Rank files by the ranks that wrote them: all of them, or only those that are needed.
     files: BTreeMap<usize, Mutex<RankFileReader>>,
     buffers: Vec<SavedBuffer>,
-    /// Where some of the files are.
+    /// Keeps the folder of fetched files.
     _fetched: Option<FetchedFiles>,
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no checkpoint.
+    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names. Returns `None` if there is no
+    /// checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable; for checkpoints without
-    /// `latest` and without a tag.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable, and if the folder has
+    /// checkpoints but no `latest`, and `tag` is `None`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
@@ -105,7 +106,8 @@ impl Checkpoint {
         }))
     }
 
-    /// The files `needed` of a checkpoint and its buffers, on rank `rank`: from its host's folder, or from what was fetched.
+    /// Opens the files `needed` of a checkpoint and its buffers on rank `rank`, from its host's folder or the fetched
+    /// files.
     fn open_located(
         located: LocatedCheckpoint,
         fetched: Option<FetchedFiles>,
@@ -123,32 +125,32 @@ impl Checkpoint {
         Ok(Self { path, places: RankFileOffsets::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
     }
 
-    /// What a save that comes next follows.
+    /// Returns the predecessor of the next save.
     pub(crate) fn as_last(&self) -> Option<LastCheckpoint> {
         // Its folder may have been renamed.
         let tag = self.path.file_name()?.to_str()?;
         LastCheckpoint::new(self.path.parent()?, tag, &self.manifest)
     }
 
-    /// Its content.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Its buffers, by name.
+    /// Returns the checkpoint's buffers, by name.
     pub(super) fn buffers(&self) -> &[SavedBuffer] {
         &self.buffers
     }
 
-    /// Its folder.
+    /// Returns the checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Elements `range` of parameter `param` (by its place in the manifest) of state `state` (likewise), in f32.
+    /// Returns elements `range` of parameter `param` in state `state`, in f32. Both are indices in the manifest.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] where bytes are not what was written.
+    /// [`CheckpointError::Unusable`] if the bytes do not match their checksum.
     ///
     /// # Panics
     /// If the manifest has no such state, parameter or element.
@@ -163,10 +165,10 @@ impl Checkpoint {
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
-    /// Reads every byte and compares it with its checksum. `tell` learns the bytes read so far.
+    /// Reads every byte and compares it with its checksum. `tell` is called with the bytes read so far.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the first file that is damaged, and where.
+    /// [`CheckpointError::Unusable`] with the first damaged file, and the position in it.
     pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut done = 0;
         for file in self.files.values() {
@@ -179,13 +181,13 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The result of loading it.
+    /// Returns the result of loading this checkpoint.
     pub(crate) fn into_loaded(self) -> LoadedCheckpoint {
         let Manifest { client_state, global_samples, .. } = self.manifest;
         LoadedCheckpoint { path: self.path, client_state, global_samples }
     }
 
-    /// Reads `blocks` of the files of ranks, and compares them with their checksums.
+    /// Reads `blocks` of rank files, and compares them with their checksums.
     fn check(&self, blocks: &BTreeMap<usize, BTreeSet<usize>>) -> Result<()> {
         for (rank, blocks) in blocks {
             let mut file = lock(&self.files[rank]);
@@ -199,7 +201,7 @@ fn open_file(folder: &Path, manifest: &Manifest, rank: usize) -> Result<(usize, 
     Ok((rank, Mutex::new(RankFileReader::open(folder, manifest, rank)?)))
 }
 
-/// The blocks of the files of ranks that `wanted` lies in.
+/// Returns the blocks of rank files that contain `wanted`.
 fn blocks(places: &RankFileOffsets, wanted: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
     let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     for NeededElements { state, saved, range, .. } in wanted {
@@ -210,21 +212,21 @@ fn blocks(places: &RankFileOffsets, wanted: &[NeededElements]) -> BTreeMap<usize
     blocks
 }
 
-/// Elements of a saved parameter that this rank needs.
+/// The elements of a saved parameter that this rank needs.
 #[derive(Debug, Clone)]
 struct NeededElements {
-    /// The state's place in the manifest.
+    /// The index of the state in the manifest.
     state: usize,
     saved: usize,
-    /// The engine's.
+    /// The engine's kind of state.
     kind: ParamStateKind,
     param: usize,
     range: Range<usize>,
 }
 
-/// Loads checkpoint `tag` of folder `dir` into a core, or the one that `latest` names. Everything that is needed is
-/// checked before anything changes. With a folder `on_each_host` it is the newest one that is whole over all of them.
-/// Collective.
+/// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, into a core. Everything that is needed is
+/// checked before anything changes. If each host has its own folder (`on_each_host`), it loads the newest checkpoint
+/// that is complete over all of them. Collective.
 ///
 /// # Errors
 /// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
@@ -261,7 +263,7 @@ pub(crate) fn load(
     Ok(Some(checkpoint))
 }
 
-/// A checkpoint of a folder that all ranks see, with what this rank needs of it. Collective.
+/// Opens a checkpoint in a folder that all ranks see, and returns the parts of it that this rank needs. Collective.
 fn open(
     comm: &dyn Communicator,
     dir: &Path,
@@ -279,7 +281,8 @@ fn open(
     Ok(Some((checkpoint, wanted)))
 }
 
-/// The same of a folder of each host. What this rank needs and its host lacks is fetched. Collective.
+/// Does the same as [`open`] for a separate folder on each host. Parts that this rank needs and its host lacks are
+/// fetched. Collective.
 fn open_on_hosts(
     comm: &dyn Communicator,
     dir: &Path,
@@ -296,7 +299,7 @@ fn open_on_hosts(
     Ok(Some((checkpoint, wanted)))
 }
 
-/// The parts of a checkpoint that this rank needs, if it is one of this model.
+/// Returns the parts of a checkpoint that this rank needs, if it belongs to this model.
 fn wanted(
     core: &RankCore,
     trainer: &GroupedOptimizer,
@@ -360,7 +363,7 @@ fn wanted(
                     manifest.optimizer.as_deref().unwrap_or("none")
                 ))
             })?;
-            // Whole parameters get all their elements from the files, not from other ranks.
+            // Full parameters get all their elements from the files, not from other ranks.
             let is_whole = kind == ParamStateKind::Weights && !core.shards(param);
             let range = if is_whole { 0..own.numel } else { core.owned(param) };
             wanted.push(NeededElements { state, saved, kind, param, range });
@@ -371,7 +374,7 @@ fn wanted(
 
 fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
-    // What a forward without a backward has gathered is from before.
+    // Parameters gathered by a forward without a backward are outdated.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
         let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
@@ -386,7 +389,7 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, wanted: &[NeededElements]) 
     core.refresh()
 }
 
-/// The problem with a parameter that was not trained when it was saved.
+/// Returns the problem with a parameter that was not trained when it was saved.
 fn trained_since(name: &str, what: &str) -> String {
     format!(
         "{name} {what} when it was saved, and is trained here; freeze it (EngineBuilder::trainable, set_trainable), load, \
@@ -394,7 +397,7 @@ fn trained_since(name: &str, what: &str) -> String {
     )
 }
 
-/// States go on being rounded by the chances of the run that was saved.
+/// Continues stochastic rounding with the seed of the saved run.
 fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
     core.go_on_rounding(seed);
@@ -407,7 +410,7 @@ fn go_on_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     }
 }
 
-/// Each trained parameter goes on with its own count of updates.
+/// Restores each trained parameter's own update count.
 fn set_counts(core: &RankCore, manifest: &Manifest) {
     let saved: BTreeMap<&str, u64> = manifest.parameters.iter().map(|p| (p.name.as_str(), p.updates_before)).collect();
     for param in core.params().iter().filter(|param| param.is_trained()) {

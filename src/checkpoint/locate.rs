@@ -1,14 +1,14 @@
-//! Which checkpoint is loaded where each host has a folder of its own, and on which hosts its files are.
+//! Chooses the checkpoint to load if each host has its own folder, and finds the hosts that have its files.
 //!
 //! ```text
-//!   each host    what `latest` names, or the tag that is asked for        -> tags
-//!   each host    of each tag: checksum of the manifest, files that it has  -> the newest tag that is whole over all
-//!   one host     the manifest                                             -> all
+//!   each host    the tag that `latest` names, or the requested tag         -> tags
+//!   each host    for each tag: checksum of the manifest, files that exist  -> the newest tag that is complete over all
+//!   one host     the manifest                                              -> all
 //! ```
 //!
-//! A save gives a tag its name on every host, and each is told by its own `latest`. A job that died in between has left a
-//! tag that `latest` names on some hosts and that others lack: it is passed over for what `latest` names there. A tag that
-//! every host names and that is not whole has been damaged since, which is an error.
+//! A save renames the tag on every host, and then every host's `latest` names it. A job that died in between has left a
+//! tag that `latest` names on some hosts and that others lack: it is passed over in favor of the tag that `latest`
+//! names there. A tag that every host names and that is not complete has been damaged since, which is an error.
 
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
@@ -25,42 +25,42 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// A checkpoint whose files are all there, on one host or another.
+/// A checkpoint all of whose files exist on some host.
 pub(super) struct LocatedCheckpoint {
-    /// Its folder on this host, if that has one.
+    /// The checkpoint's folder on this host, if it has one.
     pub path: PathBuf,
     pub manifest: Manifest,
     pub hosts: RanksByFolder,
-    /// Per file of [`files`], the hosts that have it, by their first ranks.
+    /// For each file of [`files`], the hosts that have it, by their first ranks.
     pub homes: Vec<Vec<usize>>,
 }
 
-/// What a host has of a tag.
+/// The parts of a tag that a host has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct HostTagFiles {
-    /// Of the manifest, which is equal on all hosts that saved together.
+    /// The checksum of the manifest, which is equal on all hosts that saved together.
     checksum: String,
     steps: u64,
-    /// The files that should be there, with the hosts that wrote them.
+    /// The expected files, with the hosts that wrote them.
     files: Vec<(String, Option<String>)>,
-    /// Whether they are, in their lengths.
+    /// Whether each file exists with the right length.
     is_here: Vec<bool>,
 }
 
-/// What all hosts have of a tag: the words of a host for having nothing.
+/// The parts of a tag on each host; as an error, the reason why a host has none.
 type TagFilesByHost = BTreeMap<usize, std::result::Result<HostTagFiles, String>>;
 
-/// Names and lengths of the files of a checkpoint: those of the ranks, then that of the buffers.
+/// Returns the names and lengths of a checkpoint's files: those of the ranks, then that of the buffers.
 pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
     let ranks = manifest.files.iter().map(|file| (file.name.as_str(), file.bytes));
     ranks.chain(manifest.buffers.iter().map(|file| (file.name.as_str(), file.bytes)))
 }
 
-/// Finds checkpoint `tag` of the folders `dir`, or the newest of those that `latest` names which is whole; nothing where
-/// no host has any. Collective.
+/// Finds checkpoint `tag` of the folders `dir`, or the newest complete one of those that `latest` names. Returns `None`
+/// if no host has any. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] on all ranks where there is no whole one, with the hosts and files; a failed collective.
+/// [`CheckpointError::Unusable`] on all ranks if no complete one exists, with the hosts and files; a failed collective.
 pub(super) fn locate(
     comm: &dyn Communicator,
     dir: &Path,
@@ -99,7 +99,7 @@ pub(super) fn locate(
     if comm.rank() == 0 {
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));
     }
-    // A host that has nothing of it needs the manifest too, and what one reads all go by.
+    // A host without the tag also needs the manifest, and all ranks must use the same one.
     let has_it = |first: &usize| matches!(&found[tag][first], Ok(found) if found.checksum == checksum);
     let path = folder::existing(dir, tag).unwrap_or_else(|_| dir.join(tag));
     let sender = hosts.all().find(has_it).unwrap_or_else(|| unreachable!("a host has the manifest"));
@@ -113,7 +113,7 @@ pub(super) fn locate(
     Ok(Some(LocatedCheckpoint { path, manifest, hosts, homes }))
 }
 
-/// What this host has of a tag.
+/// Returns the parts of a tag that this host has.
 fn look(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
     let path = match folder::existing(dir, tag) {
         Ok(path) => path,
@@ -132,18 +132,18 @@ fn look(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
     })
 }
 
-/// A tag that is whole.
+/// A complete tag.
 #[derive(Debug, PartialEq, Eq)]
 struct ChosenTag<'a> {
     tag: &'a str,
     checksum: String,
     homes: Vec<Vec<usize>>,
-    /// Why newer ones were passed over.
+    /// The reasons why newer tags were passed over.
     notes: Vec<String>,
 }
 
-/// The newest tag of `found` that is whole; else the newest of all, and its problem. Where there is but one and
-/// `are_all_told`, every host's `latest` names it. `name` is that of a host.
+/// Returns the newest complete tag of `found`; as an error, the newest of all and its problem. `are_all_told`: every
+/// host has named a tag. `name` returns the name of a host.
 fn choose<'a>(
     found: &BTreeMap<&'a str, TagFilesByHost>,
     are_all_told: bool,
@@ -174,7 +174,8 @@ fn choose<'a>(
     ))
 }
 
-/// The checksum of the manifest by which a tag is whole, and where each file is; else what is missing.
+/// Returns the checksum of the manifest for which a tag is complete, and the hosts of each file; as an error, the
+/// missing files.
 fn whole(
     everywhere: &TagFilesByHost,
     name: &dyn Fn(usize) -> String,
@@ -204,7 +205,7 @@ fn whole(
     Err(all.join("; "))
 }
 
-/// A host in words.
+/// Describes a host and its ranks.
 fn host_with_ranks(hosts: &RanksByFolder, names: &[String], first: usize) -> String {
     let last = hosts.ranks(first).last().unwrap_or(first);
     let ranks = if first == last { format!("rank {first}") } else { format!("ranks {first} to {last}") };

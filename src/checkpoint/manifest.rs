@@ -1,4 +1,4 @@
-//! The content of a checkpoint, as JSON with a checksum of its own in its last line.
+//! The manifest: the description of a checkpoint, as JSON with its own checksum in the last line.
 
 use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};
@@ -11,16 +11,16 @@ use serde_json::Value;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
-/// Name of the manifest in the folder of a tag.
+/// The name of the manifest in the folder of a tag.
 pub(super) const MANIFEST: &str = "manifest.json";
 
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
-/// The format that is written. Version 1 had no buffers, no blocks, no frozen parameters, no line of checkpoints, and
-/// neither rates that were set nor the seed of rounding; its readers refuse what they do not know.
+/// The format version that is written. Version 1 had no buffers, blocks, frozen parameters or predecessors, no learning
+/// rates that were set, and no seed of rounding; its readers reject fields that they do not know.
 pub(super) const VERSION: u32 = 2;
 
-/// The oldest format that is read.
+/// The oldest format version that is read.
 const OLDEST: u32 = 1;
 
 /// The content of a checkpoint.
@@ -29,52 +29,52 @@ const OLDEST: u32 = 1;
 pub struct Manifest {
     pub(super) format: String,
     pub(super) version: u32,
-    /// Its name.
+    /// The tag.
     pub tag: String,
-    /// Whether the user gave it that name. Automatic ones are `global_stepN`, and removed by
-    /// [`SaveOptions::keep`](crate::checkpoint::SaveOptions::keep).
+    /// Whether the user chose the tag. Automatic tags are named `global_stepN`, and
+    /// [`SaveOptions::keep`](crate::checkpoint::SaveOptions::keep) removes them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_named: bool,
-    /// The checkpoint of the same folder that its run had saved or loaded last.
+    /// The checkpoint in the same folder that the run had saved or loaded before this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub previous: Option<String>,
-    /// Ranks that saved it.
+    /// The number of ranks that saved it.
     pub world_size: usize,
-    /// ZeRO stage that it was saved at. Loading does not depend on it.
+    /// The ZeRO stage that it was saved at. Loading does not depend on it.
     pub stage: u8,
-    /// Precision of the model's parameters. The files hold f32.
+    /// The precision of the model's parameters. The files contain f32.
     pub dtype: String,
-    /// Optimizer steps, skipped ones included.
+    /// The number of optimizer steps, including skipped ones.
     pub global_steps: u64,
-    /// Optimizer steps that changed nothing.
+    /// The number of optimizer steps that changed nothing.
     pub skipped_steps: u64,
-    /// Samples that all ranks together have trained on.
+    /// The number of samples that all ranks together have trained on.
     pub global_samples: u64,
-    /// State of the loss scale, with fp16.
+    /// The state of the loss scale, with fp16.
     pub scaler: Option<crate::precision::ScalerState>,
-    /// Updates that the optimizer's states have seen.
+    /// The number of updates that the optimizer states have seen.
     pub optimizer_steps: u64,
-    /// Applied optimizer steps - 1, as DeepSpeed's schedulers count.
+    /// The number of applied optimizer steps - 1, as DeepSpeed's schedulers count.
     pub last_batch_iteration: i64,
-    /// The learning rates that [`Engine::set_lr`](crate::Engine::set_lr) had put in force, by parameter group; nothing
-    /// where the configuration's or the schedule's were.
+    /// The learning rates set with [`Engine::set_lr`](crate::Engine::set_lr), by param group; `None` if those of the
+    /// configuration or the schedule were in effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub set_lr: Option<Vec<f64>>,
-    /// The seed of stochastic rounding, if states were rounded so.
+    /// The seed of stochastic rounding, if states were rounded stochastically.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounding_seed: Option<u64>,
-    /// Type of the optimizer.
+    /// The type of the optimizer.
     pub optimizer: Option<String>,
-    /// Kinds of state in the files, f32 each: `fp32` (the parameters), then the optimizer's.
+    /// The kinds of states in the files, all f32: `fp32` (the parameters), then the optimizer states.
     pub states: Vec<String>,
-    /// Names and shapes, in the order of the files.
+    /// The names and shapes of parameters, in the order of the files.
     pub parameters: Vec<Parameter>,
-    /// The file of every rank. Empty until they are written.
+    /// The file of every rank. Empty until the files are written.
     pub files: Vec<FileEntry>,
-    /// The file with the model's buffers, where it has any.
+    /// The file with the model's buffers, if it has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buffers: Option<BufferFile>,
-    /// The resolved configuration, under DeepSpeed's names.
+    /// The resolved configuration, with DeepSpeed's names.
     pub config: Value,
     /// The client state.
     pub client_state: Value,
@@ -84,18 +84,19 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Parameter {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
-    /// The states that the files have of it, where these are not all that the manifest names: weights alone of a frozen
-    /// parameter, nothing of one that was left out.
+    /// The states of the parameter in the files, if these are not all that the manifest names: only weights for a
+    /// frozen parameter, none for a parameter that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
-    /// Elements that lie in one file together, the blocks in which a state is coded; 0 where there are none.
+    /// The number of consecutive elements that stay in one file, for states that are quantized in blocks; 0 without
+    /// blocks.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub block: u64,
-    /// Updates of the weights before the first of its own, if it was frozen then.
+    /// The number of updates of the weights before this parameter's first one, if it was frozen then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
 }
@@ -108,15 +109,15 @@ fn is_zero(count: &u64) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// Its name in the folder of the tag.
+    /// The name in the folder of the tag.
     pub name: String,
-    /// Its length.
+    /// The length in bytes.
     pub bytes: u64,
-    /// Bytes before its data: the safetensors header with the checksums of the data.
+    /// The number of bytes before the data: the safetensors header, which contains the checksums of the data.
     pub header_bytes: u64,
     /// XXH3 (64 bits) of the header, in hexadecimal.
     pub header_checksum: String,
-    /// The host that wrote it, where each has a folder of its own (`checkpoint.use_node_local_storage`).
+    /// The host that wrote it, if each host has its own folder (`checkpoint.use_node_local_storage`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
 }
@@ -125,16 +126,16 @@ pub struct FileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BufferFile {
-    /// Its name in the folder of the tag.
+    /// The name in the folder of the tag.
     pub name: String,
-    /// Its length.
+    /// The length in bytes.
     pub bytes: u64,
-    /// XXH3 (64 bits) of all of it, in hexadecimal.
+    /// XXH3 (64 bits) of the complete file, in hexadecimal.
     pub checksum: String,
 }
 
 impl FileEntry {
-    /// What to do where it is missing.
+    /// Returns advice for the case that the file is missing.
     pub(super) fn missing(&self) -> String {
         match &self.host {
             None => "the file is missing; load another tag".into(),
@@ -147,17 +148,17 @@ impl FileEntry {
 }
 
 impl Parameter {
-    /// Whether the files have a state of it.
+    /// Returns whether the files contain a state of this parameter.
     pub fn has(&self, state: &str) -> bool {
         self.states.as_ref().is_none_or(|states| states.iter().any(|own| own == state))
     }
 
-    /// Number of elements. A manifest that has been read has none that overflows.
+    /// Returns the number of elements. It cannot overflow in a manifest that has been read.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// How the ranks' files share it.
+    /// Returns how the parameter is divided among the ranks' files.
     pub(super) fn cut(&self) -> ShardCut {
         ShardCut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
     }
@@ -167,24 +168,25 @@ impl Parameter {
     }
 }
 
-/// Bytes of a header, which is read into memory: beyond those of a file of 60 TB.
+/// The maximum bytes of a header, which is read into memory: more than the header of a 60 TB file has.
 const MAX_HEADER: u64 = 1 << 30;
 
-/// Bytes of a manifest, which is read into memory: some ten times as many as those of a hundred thousand parameters.
+/// The maximum bytes of a manifest, which is read into memory: about ten times those of a manifest with 100,000
+/// parameters.
 pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 
-/// The name of a checkpoint that was given none.
+/// Returns the name of a checkpoint that was saved without a tag.
 pub(super) fn automatic_tag(global_steps: u64) -> String {
     format!("global_step{global_steps}")
 }
 
-/// The name of a rank's file.
+/// Returns the name of a rank's file.
 pub(super) fn file_name(rank: usize, world_size: usize) -> String {
     format!("rank_{rank:05}_of_{world_size:05}.safetensors")
 }
 
 impl Manifest {
-    /// The file's text.
+    /// Returns the text of the manifest file.
     pub(super) fn to_text(&self) -> String {
         let body = serde_json::to_string_pretty(self).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
         let body = body.strip_suffix("\n}").unwrap_or_else(|| unreachable!("an object ends with its brace"));
@@ -204,19 +206,19 @@ impl Manifest {
         Self::parse(&text).map_err(wrong)
     }
 
-    /// An error in words for a text that would not be read.
+    /// Returns an error for a text that is too long to be read again.
     pub(super) fn check_length(text: &str) -> std::result::Result<(), String> {
         let bytes = text.len() as u64;
         let problem = || format!("it has {bytes} bytes, and {MAX_MANIFEST} are read");
         if bytes <= MAX_MANIFEST { Ok(()) } else { Err(problem()) }
     }
 
-    /// Whether it is one of those that have their name from their step.
+    /// Returns whether its tag was named automatically after its step.
     pub(super) fn is_automatic(&self) -> bool {
         !self.is_named && self.tag == automatic_tag(self.global_steps)
     }
 
-    /// The problem, otherwise.
+    /// Parses and checks a manifest; as an error, returns the problem.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
         let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;
@@ -237,7 +239,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Whether what it says can be true: sizes that fit, files of the folder, one for each rank.
+    /// Checks that the content is plausible: sizes that fit, files inside the folder, one for each rank.
     fn check(&self) -> std::result::Result<(), String> {
         let say = |ok: bool, what: String| if ok { Ok(()) } else { Err(what) };
         say(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
@@ -248,7 +250,7 @@ impl Manifest {
             self.world_size > 0 && ranks == self.world_size,
             format!("{} of {}", counted(ranks, "file"), counted(self.world_size, "rank")),
         )?;
-        // Counters that go on counting, and are exact in f64.
+        // Counters must be able to increase, and be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
         let are_possible = counters.into_iter().chain([next.unwrap_or(u64::MAX)]).all(|n| n < 1 << 53);
@@ -292,9 +294,10 @@ impl Manifest {
         Ok(())
     }
 
-    /// More bytes than the header of a file of `data` bytes has: names, some numbers, and the checksums of its blocks.
+    /// Returns an upper bound of the header of a file with `data` bytes: names, some numbers, and the checksums of its
+    /// blocks.
     fn most_header_bytes(&self, data: u64) -> u64 {
-        // A character of a name takes six bytes at most.
+        // A character of a name takes at most six bytes.
         let names: u64 = self.parameters.iter().map(|p| 6 * p.name.len() as u64 + 200).sum();
         let states: u64 = self.states.iter().map(|state| 6 * state.len() as u64 * self.parameters.len() as u64).sum();
         let infos = names.saturating_mul(self.states.len() as u64).saturating_add(states);
@@ -311,7 +314,7 @@ impl Manifest {
     }
 }
 
-/// The last lines of a manifest that begins with `body`.
+/// Returns the last lines of a manifest that begins with `body`.
 fn ending(body: &str) -> String {
     format!(",\n  \"checksum\": \"{:016x}\"\n}}\n", XxHash3_64::oneshot(body.as_bytes()))
 }
@@ -321,7 +324,7 @@ fn ending(body: &str) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// The manifest of a model without parameters.
+    /// Returns the manifest of a model without parameters.
     pub fn manifest(tag: &str) -> Manifest {
         Manifest {
             format: FORMAT.into(),

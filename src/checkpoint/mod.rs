@@ -2,18 +2,18 @@
 //!
 //! ```text
 //!   DIR/latest                            the tag of the newest checkpoint
-//!   DIR/TAG/manifest.json                 what it holds, with a checksum of every file and of itself
+//!   DIR/TAG/manifest.json                 a description of the content, with a checksum of every file and of itself
 //!   DIR/TAG/rank_00000_of_00002.safetensors
 //!   DIR/TAG/rank_00001_of_00002.safetensors
 //!   DIR/TAG/buffers.safetensors           of a model with buffers, in their own types; rank 0 writes it
 //!
 //!   save   every rank writes its shards, syncs -> rank 0 writes the manifest, renames the folder, writes `latest`
-//!   load   every rank checks what it needs -> all agree that it is whole -> every rank reads what it needs
+//!   load   every rank checks the parts that it needs -> all agree that they are intact -> every rank reads them
 //! ```
 //!
-//! The files hold f32: parameters with all digits of the master weights, and the optimizer's states. A 16-bit model
-//! gets its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that
-//! never stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
+//! The files contain f32: parameters at the full precision of the master weights, and the optimizer states. A 16-bit
+//! model gets its parameters by rounding them, as after every step, so that a run that resumes is bit-identical to one
+//! that never stopped. The entry points are [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`].
 
 mod buffers;
 mod consolidate;

@@ -1,20 +1,20 @@
-//! The agreement of ranks before a checkpoint is saved or loaded, and the errors without it.
+//! The agreement of ranks before a checkpoint is saved or loaded, and the errors if they do not agree.
 
 use crate::comm::Communicator;
 use crate::comm::agree::{CollectiveFailure, first_to_differ, rank_failed};
 use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
-/// The error about `path` on a rank that succeeded where another one failed.
+/// Returns the error about `path` on a rank that succeeded while another one failed.
 pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
     move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })
 }
 
-/// Collective: whether `word`, one of `what`, is the same on all ranks.
+/// Collective: returns an error unless `word` is the same on all ranks; `what` names the kind of word in the plural.
 ///
 /// # Errors
-/// It is not, on all ranks; a failed collective.
+/// The ranks' words differ, on all ranks; a failed collective.
 pub(super) fn same_on_all_ranks(
     comm: &dyn Communicator,
     what: &str,

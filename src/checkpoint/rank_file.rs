@@ -1,4 +1,4 @@
-//! The file of one rank: a safetensors file whose metadata holds a checksum of every block of its data.
+//! The file of one rank: a safetensors file whose metadata contains a checksum of every block of its data.
 
 use super::disk_writer::DiskWriter;
 use super::manifest::{FileEntry, Manifest, file_name};
@@ -19,8 +19,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// Bytes that are collected before they are written: less than a block that is left, and pieces. So many in one request
-/// that a thread that shares its core with a training step is seldom waited for.
+/// The size of a write buffer in bytes: an incomplete block and several pieces. Requests are this large so that the
+/// caller rarely waits for the disk thread, which may share its core with a training step.
 const BUFFER: usize = BLOCK + 8 * PIECE * 4;
 
 /// A file under construction: one buffer is filled while the other is written.
@@ -30,12 +30,12 @@ pub(super) struct RankFileWriter {
     /// The bytes that have not been written yet.
     buffer: AlignedBuffer,
     filled: usize,
-    /// Where it goes.
+    /// The position of the buffer in the file.
     at: u64,
     disk: DiskWriter,
 }
 
-/// The text before the data.
+/// The header before the data.
 struct RankFileHeader {
     tensors: Map<String, Value>,
     name: String,
@@ -44,7 +44,7 @@ struct RankFileHeader {
 }
 
 impl RankFileHeader {
-    /// The header of `rank`'s file; `names` are the parameters'.
+    /// Creates the header of `rank`'s file; `names` are those of the parameters.
     fn new(layout: &RankFileLayout, names: &[&str], states: &[String], rank: usize) -> Self {
         let mut tensors = Map::new();
         let mut end = 0u64;
@@ -62,7 +62,7 @@ impl RankFileHeader {
         header
     }
 
-    /// Its JSON: as long for any checksums.
+    /// Returns the header's JSON, whose length does not depend on the checksums.
     fn text(&self, checksums: &[u64]) -> String {
         let blocks: String = checksums.iter().map(|sum| format!("{sum:016x}")).collect();
         let mut map = self.tensors.clone();
@@ -72,7 +72,7 @@ impl RankFileHeader {
 }
 
 impl RankFileWriter {
-    /// Begins the file of `rank` in `folder`, which must not have it.
+    /// Creates the file of `rank` in `folder`, which must not contain it yet.
     pub fn create(
         folder: &Path,
         layout: &RankFileLayout,
@@ -83,7 +83,8 @@ impl RankFileWriter {
         let header = RankFileHeader::new(layout, names, states, rank);
         let path = folder.join(&header.name);
         let file = File::create_new(&path)?;
-        // So that a disk that is too small is found before anything is written. Where that cannot be asked, later.
+        // Detects a disk that is too small before anything is written. If space cannot be reserved, it is detected
+        // later.
         let reserved = fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data);
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());
@@ -93,7 +94,7 @@ impl RankFileWriter {
         Ok(Self { file, header, buffer: AlignedBuffer::new(BUFFER), filled: 0, at, disk })
     }
 
-    /// Has whole blocks written where there is no room for `elements` more, at most [`PIECE`].
+    /// Writes full blocks if there is no room for `elements` more, which must be at most [`PIECE`].
     pub fn make_room(&mut self, elements: usize) -> IoResult<()> {
         if self.filled + elements * 4 <= self.buffer.len() {
             return Ok(());
@@ -108,14 +109,14 @@ impl RankFileWriter {
         Ok(())
     }
 
-    /// Appends values, which there is room for.
+    /// Appends values, for which there must be room.
     pub fn append(&mut self, values: FlatRef<'_>) {
         let start = self.filled / 4;
         self.buffer.elements(DType::F32, start..start + values.len()).copy_cast(values);
         self.filled += values.len() * 4;
     }
 
-    /// Writes the header and brings all to the disk.
+    /// Writes the header and syncs the file to disk.
     pub fn finish(self) -> IoResult<FileEntry> {
         self.disk.write(self.buffer, self.filled, self.at);
         let text = self.header.text(&self.disk.finish()?);
@@ -136,7 +137,7 @@ impl RankFileWriter {
     }
 }
 
-/// A file that is read. Nothing leaves it unchecked.
+/// A file that is being read. All data is checked before it is returned.
 pub(super) struct RankFileReader {
     path: PathBuf,
     file: File,
@@ -176,17 +177,17 @@ impl RankFileReader {
         Ok(Self { path, file, data_start: entry.header_bytes, data_len, checksums, block: Vec::new(), index: None })
     }
 
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.checksums.len()
     }
 
-    /// The blocks that bytes `range` of the data lie in.
+    /// Returns the blocks that contain bytes `range` of the data.
     pub fn blocks_of(range: &Range<u64>) -> Range<usize> {
         (range.start / BLOCK as u64) as usize..range.end.div_ceil(BLOCK as u64) as usize
     }
 
-    /// Reads a block and compares its checksum.
+    /// Reads a block and compares it with its checksum.
     pub fn check(&mut self, block: usize) -> Result<&[u8]> {
         if self.index != Some(block) {
             self.index = None;
@@ -210,7 +211,7 @@ impl RankFileReader {
         Ok(&self.block)
     }
 
-    /// Reads bytes from `at` on of the file, all of its header or all of one block, which is checked.
+    /// Reads and checks bytes of the file from `at` on: the complete header or one complete block.
     pub fn read_at(&mut self, at: u64, bytes: &mut [u8]) -> Result<()> {
         let Some(at_data) = at.checked_sub(self.data_start) else {
             let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });
@@ -223,7 +224,7 @@ impl RankFileReader {
         self.read(range, |part| bytes.copy_from_slice(part))
     }
 
-    /// Gives the values of bytes `range` of the data to `take`, piece by piece.
+    /// Passes the values of bytes `range` of the data to `take`, piece by piece.
     pub fn read(&mut self, range: Range<u64>, mut take: impl FnMut(&[u8])) -> Result<()> {
         let mut at = range.start;
         for block in Self::blocks_of(&range) {
@@ -237,7 +238,7 @@ impl RankFileReader {
     }
 }
 
-/// The checksums in a header, if there are as many as there are blocks.
+/// Returns the checksums in a header, if there are as many as there are blocks.
 fn checksums_in(header: &[u8], blocks: u64) -> Option<Vec<u64>> {
     let json: Value = serde_json::from_slice(header.get(8..)?).ok()?;
     let metadata = json.get("__metadata__")?;
@@ -257,7 +258,7 @@ mod tests {
     #[test]
     fn a_file_of_several_buffers_holds_every_value_and_the_checksum_of_every_block() {
         let folder = tempfile::tempdir().unwrap();
-        // Neither pieces, blocks nor pages end where parameters do.
+        // Neither pieces, blocks nor pages end at parameter boundaries.
         let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
         let cuts = numels.map(ShardCut::anywhere).to_vec();
         let layout = RankFileLayout { world_size: 1, cuts, states: vec![vec![true; 3]] };

@@ -1,60 +1,60 @@
-//! Which element of which state lies where in which file: pure arithmetic over the manifest's parameters.
+//! The position of each element of each state in the files: pure arithmetic over the manifest's parameters.
 //!
 //! ```text
 //!   rank_00001_of_00004.safetensors
 //!     header      8 + header bytes, a multiple of 4096
-//!     fp32        this rank's shard of every parameter, in their order, without padding
+//!     fp32        this rank's shard of every parameter, in order, without padding
 //!     exp_avg     the same
 //!     exp_avg_sq  the same
 //! ```
 //!
-//! Of a parameter that has not all of the states (Muon's matrices have one moment, its other parameters two) there are
-//! no elements among the others.
+//! A parameter that does not have all states (with Muon, matrices have one state and other parameters two) has no
+//! elements in the sections of the missing ones.
 //!
-//! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
+//! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on the stage.
 
 use crate::layout::ShardCut;
 use std::ops::Range;
 
-/// Bytes that have one checksum.
+/// The number of bytes per checksum.
 pub(super) const BLOCK: usize = 1 << 20;
 
-/// The data of headers begins at a multiple of this.
+/// The data begins at a multiple of this in the file.
 pub(super) const PAGE: usize = 4096;
 
-/// The files' layout.
+/// The layout of the files.
 #[derive(Debug, Clone)]
 pub(super) struct RankFileLayout {
     pub world_size: usize,
-    /// How each parameter is cut.
+    /// The division of each parameter into shards.
     pub cuts: Vec<ShardCut>,
-    /// Per state, per parameter: whether there is such a state of it.
+    /// For each state and parameter, whether the parameter has the state.
     pub states: Vec<Vec<bool>>,
 }
 
 /// A part of a saved parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SavedPiece {
-    /// The rank whose file has it.
+    /// The rank whose file contains it.
     pub rank: usize,
-    /// Bytes of that file's data.
+    /// The byte range in that file's data.
     pub bytes: Range<u64>,
-    /// Elements of the parameter.
+    /// The range of elements of the parameter.
     pub elements: Range<usize>,
 }
 
 impl RankFileLayout {
-    /// Elements of a state of parameter `param` that the file of `rank` has.
+    /// Returns the elements of a state of parameter `param` that the file of `rank` contains.
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
         if self.states[state][param] { self.cuts[param].shard(self.world_size, rank) } else { 0..0 }
     }
 
-    /// Bytes of the data of `rank`'s file.
+    /// Returns the number of data bytes in `rank`'s file.
     pub fn bytes(&self, rank: usize) -> u64 {
         self.ends(rank).last().unwrap_or(0)
     }
 
-    /// Where the shards of every parameter end in the file of `rank`: of the first state, of the second, ...
+    /// Returns the end of every parameter's shard in the file of `rank`: of the first state, of the second, ...
     fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
         let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
         all.scan(0u64, move |at, (state, param)| {
@@ -64,11 +64,11 @@ impl RankFileLayout {
     }
 }
 
-/// Where everything begins in the files of all ranks.
+/// The start positions in the files of all ranks.
 #[derive(Debug)]
 pub(super) struct RankFileOffsets {
     layout: RankFileLayout,
-    /// Per rank, first byte of every parameter's shard, of the first state, of the second, ...
+    /// For each rank, the first byte of every parameter's shard, of the first state, of the second, ...
     starts: Vec<Vec<u64>>,
 }
 
@@ -78,7 +78,7 @@ impl RankFileOffsets {
         Self { layout, starts }
     }
 
-    /// The pieces of elements `range` of a parameter, in order.
+    /// Returns the pieces of elements `range` of a parameter, in order.
     pub fn pieces(&self, state: usize, param: usize, range: Range<usize>) -> impl Iterator<Item = SavedPiece> + '_ {
         (0..self.layout.world_size).filter_map(move |rank| {
             let shard = self.layout.shard(state, param, rank);

@@ -1,6 +1,6 @@
-//! Which ranks save into one folder: all of them, or with `use_node_local_storage` those of each host.
+//! The ranks that save into the same folder: all of them, or with `use_node_local_storage` those of each host.
 //!
-//! Hosts that see the same folder after all save into it together, whatever its path is on each of them.
+//! Hosts that see the same folder despite that setting save into it together, whatever its path is on each of them.
 
 use super::folder::{SEEN, create_all, not_written};
 use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
@@ -17,12 +17,12 @@ use tempfile::NamedTempFile;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RanksByFolder {
     rank: usize,
-    /// Per rank, the first of those that have its folder.
+    /// For each rank, the first of the ranks that use its folder.
     firsts: Vec<usize>,
 }
 
 impl RanksByFolder {
-    /// Those that see `dir`, which is created, on this rank's host: all ranks unless there is one `on_each_host`.
+    /// Finds the ranks that see `dir`, which is created: all ranks, or with `on_each_host` those of each host.
     /// Collective.
     ///
     /// # Errors
@@ -48,10 +48,10 @@ impl RanksByFolder {
         Ok(Self { firsts, ..hosts })
     }
 
-    /// The ranks of each host, which must name one folder. Collective.
+    /// Groups the ranks by host; the ranks of a host must name one folder. Collective.
     ///
     /// # Errors
-    /// They name several, on all ranks; a failed collective.
+    /// The ranks of a host name several folders, on all ranks; a failed collective.
     pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, CollectiveFailure> {
         let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
         let all = gather_u64(comm, &own)?;
@@ -68,33 +68,33 @@ impl RanksByFolder {
         Ok(Self { rank: comm.rank(), firsts })
     }
 
-    /// Whether this rank makes the folder of a checkpoint and gives it its name.
+    /// Returns whether this rank creates the folder of a checkpoint and renames it.
     pub fn makes_folder(&self) -> bool {
         self.firsts[self.rank] == self.rank
     }
 
-    /// Whether there are several folders.
+    /// Returns whether there are several folders.
     pub fn are_several(&self) -> bool {
         self.firsts.iter().any(|first| *first != self.firsts[0])
     }
 
-    /// The first rank with the folder of `rank`.
+    /// Returns the first rank that uses the folder of `rank`.
     pub fn first(&self, rank: usize) -> usize {
         self.firsts[rank]
     }
 
-    /// The first rank of each folder.
+    /// Returns the first rank of each folder.
     pub fn all(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.firsts.len()).filter(|rank| self.firsts[*rank] == *rank)
     }
 
-    /// The ranks with the folder of rank `first`.
+    /// Returns the ranks that use the folder of rank `first`.
     pub fn ranks(&self, first: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.firsts.len()).filter(move |rank| self.firsts[*rank] == first)
     }
 }
 
-/// A file in `dir` that no other save clears away, gone when it is dropped.
+/// Creates a file in `dir` that no other save clears away; it is removed when dropped.
 fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
     create_all(dir)?;
     let marker = new_beside(dir, SEEN)?;

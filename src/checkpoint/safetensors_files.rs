@@ -1,4 +1,4 @@
-//! Safetensors files as transformers reads them: one, or several with an index.
+//! Writes safetensors files in the layout that transformers reads: one file, or several with an index.
 
 use crate::error::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -12,17 +12,17 @@ use std::path::Path;
 #[doc(hidden)]
 pub struct TensorEntry {
     pub name: String,
-    /// As safetensors calls it.
+    /// The dtype's name in safetensors.
     pub dtype: String,
     pub shape: Vec<usize>,
     pub bytes: u64,
 }
 
-/// Takes the bytes of a tensor, piece by piece.
+/// Receives the bytes of a tensor, piece by piece.
 pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 
-/// Writes the tensors into `folder`, at most `most` bytes in a file where a tensor is not larger; `give` gives the bytes of
-/// the tensor of a number. Names of the files.
+/// Writes the tensors into `folder` and returns the names of the files. A file has at most `most` bytes unless it
+/// contains a single larger tensor. `give` writes the bytes of the tensor with a given index into a sink.
 ///
 /// # Errors
 /// Those of `give`, and [`Error::Io`].
@@ -61,13 +61,13 @@ pub fn write_model_files(
     Ok(files)
 }
 
-/// Writes a file of JSON that is on disk in the end.
+/// Writes a JSON file and syncs it to disk.
 #[doc(hidden)]
 pub fn write_json(folder: &Path, name: &str, value: &Value) -> Result<()> {
     create(folder, name, |file| writeln!(file, "{value:#}").map_err(|source| wrong(folder, name, source)))
 }
 
-/// A new file that is on disk in the end.
+/// Writes a new file and syncs it to disk.
 #[doc(hidden)]
 pub fn create(folder: &Path, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     let wrong = |source| wrong(folder, name, source);
@@ -82,7 +82,7 @@ fn wrong(folder: &Path, name: &str, source: std::io::Error) -> Error {
 
 fn header(entries: &[TensorEntry]) -> Vec<u8> {
     let mut header = Map::new();
-    // transformers refuses files that do not say so.
+    // transformers rejects files without this entry.
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut end = 0;
     for TensorEntry { name, dtype, shape, bytes } in entries {
@@ -91,12 +91,12 @@ fn header(entries: &[TensorEntry]) -> Vec<u8> {
         header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
     }
     let mut header = Value::Object(header).to_string().into_bytes();
-    // The format wants the data aligned to 8 bytes; spaces are allowed there.
+    // The format requires data aligned to 8 bytes, and allows spaces there.
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }
 
-/// Tensors of each file: as many as the limit allows, at least one.
+/// Returns the tensors of each file: as many as the limit allows, at least one.
 fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     let mut files: Vec<Range<usize>> = Vec::new();
     let mut filled = 0u64;
@@ -109,7 +109,7 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
             }
         }
     }
-    // A model without parameters has a file all the same.
+    // A model without parameters also has a file.
     if files.is_empty() {
         files.push(0..0);
     }

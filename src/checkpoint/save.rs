@@ -1,5 +1,5 @@
-//! Saving: every rank writes its shards at the same time, then rank 0, or the first rank of each host that has a folder of
-//! its own, makes a checkpoint of them.
+//! Saves checkpoints: every rank writes its shards at the same time, then rank 0, or the first rank of each host if
+//! each has its own folder, makes a checkpoint of them.
 //!
 //! ```text
 //!   in the foreground   begin | write share | agree, prepare, agree, publish
@@ -7,8 +7,8 @@
 //!                             | forward, backward (state does not change) | step
 //! ```
 //!
-//! A save in the background takes no snapshot: master weights and optimizer states change only in a step, and the next
-//! step that changes them waits until the files are written.
+//! A background save takes no snapshot: master weights and optimizer states change only in a step, and the next step
+//! that changes them waits until the files are written.
 
 use super::buffers;
 use super::folder;
@@ -39,19 +39,19 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How a checkpoint is saved.
+/// The options of a save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// Whether `latest` names it then (DeepSpeed's `save_latest`). Default true.
+    /// Makes `latest` name the checkpoint (DeepSpeed's `save_latest`). Default true.
     pub save_latest: bool,
-    /// Training goes on while it is written. Default false.
+    /// Writes the checkpoint while training continues. Default false.
     pub in_background: bool,
-    /// Frozen parameters are left out, as those of the base under an adapter (DeepSpeed's `exclude_frozen_parameters`);
-    /// loading leaves them as they are. Default false.
+    /// Leaves out frozen parameters, such as those of the base model under an adapter (DeepSpeed's
+    /// `exclude_frozen_parameters`). Loading leaves them unchanged. Default false.
     pub exclude_frozen_parameters: bool,
-    /// How many of the checkpoints that are saved without a tag stay in the folder: the newest of this run, back over
-    /// those that it goes on from, then those of others. Older ones are removed; what has a name of the user's, and what
-    /// `latest` names, is not. Default all.
+    /// The number of checkpoints saved without a tag that stay in the folder: the newest of this run, including those
+    /// that it resumed from, then those of other runs. Older ones are removed, except checkpoints that the user named,
+    /// and the one that `latest` names. By default all stay.
     pub keep: Option<usize>,
 }
 
@@ -61,29 +61,29 @@ impl Default for SaveOptions {
     }
 }
 
-/// The state that is saved, the place and the options.
+/// The state to save, the folder and the options.
 pub(crate) struct SaveRequest {
     pub dir: PathBuf,
-    /// The state now, without files.
+    /// The current state, without files.
     pub manifest: Manifest,
     pub options: SaveOptions,
     pub validation: TagValidation,
-    /// Rank 0 says how fast it was.
+    /// Whether rank 0 reports the speed.
     pub shows_statistics: bool,
-    /// Each host has a folder of its own.
+    /// Whether each host has its own folder.
     pub on_each_host: bool,
-    /// The object store that gets a copy.
+    /// The object store that receives a copy.
     pub upload_to: Option<String>,
 }
 
-/// A save that is not over.
+/// A save in progress.
 pub(crate) struct SaveJob {
     core: Arc<RankCore>,
     request: SaveRequest,
     writing: WriteJob,
-    /// Who writes into which folder.
+    /// The ranks that write into each folder.
     hosts: RanksByFolder,
-    /// The hold on the folder of the rank that made it.
+    /// The lock on the folder, on the rank that created it.
     lock: Option<File>,
 }
 
@@ -92,10 +92,10 @@ enum WriteJob {
     Thread(JoinHandle<Result<WrittenFile>>),
 }
 
-/// A rank's file, and how long the rank wrote.
+/// A rank's file, and the time that writing it took.
 type WrittenFile = (FileEntry, Duration);
 
-/// The manifest of the state now, without files. Without a tag it is `global_stepN`.
+/// Returns the manifest of the current state, without files. Without a tag it is named `global_stepN`.
 pub(crate) fn manifest(
     core: &RankCore,
     trainer: &GroupedOptimizer,
@@ -145,7 +145,7 @@ pub(crate) fn manifest(
 }
 
 impl SaveJob {
-    /// Begins a checkpoint: this rank's share is written, or a thread has begun to write it. Collective.
+    /// Begins a checkpoint: this rank's share is written, or a thread starts writing it. Collective.
     ///
     /// # Errors
     /// A tag or folder that cannot be used, on all ranks; a failed collective.
@@ -159,7 +159,7 @@ impl SaveJob {
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
         (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, locked)?;
-        // Another thread may read what lies on a GPU, in an order of its own.
+        // Another thread may read GPU memory on another stream.
         core.synchronize()?;
         let share = ShareToSave::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
@@ -179,12 +179,12 @@ impl SaveJob {
         Ok(Self { core, request, writing, hosts, lock })
     }
 
-    /// The folder of the checkpoint.
+    /// Returns the folder of the checkpoint.
     pub fn path(&self) -> PathBuf {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files, and makes a checkpoint of them: gives where, and what an object store gets of it now.
+    /// Waits for the files and makes a checkpoint of them. Returns the checkpoint, and the upload to start, if any.
     /// Collective.
     ///
     /// # Errors
@@ -209,7 +209,7 @@ impl SaveJob {
         let own = agree(comm, written, failed_elsewhere(&dir)).inspect_err(give_up)?;
         let (files, seconds) = gather_entries(&core, own, &hosts)?;
         let manifest = Manifest { files, ..manifest.clone() };
-        // All folders have the one of rank 0.
+        // All folders get the manifest of rank 0.
         let text = match hosts.are_several() {
             true => text_of_rank_0(comm, &manifest.to_text())?,
             false if is_first => manifest.to_text(),
@@ -231,8 +231,8 @@ impl SaveJob {
     }
 }
 
-/// Whether all ranks can save into `dir`, which is created and held for this job as by a save. What jobs that died have left
-/// in it goes. Collective.
+/// Checks that all ranks can save into `dir`, which is created and locked for this job as by a save. Leftovers of dead
+/// jobs in it are removed. Collective.
 ///
 /// # Errors
 /// Those of a save into it, on all ranks; a failed collective.
@@ -251,14 +251,14 @@ pub(crate) fn check_dir(
     agree(comm, try_to_write(dir), failed_elsewhere(dir))
 }
 
-/// The part that a rank writes.
+/// The part of a checkpoint that a rank writes.
 #[derive(Clone)]
 struct ShareToSave {
     core: Arc<RankCore>,
     folder: PathBuf,
     layout: RankFileLayout,
     states: Vec<String>,
-    /// The states that the optimizer has of each parameter.
+    /// The optimizer states of each parameter.
     moments: Vec<&'static [&'static str]>,
     /// The file of buffers, on rank 0.
     buffers: Option<Arc<[u8]>>,
@@ -293,7 +293,7 @@ impl ShareToSave {
                 let Some(kind) = ParamStateKind::named(name, self.moments[param]) else { continue };
                 let own = self.layout.shard(state, param, piece);
                 let owned = self.core.owned(param);
-                // States are read as pieces of all that this rank owns, which begin where a file allows it.
+                // States are read in pieces of this rank's share; the pieces begin at offsets that file access allows.
                 for part in state_access::pieces(&owned) {
                     let (start, end) = (part.start.max(own.start), part.end.min(own.end));
                     if start < end {
@@ -308,7 +308,7 @@ impl ShareToSave {
     }
 }
 
-/// Collective, of a model with buffers: their file, on rank 0.
+/// Collective for a model with buffers: returns their file, on rank 0.
 fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, CollectiveFailure> {
     let list = core.buffers().list();
     if list.is_empty() {
@@ -318,8 +318,8 @@ fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, C
     agree(core.comm(), own, failed_elsewhere(dir))
 }
 
-/// Begins a checkpoint, and gives the tag that all ranks save under, who writes where, and the hold on the folder of the
-/// rank that made it.
+/// Begins a checkpoint. Returns the tag that all ranks use, the ranks of each folder, and the lock on the folder on the
+/// rank that created it.
 fn begin(
     comm: &dyn Communicator,
     request: &SaveRequest,
@@ -330,7 +330,7 @@ fn begin(
     let hosts = RanksByFolder::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
-        // A checkpoint of several tags would be none.
+        // A checkpoint must have a single tag.
         Err(CollectiveFailure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
@@ -356,16 +356,16 @@ fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options:
     Ok(())
 }
 
-/// Removes all but the `keep` newest checkpoints of `dir` that were saved without a tag; `tag`, which is there, stays.
+/// Removes all but the `keep` newest checkpoints of `dir` that were saved without a tag; `tag`, which exists, stays.
 #[doc(hidden)]
 pub fn keep_newest(dir: &Path, keep: usize, tag: &str) {
     if let Err(error) = folder::keep_newest(dir, keep.max(1), tag) {
-        // The checkpoint is saved all the same.
+        // The checkpoint is saved nevertheless.
         warn(&format!("warning: {error}. They stay; checkpoint {tag} is saved"));
     }
 }
 
-/// The files of all ranks, and the seconds that the slowest wrote.
+/// Returns the files of all ranks, and the seconds that the slowest rank took.
 fn gather_entries(core: &RankCore, (own, time): WrittenFile, hosts: &RanksByFolder) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
     let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;

@@ -1,10 +1,10 @@
-//! How far a run is: what a checkpoint holds besides the model's state.
+//! The progress of a run: the part of a checkpoint that is not the model's state.
 
 use super::load::LoadOptions;
 use super::manifest::Manifest;
 use crate::precision::ScalerState;
 
-/// How far a run is.
+/// The progress of a run.
 pub(crate) struct TrainingProgress {
     pub global_steps: u64,
     pub skipped_steps: u64,
@@ -15,7 +15,7 @@ pub(crate) struct TrainingProgress {
 }
 
 impl TrainingProgress {
-    /// That of a checkpoint; where an option leaves a part out, that part is as it is `now`.
+    /// Returns the progress stored in a checkpoint; parts that the options exclude stay as they are `now`.
     pub fn of(manifest: &Manifest, now: Self, options: &LoadOptions) -> Self {
         let with_optimizer = options.load_optimizer_states;
         Self {

@@ -1,16 +1,16 @@
-//! Agreement between ranks: whether all succeeded, whether all say the same, and what each of them says.
+//! Agreement between ranks: whether all succeeded, whether all hold the same value, and which value each of them holds.
 
 use super::Communicator;
 use super::default_collectives::of_equal_length;
 use crate::error::{Error, Result};
 use crate::util::fnv1a;
 
-/// Why ranks could not do something together.
+/// The failure of an operation that all ranks perform together.
 #[derive(Debug)]
 pub(crate) enum CollectiveFailure {
-    /// Communication failed, or this rank alone gave up: the ranks are out of step.
+    /// Communication failed, or only this rank gave up: the ranks are out of step.
     OutOfStep(Error),
-    /// All ranks know that one failed: they are in step, and can go on.
+    /// One rank failed and all ranks know it: they are in step and can continue.
     InStep(Error),
 }
 
@@ -22,23 +22,23 @@ impl From<Error> for CollectiveFailure {
 
 const SEE_ITS_ERROR: &str = " failed; see its error for the cause";
 
-/// The reason on a rank that succeeded where `rank` failed.
+/// Returns the reason for a rank that succeeded while `rank` failed.
 pub(crate) fn rank_failed(rank: usize) -> String {
     format!("rank {rank}{SEE_ITS_ERROR}")
 }
 
-/// The rank that a message points at by [`rank_failed`].
+/// Returns the rank that a message made by [`rank_failed`] names.
 #[doc(hidden)]
 pub fn rank_pointed_at(message: &str) -> Option<usize> {
     let (before, _) = message.split_once(SEE_ITS_ERROR)?;
     before.rsplit_once("rank ")?.1.parse().ok()
 }
 
-/// Collective: the value of `own`, if all ranks have one. Where this rank has one and another has not, `elsewhere`
-/// makes the error from the number of the first such rank.
+/// Collective: returns the value of `own` if all ranks have one. If this rank has one and another rank does not,
+/// `elsewhere` makes the error from the number of the first such rank.
 ///
 /// # Errors
-/// [`CollectiveFailure::InStep`] on all ranks where one failed; a failed collective.
+/// [`CollectiveFailure::InStep`] on all ranks if one failed; [`CollectiveFailure::OutOfStep`] if the collective failed.
 pub(crate) fn agree<T>(
     comm: &dyn Communicator,
     own: Result<T>,
@@ -51,27 +51,27 @@ pub(crate) fn agree<T>(
     }
 }
 
-/// Collective: the first rank whose `text` is not that of rank 0, by a hash.
+/// Collective: returns the first rank whose `text` differs from that of rank 0. Texts are compared by hash.
 ///
 /// # Errors
-/// A failed collective.
+/// The collective failed.
 pub(crate) fn first_to_differ(comm: &dyn Communicator, text: &str) -> Result<Option<usize>> {
     let all = gather_u64(comm, &[fnv1a(text.as_bytes())])?;
     Ok(all.iter().position(|other| *other != all[0]))
 }
 
-/// Collective: the `text` of rank 0. Texts may be of different lengths.
+/// Collective: returns the `text` of rank 0. Texts may differ in length.
 ///
 /// # Errors
-/// A failed collective.
+/// A collective failed.
 pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<String> {
     Ok(texts(comm, if comm.rank() == 0 { text } else { "" })?.swap_remove(0))
 }
 
-/// Collective: the `text` of every rank, in rank order. Texts may be of different lengths.
+/// Collective: returns the `text` of every rank, in rank order. Texts may differ in length.
 ///
 /// # Errors
-/// A failed collective.
+/// A collective failed.
 pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> {
     let lengths = gather_u64(comm, &[text.len() as u64])?;
     let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
@@ -82,18 +82,18 @@ pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> 
     Ok(all.iter().zip(&lengths).map(text).collect())
 }
 
-/// Collective: the `bytes` of every rank, in rank order. As many on all ranks.
+/// Collective: returns the `bytes` of every rank, in rank order. All ranks pass the same number of bytes.
 ///
 /// # Errors
-/// A failed collective.
+/// The collective failed.
 pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     Ok(of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?)
 }
 
-/// Collective: the `numbers` of every rank, in rank order. As many on all ranks.
+/// Collective: returns the `numbers` of every rank, in rank order. All ranks pass the same count of numbers.
 ///
 /// # Errors
-/// A failed collective.
+/// The collective failed.
 pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
     let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
     let all = gather(comm, bytes)?;

@@ -1,4 +1,4 @@
-//! The means by which a rank's collectives run: shared memory, and MPI beyond one host.
+//! The backends that run a rank's collectives: shared memory on one host, MPI between hosts.
 
 use super::mpi::HierarchicalCollectives;
 use super::shm::collectives;
@@ -10,16 +10,16 @@ use crate::precision::Flat;
 
 type Result<T> = std::result::Result<T, CommError>;
 
-/// The means to run collectives among all ranks.
+/// The backend that runs collectives among all ranks.
 pub(super) enum CollectiveBackend {
-    /// All are on this host.
+    /// All ranks are on this host.
     SingleHost(ShmExchange),
-    /// They are on several hosts.
+    /// The ranks are on several hosts.
     MultiHost(HierarchicalCollectives),
 }
 
 impl CollectiveBackend {
-    /// Who runs the next collective.
+    /// Sets the thread that runs the next collective.
     pub(super) fn run_by(&mut self, runner: CollectiveThread) {
         match self {
             Self::SingleHost(exchange) => exchange.run_by(runner),
@@ -27,7 +27,7 @@ impl CollectiveBackend {
         }
     }
 
-    /// The coming collectives were launched in `call`.
+    /// Sets the engine call in which the following collectives were launched.
     pub(super) fn called_in(&mut self, call: u64) {
         match self {
             Self::SingleHost(exchange) => exchange.called_in(call),
@@ -35,7 +35,7 @@ impl CollectiveBackend {
         }
     }
 
-    /// Bytes from other ranks in the present collective.
+    /// Returns the bytes received from other ranks in the current collective.
     pub(super) fn bytes(&self) -> ReceivedBytes {
         match self {
             Self::SingleHost(exchange) => exchange.bytes(),

@@ -1,15 +1,16 @@
-//! How far the clocks of hosts are apart.
+//! The difference between the clocks of hosts.
 
-/// How far a host's clock may be from the first one's, in seconds.
+/// The tolerated difference between a host's clock and the first host's, in seconds.
 const FAR: u64 = 30;
 
-/// This host's clock, in seconds since 1970.
+/// Returns the time of this host's clock, in seconds since 1970.
 #[doc(hidden)]
 pub fn seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// What there is to say of a host whose clock is `ahead` seconds ahead of the first one's.
+/// Returns a warning about a host whose clock is `ahead` seconds ahead of the first host's (if negative, behind it), if
+/// the difference is too large.
 #[doc(hidden)]
 pub fn warning(host: &str, ahead: i64) -> Option<String> {
     let side = if ahead < 0 { "behind" } else { "ahead of" };

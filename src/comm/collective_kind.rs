@@ -1,32 +1,32 @@
 //! The kinds of collectives.
 
-/// Kind of collective.
+/// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u32)]
 pub enum CollectiveKind {
-    /// Sum over ranks, whole result on every rank.
+    /// A sum over ranks, with the complete result on every rank.
     AllReduce = 1,
-    /// Sum over ranks, one part of the result per rank.
+    /// A sum over ranks, with one part of the result on each rank.
     ReduceScatter = 2,
-    /// Parts of all ranks, joined on every rank.
+    /// The parts of all ranks, concatenated on every rank.
     AllGather = 3,
-    /// A few numbers of every rank: votes, norms, metrics. Counted in elements of 8 bytes.
+    /// A few numbers from every rank: votes, norms, metrics. Counted in 8-byte elements.
     Control = 4,
-    /// Nothing but waiting for each other.
+    /// A wait until all ranks have arrived.
     Barrier = 5,
 }
 
 impl CollectiveKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [Self; 5] = [Self::AllReduce, Self::ReduceScatter, Self::AllGather, Self::Control, Self::Barrier];
 
-    /// Elements of a control message: its numbers of 8 bytes.
+    /// Returns the number of elements of a control message: its 8-byte numbers.
     pub(super) fn words(message: &[u8]) -> usize {
         message.len().div_ceil(8)
     }
 
-    /// Name as in reports.
+    /// Returns the name used in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!   launch ----> jobs, in issue order ----> comm thread: while the training thread computes
-//!                                     \---> the thread that waits: what nobody has begun
+//!                                     \---> the waiting thread: jobs that are not started yet
 //! ```
 //!
-//! Whoever runs jobs holds the worker and takes the first, so the order of issue holds whoever that is. A thread that
-//! waits would only look on while another one is woken, runs the job and wakes it again, which takes longer than a
-//! short collective itself. For the same reason the comm thread is not woken for short ones: they begin when somebody
-//! waits for them, with the next long one, or after [`GRACE`].
+//! A thread that runs jobs holds the worker and takes the first job, so jobs run in the order of issue whichever thread
+//! runs them. If a waiting thread left its job to the comm thread, it would wait for that thread to wake, run the job
+//! and wake it again, which takes longer than a short collective itself. For the same reason the comm thread is not
+//! woken for short collectives: they start when a thread waits for them, with the next long one, or after [`GRACE`].
 
 use super::backend::CollectiveBackend;
 use super::engine_call;
@@ -30,32 +30,32 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Bytes up to which a collective is short: the comm thread is not woken for it.
+/// The size up to which a collective is short: the comm thread is not woken for it.
 pub(crate) const SHORT_BYTES: usize = 16 << 10;
-/// The longest that a short collective stays in the queue while nobody waits for it.
+/// The maximum time that a short collective stays in the queue while no thread waits for it.
 pub(crate) const GRACE: Duration = Duration::from_millis(5);
-/// Looks in vain, one each [`GRACE`], after which the comm thread sleeps until a job comes.
+/// The number of checks in vain, one per [`GRACE`], after which the comm thread sleeps until a job arrives.
 const LOOKS_IN_VAIN: u32 = 100;
 
 type CollectiveJob = Box<dyn FnOnce(&mut CollectiveWorker) + Send>;
 
-/// The jobs that are launched and not begun, and the means to run them.
+/// The jobs that are launched but not started, and the worker that runs them.
 struct CollectiveQueue {
     jobs: Mutex<QueuedJobs>,
-    /// Tells the comm thread that `jobs` is urgent or closed.
+    /// Signals the comm thread that `jobs` is urgent or closed.
     changed: Condvar,
-    /// Held by the thread that runs a job.
+    /// The worker, locked by the thread that runs a job.
     worker: Mutex<CollectiveWorker>,
 }
 
 #[derive(Default)]
 struct QueuedJobs {
     waiting: VecDeque<CollectiveJob>,
-    /// A long job is among those that wait.
+    /// Whether a long job is among the waiting ones.
     urgent: bool,
-    /// The comm thread does not look by itself: the next job, however short, has to wake it.
+    /// Whether the comm thread sleeps without a timeout: the next job, however short, must wake it.
     asleep: bool,
-    /// No more jobs are taken.
+    /// Whether the queue accepts no more jobs.
     closed: bool,
 }
 
@@ -64,7 +64,7 @@ impl CollectiveQueue {
         lock(&self.jobs)
     }
 
-    /// Appends a job; drops it if the queue is closed.
+    /// Appends a job, or drops it if the queue is closed.
     fn push(&self, job: CollectiveJob, urgent: bool) {
         let mut jobs = self.jobs();
         if !jobs.closed {
@@ -76,13 +76,13 @@ impl CollectiveQueue {
         }
     }
 
-    /// Takes no more jobs; those that wait are still run.
+    /// Closes the queue for new jobs; waiting jobs still run.
     fn close(&self) {
         self.jobs().closed = true;
         self.changed.notify_one();
     }
 
-    /// Waits for the present job and runs the next ones, until there is a `result`.
+    /// Waits for the current job, then runs the next ones until there is a `result`.
     fn run_until<T>(&self, mut result: impl FnMut() -> Option<T>) -> T {
         loop {
             let worker = self.worker();
@@ -93,7 +93,7 @@ impl CollectiveQueue {
         }
     }
 
-    /// The comm thread.
+    /// Runs jobs on the comm thread until the queue is closed and empty.
     fn serve(&self) {
         let mut in_vain = 0;
         loop {
@@ -111,7 +111,7 @@ impl CollectiveQueue {
                 if jobs.closed {
                     return;
                 }
-                // Those who wait for results may have run a job just now.
+                // Threads that wait for results may just have run a job.
                 in_vain = if std::mem::take(&mut jobs.urgent) { 0 } else { in_vain + 1 };
                 continue;
             }
@@ -121,8 +121,8 @@ impl CollectiveQueue {
         }
     }
 
-    /// Waits for the present job. `None` if one has panicked: then the others are dropped, which tells those who wait
-    /// for their results.
+    /// Waits for the current job. Returns `None` if a job has panicked: the remaining jobs are then dropped, which
+    /// notifies the threads that wait for their results.
     fn worker(&self) -> Option<MutexGuard<'_, CollectiveWorker>> {
         let worker = self.worker.lock().ok();
         if worker.is_none() {
@@ -133,7 +133,7 @@ impl CollectiveQueue {
         worker
     }
 
-    /// Runs the first of the jobs that wait, if there is one.
+    /// Runs the first waiting job, if there is one.
     fn run_first(&self, worker: Option<MutexGuard<'_, CollectiveWorker>>, runner: CollectiveThread) {
         let Some(mut worker) = worker else { return };
         let first = self.jobs().waiting.pop_front();
@@ -144,7 +144,7 @@ impl CollectiveQueue {
     }
 }
 
-/// Ranks over shared memory, as processes or as threads, and beyond one host over MPI.
+/// A communicator for ranks in shared memory, as processes or as threads, and over MPI for several hosts.
 pub struct CpuCommunicator {
     region: Arc<SharedMemoryRegion>,
     rank: usize,
@@ -156,34 +156,34 @@ pub struct CpuCommunicator {
     comm_thread: Option<JoinHandle<()>>,
     heartbeat: Option<HeartbeatThread>,
     log: Mutex<Option<Arc<CommLog>>>,
-    /// The longest that a rank waits for another.
+    /// The maximum time that a rank waits for another.
     timeout: Duration,
 }
 
-/// The means to run a job.
+/// The backend and the state needed to run a job.
 struct CollectiveWorker {
     backend: CollectiveBackend,
     abort_signal: Arc<AbortSignal>,
     counters: Arc<CommCounters>,
-    /// The first failure; every later collective returns it again, for the ranks are out of step after it.
+    /// The first failure. Every later collective returns it again, because the ranks are out of step after it.
     failed: Option<CommError>,
 }
 
-/// Tells the others, once, that this rank gives up. Training thread and comm thread share it.
+/// Notifies the other ranks, once, that this rank gives up. Shared by the training thread and the comm thread.
 struct AbortSignal {
     region: Arc<SharedMemoryRegion>,
     rank: usize,
-    /// Its number in the region.
+    /// This rank's number in the shared memory region.
     local_rank: usize,
-    /// Where there are other hosts.
+    /// The connection to other hosts, if there are any.
     mpi: Option<MpiRank>,
-    /// What this rank has told.
+    /// The reason that this rank has reported.
     why: OnceLock<String>,
 }
 
 impl AbortSignal {
     fn abort(&self, why: &str) {
-        // A backtrace would be in the way of the others' own messages.
+        // A backtrace would clutter the other ranks' own messages.
         let why = without_backtrace(why);
         if self.why.set(why.clone()).is_ok() {
             self.region.abort(self.local_rank, &why);
@@ -191,7 +191,7 @@ impl AbortSignal {
         }
     }
 
-    /// The error of every collective of this rank after it has given up.
+    /// Returns the error of every collective of this rank after it has given up.
     fn error(&self) -> Option<CommError> {
         self.why.get().map(|why| CommError::GaveUp { rank: self.rank, why: why.clone() })
     }
@@ -201,15 +201,15 @@ impl CpuCommunicator {
     /// Joins the job of `region` as `rank`. A wait of more than `timeout` for a peer is an error.
     ///
     /// # Errors
-    /// The rank is taken already, or a thread cannot be started.
+    /// The rank is already taken, or a thread cannot be started.
     pub(crate) fn new(region: Arc<SharedMemoryRegion>, rank: usize, timeout: Duration) -> Result<Self> {
         Self::with(region, rank, timeout, None)
     }
 
-    /// Joins the job as `rank`, with the other ranks of this host in `region`, and those of other hosts.
+    /// Joins the job as `rank`, with the other ranks of this host in `region` and those of other hosts over `mpi`.
     ///
     /// # Errors
-    /// As [`CpuCommunicator::new`].
+    /// The errors of [`CpuCommunicator::new`].
     pub(super) fn across_hosts(
         region: Arc<SharedMemoryRegion>,
         rank: usize,
@@ -269,12 +269,12 @@ impl CpuCommunicator {
         })
     }
 
-    /// This rank panics: tells the others.
+    /// Notifies the other ranks that this rank panics.
     pub(super) fn abort_in_panic(&self) {
         self.abort_signal.abort("it panicked; its own output tells where");
     }
 
-    /// Waits until everything that was launched has been done.
+    /// Waits until all launched collectives are done.
     pub(super) fn finish_launched(&self) {
         self.queue.run_until(|| self.queue.jobs().waiting.is_empty().then_some(()));
     }
@@ -310,11 +310,11 @@ impl CpuCommunicator {
                 log.add(kind, bytes, begin.elapsed());
             }
             if let (Err(error), None) = (&result, &worker.failed) {
-                // At once: the training thread may compute for long before it comes for the result.
+                // Abort at once: the training thread may compute for a long time before it waits for the result.
                 worker.abort_signal.abort(&error.to_string());
                 worker.failed = Some(error.clone());
             }
-            // Nobody waits for a result whose Pending was dropped.
+            // No thread waits for a result whose Pending was dropped.
             let _ = sender.send(result);
         });
         self.queue.push(job, bytes > SHORT_BYTES);
@@ -333,7 +333,7 @@ impl CpuCommunicator {
     }
 }
 
-/// Elements and bytes.
+/// Returns the number of elements and of bytes.
 fn size(flat: &Flat) -> (usize, usize) {
     (flat.len(), flat.size_in_bytes())
 }
@@ -416,14 +416,14 @@ impl Communicator for CpuCommunicator {
 }
 
 impl Drop for CpuCommunicator {
-    /// Leaves the job: what was launched is finished first, because peers count on it, unless this rank panics.
+    /// Leaves the job. Launched collectives finish first because peers depend on them, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.abort_in_panic();
         }
         self.queue.close();
         if let Some(thread) = self.comm_thread.take() {
-            // A panic of the comm thread has been printed; the state below tells the peers.
+            // A panic of the comm thread has already been printed; the state below notifies the peers.
             if thread.join().is_err() {
                 self.abort_signal.abort("its communication thread panicked");
             }
@@ -433,7 +433,7 @@ impl Drop for CpuCommunicator {
     }
 }
 
-/// Shows the other processes that this one lives.
+/// The thread that shows the other processes that this one is alive.
 struct HeartbeatThread {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -469,7 +469,7 @@ impl Drop for HeartbeatThread {
 mod tests {
     use super::*;
 
-    /// How often the threads of this process with that name have gone to sleep.
+    /// Returns how often the threads of this process with that name have gone to sleep.
     fn sleeps(name: &str) -> u64 {
         let status = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("status")).ok();
         let all = std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(status);
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn an_idle_comm_thread_sleeps_and_a_short_job_still_begins_by_itself() {
-        // No other test has so many ranks, so the thread's name is its own.
+        // No other test has this many ranks, so the thread's name is unique.
         let region = Arc::new(SharedMemoryRegion::anonymous(38).unwrap());
         let rank = CpuCommunicator::new(region, 37, Duration::from_secs(10)).unwrap();
         std::thread::sleep(GRACE * (LOOKS_IN_VAIN + 60));

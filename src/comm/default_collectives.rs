@@ -1,11 +1,12 @@
-//! Every collective made of one, `gather_bytes`: what a communicator has that brings nothing better.
+//! All collectives built on one, `gather_bytes`: the defaults for a communicator that has no better implementation.
 //!
 //! ```text
-//!   launch   fingerprint | elements as they travel ----> gather_bytes
-//!   wait     fingerprints alike? | decode | sum in rank order, in f32, rounded once
+//!   launch   fingerprint | elements in the wire format ----> gather_bytes
+//!   wait     fingerprints equal? | decode | sum in rank order, in f32, rounded once
 //! ```
 //!
-//! The bits are those of shared memory. Every rank receives everything, so a reduction moves more bytes than it needs.
+//! The results have the same bits as in shared memory. Every rank receives everything, so a reduction moves more bytes
+//! than necessary.
 
 use super::Pending;
 use super::collective_kind::CollectiveKind;
@@ -18,23 +19,23 @@ use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
 
-/// A rank's place in its world and the collective that it has.
+/// A rank's position in its world and its `gather_bytes` collective.
 pub(super) struct DefaultCollectives<G> {
     pub rank: usize,
     pub size: usize,
-    /// `gather_bytes`.
+    /// The `gather_bytes` collective.
     pub gather: G,
 }
 
 impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
-    /// As `Communicator::all_gather_as`.
+    /// Implements `Communicator::all_gather_as`.
     pub fn all_gather(self, wire: WireFormat, mut shard: Flat, tag: u64) -> Pending<Flat> {
         let (world, len) = (self.size, shard.len());
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllGather, wire, shard.dtype(), len, tag);
         let arriving = self.exchange(call, encoded(wire, shard.as_ref()));
         Pending::from_fn(move || {
             let arrived = arriving.wait()?;
-            // Where there is room for the whole, that is where it will lie.
+            // The result lies in the memory of `shard` if that has room for it.
             shard.reserve_exact(len * (world - 1));
             shard.extend_zeros(len * (world - 1));
             for (rank, bytes) in arrived.iter().enumerate() {
@@ -44,13 +45,13 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// As `Communicator::all_gather_within_as`.
+    /// Implements `Communicator::all_gather_within_as`.
     pub fn all_gather_within(self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         let (group, len) = (RankGroup::neighbours(self.rank, ranks), shard.len());
         self.all_gather(wire, shard, tag).map(move |whole| of_group(whole, group, len))
     }
 
-    /// As `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver codes.
+    /// Implements `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver encodes.
     pub fn reduce_to_groups(self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         let (world, rank) = (self.size, self.rank);
         assert!(world.is_multiple_of(ranks), "{world} ranks in groups of {ranks}");
@@ -66,13 +67,13 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// As `Communicator::reduce_scatter_as`.
+    /// Implements `Communicator::reduce_scatter_as`.
     pub fn reduce_scatter(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, own) = (self.size, self.rank);
         assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
         let chunk = input.len() / world;
         let call = CollectiveFingerprint::new(0, CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
-        // Each chunk has blocks of its own.
+        // Each chunk has its own blocks.
         let parts: Vec<Vec<u8>> = (0..world).map(|r| encoded(wire, input.slice(r * chunk..(r + 1) * chunk))).collect();
         let bytes = parts[own].len();
         let arriving = self.exchange(call, parts.concat());
@@ -85,7 +86,8 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// As `Communicator::all_reduce_as`. Summands travel exact; the receiver codes those that would have been coded.
+    /// Implements `Communicator::all_reduce_as`. Summands are sent exact; the receiver encodes those that would have
+    /// been sent encoded.
     pub fn all_reduce(self, wire: WireFormat, mut input: Flat, tag: u64) -> Pending<Flat> {
         let (world, len, dtype) = (self.size, input.len(), input.dtype());
         let call = CollectiveFingerprint::new(0, CollectiveKind::AllReduce, wire, dtype, len, tag);
@@ -100,7 +102,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         })
     }
 
-    /// As `Communicator::barrier`.
+    /// Implements `Communicator::barrier`.
     pub fn barrier(self) -> Pending<()> {
         self.exchange(
             CollectiveFingerprint::new(0, CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0),
@@ -109,7 +111,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         .map(drop)
     }
 
-    /// As `Communicator::gather_f64`.
+    /// Implements `Communicator::gather_f64`.
     pub fn gather_f64(self, values: &[f64]) -> Pending<Vec<Vec<f64>>> {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
@@ -118,7 +120,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         Pending::from_fn(move || Ok(of_equal_length(arriving.wait()?, size, rank)?.into_iter().map(values).collect()))
     }
 
-    /// Brings `bytes` of a call to all ranks, and checks that they are in the same call.
+    /// Sends the `bytes` of a call to all ranks, and checks that all ranks are in the same call.
     fn exchange(self, call: CollectiveFingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         const HEADER: usize = 8 * CollectiveFingerprint::WORDS;
         let (size, rank) = (self.size, self.rank);
@@ -143,10 +145,10 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     }
 }
 
-/// The messages of all `size` ranks, if there are so many and each is as long as that of this `rank`.
+/// Returns the messages of all `size` ranks if there are `size` of them and each is as long as that of this `rank`.
 ///
 /// # Errors
-/// [`CommError::Other`]: the communicator has lost something, or another rank is in another call.
+/// [`CommError::Other`]: the communicator has lost a message, or another rank is in a different call.
 pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Result<Vec<Vec<u8>>, CommError> {
     if all.len() != size {
         let found = all.len();
@@ -165,8 +167,8 @@ pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Re
     }
 }
 
-/// Sums of all ranks' `arrived` elements, in the memory of `room`: those of chunks, one after the other, each as the rank
-/// sums it to which it belongs. `chunks` are that rank and the chunk's place.
+/// Returns the sums of chunks of all ranks' `arrived` elements, one after the other, in the memory of `room`. `chunks`
+/// are pairs of the rank that owns the chunk and the chunk's position; each chunk is summed as its owner would sum it.
 fn sum_chunks(
     wire: WireFormat,
     arrived: &[Vec<u8>],
@@ -191,12 +193,12 @@ fn sum_chunks(
     room
 }
 
-/// The messages of the other ranks, in rank order.
+/// Returns the messages of the other ranks, in rank order.
 fn others(messages: &[Vec<u8>], rank: usize) -> impl Iterator<Item = &Vec<u8>> {
     messages.iter().enumerate().filter(move |(r, _)| *r != rank).map(|(_, message)| message)
 }
 
-/// Elements as they travel. Nothing is known of hosts here.
+/// Encodes elements in the wire format. No distinction between hosts is made here.
 fn encoded(wire: WireFormat, values: FlatRef<'_>) -> Vec<u8> {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => values.as_bytes().to_vec(),
@@ -208,7 +210,7 @@ fn encoded(wire: WireFormat, values: FlatRef<'_>) -> Vec<u8> {
     }
 }
 
-/// Elements that have travelled, to `at ..` of `values`.
+/// Decodes received elements into `at ..` of `values`.
 fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usize) {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => {
@@ -219,7 +221,7 @@ fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usi
     }
 }
 
-/// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to its beginning.
+/// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to the start of `values`.
 fn sum(wire: WireFormat, values: &mut Flat, own: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => {

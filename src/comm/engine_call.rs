@@ -1,9 +1,9 @@
-//! The call of the engine in which a collective is launched, for messages about ranks that are in different calls.
+//! The engine call in which a collective is launched, for messages about ranks that are in different calls.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// Calls that launch collectives; a number in shared memory stands for one. The first: none of them.
+/// The calls that launch collectives. In shared memory a call is represented by its index; index 0 means none of them.
 const CALLS: [&str; 12] = [
     "",
     "initialize",
@@ -23,13 +23,13 @@ thread_local! {
     static PRESENT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Names the call until it is dropped. It belongs to its thread.
+/// A guard that keeps the current call set until it is dropped. It belongs to its thread.
 pub(crate) struct EngineCallGuard {
     before: usize,
     on_this_thread: PhantomData<*const ()>,
 }
 
-/// From now on this thread is in `call`, unless it is in another one, which then counts.
+/// Marks this thread as being in `call`, unless it already is in another call, which then takes precedence.
 pub(crate) fn during(call: &str) -> EngineCallGuard {
     let before = PRESENT.get();
     if before == 0 {
@@ -44,12 +44,12 @@ impl Drop for EngineCallGuard {
     }
 }
 
-/// The number of this thread's call.
+/// Returns the number of this thread's call.
 pub(super) fn present() -> u64 {
     PRESENT.get() as u64
 }
 
-/// The name of a call, if there is one.
+/// Returns the name of a call, if it has one.
 pub(super) fn name(call: u64) -> Option<&'static str> {
     CALLS.get(usize::try_from(call).ok()?).copied().filter(|name| !name.is_empty())
 }

@@ -1,8 +1,8 @@
-//! Errors of communication between ranks, and of the environment that tells a process its rank.
+//! Errors of communication between ranks, and of the environment that defines a process' rank.
 
 use std::sync::Arc;
 
-/// Errors of communication between ranks. Cloned, because every later collective fails as the first one did.
+/// Errors of communication between ranks. Cloneable, because every later collective fails with the first error.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -17,28 +17,28 @@ pub enum CommError {
         #[source]
         source: Arc<std::io::Error>,
     },
-    /// The inherited descriptor is not the launcher's.
+    /// The inherited descriptor is not the one of the launcher.
     #[error(
         "file descriptor {fd} (CANDLE_ZERO_SHM_FD) is not the shared memory of this job: found {found}; start the \
          program with zerorun, and unset CANDLE_ZERO_SHM_FD where it is left over from another job"
     )]
     ForeignRegion {
-        /// The descriptor.
+        /// The file descriptor.
         fd: i32,
         /// The value found.
         found: String,
     },
-    /// Two processes claim one rank.
+    /// Two processes claim the same rank.
     #[error(
         "rank {rank} is taken already ({state}) by another process of this job; each process needs a rank of its own"
     )]
     RankTaken {
         /// The rank.
         rank: usize,
-        /// The fate of its first holder.
+        /// The state of the rank's first process.
         state: String,
     },
-    /// NCCL fails, and no rank that has failed is known.
+    /// NCCL failed, and no failed rank is known.
     #[error("collectives between GPUs fail on rank {rank}: {why}; CANDLE_ZERO_NCCL=off does without NCCL")]
     Gpus {
         /// This rank.
@@ -46,7 +46,7 @@ pub enum CommError {
         /// NCCL's reason.
         why: String,
     },
-    /// The variable for NCCL has another value.
+    /// The variable that configures NCCL has an invalid value.
     #[error(
         "CANDLE_ZERO_NCCL is {found:?}; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own \
          sums) and off (collectives pass through the host)"
@@ -55,7 +55,7 @@ pub enum CommError {
         /// The value found.
         found: String,
     },
-    /// A communicator of the user's own failed.
+    /// A user-defined communicator failed.
     #[error(transparent)]
     Other(Arc<dyn std::error::Error + Send + Sync>),
     /// A peer's process ended.
@@ -66,11 +66,11 @@ pub enum CommError {
     RankDied {
         /// This rank.
         rank: usize,
-        /// The dead one.
+        /// The dead rank.
         peer: usize,
-        /// How the launcher saw it end.
+        /// The recorded cause of its death.
         why: String,
-        /// The collective.
+        /// The collective in which this rank waited.
         op: String,
     },
     /// A peer gave up.
@@ -78,19 +78,19 @@ pub enum CommError {
     RankAborted {
         /// This rank.
         rank: usize,
-        /// The one that gave up.
+        /// The rank that gave up.
         peer: usize,
-        /// Its last words.
+        /// The reason that the peer gave.
         why: String,
-        /// The collective.
+        /// The collective in which this rank waited.
         op: String,
     },
-    /// This rank has given up before, for instance after an error of another engine of its process.
+    /// This rank has already given up, for instance after an error of another engine in its process.
     #[error("rank {rank} has given up before ({why}): it takes part in no collective any more")]
     GaveUp {
         /// This rank.
         rank: usize,
-        /// Its last words.
+        /// The reason that this rank gave.
         why: String,
     },
     /// A peer left in good order while others still need it.
@@ -101,12 +101,12 @@ pub enum CommError {
     RankLeft {
         /// This rank.
         rank: usize,
-        /// The one that left.
+        /// The rank that left.
         peer: usize,
-        /// The collective.
+        /// The collective in which this rank waits.
         op: String,
     },
-    /// A peer's process shows no life.
+    /// A peer's process shows no sign of life.
     #[error(
         "rank {peer} has shown no sign of life for {seconds} s while rank {rank} waited in {op}; it was stopped or \
          its machine is overloaded"
@@ -114,14 +114,14 @@ pub enum CommError {
     HeartbeatLost {
         /// This rank.
         rank: usize,
-        /// The silent one.
+        /// The silent rank.
         peer: usize,
-        /// The collective.
+        /// The collective in which this rank waited.
         op: String,
-        /// Length of the silence.
+        /// The length of the silence in seconds.
         seconds: u64,
     },
-    /// A peer lives but does not come.
+    /// A peer is alive but did not arrive in time.
     #[error(
         "rank {rank} waited {limit:?} for rank {peer} in {op}; if a step may take longer, raise the limit (zerorun \
          --timeout)"
@@ -129,11 +129,11 @@ pub enum CommError {
     Timeout {
         /// This rank.
         rank: usize,
-        /// The awaited one.
+        /// The rank that was awaited.
         peer: usize,
-        /// The collective.
+        /// The collective in which this rank waited.
         op: String,
-        /// The limit.
+        /// The time limit.
         limit: std::time::Duration,
     },
     /// Ranks issued different collectives.
@@ -152,7 +152,7 @@ pub enum CommError {
         /// The collective that the other rank issued.
         there: String,
     },
-    /// There is no MPI library.
+    /// No MPI library was found.
     #[error(
         "the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried {tried}); install \
          MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY"
@@ -161,15 +161,15 @@ pub enum CommError {
         /// The files that were tried.
         tried: String,
     },
-    /// An MPI library is there, and the system does not load it.
+    /// An MPI library was found but cannot be loaded.
     #[error(
         "the MPI library {library} was found and cannot be loaded ({why}); install what it needs, or name another file with \
          CANDLE_ZERO_MPI_LIBRARY"
     )]
     MpiNotLoaded {
-        /// The file.
+        /// The library file.
         library: String,
-        /// The system's words.
+        /// The system's error message.
         why: String,
     },
     /// An MPI library lacks a function.
@@ -178,55 +178,55 @@ pub enum CommError {
          and later are"
     )]
     MpiLacks {
-        /// The file.
+        /// The library file.
         library: String,
         /// The missing function or handle.
         symbol: String,
     },
-    /// An MPI library that wants all calls from one thread.
+    /// An MPI library requires all calls to come from one thread.
     #[error(
         "{library} does not let several threads call it in turns (MPI_THREAD_SERIALIZED); use a build of it with threads"
     )]
     MpiThreads {
-        /// The file and its version.
+        /// The library file and its version.
         library: String,
     },
-    /// A call of MPI failed.
+    /// An MPI call failed.
     #[error("MPI failed in {call}: {why}")]
     Mpi {
-        /// The function.
+        /// The MPI function.
         call: &'static str,
-        /// The library's words.
+        /// The library's error message.
         why: String,
     },
-    /// MPI and the environment name different ranks.
+    /// MPI and the environment report different ranks.
     #[error(
         "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the library is not \
          that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY; \
          Slurm's srun needs --mpi=pmi2"
     )]
     MpiForeign {
-        /// The rank by the environment.
+        /// The rank according to the environment.
         rank: usize,
-        /// The ranks by the environment.
+        /// The number of ranks according to the environment.
         world: usize,
-        /// The rank by MPI.
+        /// The rank according to MPI.
         mpi_rank: usize,
-        /// The ranks by MPI.
+        /// The number of ranks according to MPI.
         mpi_world: usize,
-        /// The file and its version.
+        /// The library file and its version.
         library: String,
     },
-    /// Open MPI's mpirun has started the ranks, and the library is another one, which would end them.
+    /// Open MPI's mpirun has started the ranks, but the library is a different one, which would end them.
     #[error(
         "Open MPI's mpirun has started the ranks, and the library that was found is {library}: put Open MPI's lib folder \
          into LD_LIBRARY_PATH, name its file with CANDLE_ZERO_MPI_LIBRARY, or start the ranks with this library's own mpirun"
     )]
     MpiNotOpenMpi {
-        /// The file and its version.
+        /// The library file and its version.
         library: String,
     },
-    /// Ranks of one host are not consecutive.
+    /// The ranks of one host are not consecutive.
     #[error(
         "ranks {first} and {second} are on host {host}, and ranks between them are not: the ranks of a host must be \
          consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)"
@@ -234,9 +234,9 @@ pub enum CommError {
     HostsMixed {
         /// The host.
         host: String,
-        /// Its first rank.
+        /// The first rank of the host.
         first: usize,
-        /// Its first rank behind those of another host.
+        /// The host's first rank that follows ranks of another host.
         second: usize,
     },
     /// Hosts run different programs.
@@ -244,28 +244,28 @@ pub enum CommError {
     ProgramsDiffer {
         /// The first host.
         first: String,
-        /// The one that differs from it.
+        /// The host whose program differs from that of the first.
         host: String,
     },
-    /// Ranks that were started one by one have not all come.
+    /// Not all ranks that were started individually have connected.
     #[error(
         "of {world} ranks, {came} came to MASTER_PORT {port} of this host within {limit:?}; missing is rank {missing}: start it with \
          its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts \
          are joined by zerorun --nnodes, mpirun or srun"
     )]
     RanksMissing {
-        /// Ranks that came.
+        /// The number of ranks that connected.
         came: usize,
-        /// All ranks.
+        /// The number of all ranks.
         world: usize,
-        /// The numbers of the others.
+        /// The numbers of the missing ranks.
         missing: String,
         /// `MASTER_PORT`.
         port: u16,
-        /// The limit.
+        /// The time limit.
         limit: std::time::Duration,
     },
-    /// Rank 0 of ranks that were started one by one has not come.
+    /// Ranks were started individually, and rank 0 cannot be found.
     #[error(
         "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} of this host within {limit:?}: start it with RANK=0, \
          WORLD_SIZE={world} and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with \
@@ -274,30 +274,30 @@ pub enum CommError {
     FirstMissing {
         /// This rank.
         rank: usize,
-        /// All ranks.
+        /// The number of all ranks.
         world: usize,
         /// `MASTER_PORT`.
         port: u16,
-        /// The limit.
+        /// The time limit.
         limit: std::time::Duration,
     },
-    /// Rank 0 has come and does not answer.
+    /// Rank 0 exists but does not answer.
     #[error(
         "rank 0 is there and has not answered rank {rank} for {limit:?}; it was stopped, or its machine is overloaded"
     )]
     FirstSilent {
         /// This rank.
         rank: usize,
-        /// The limit.
+        /// The time limit.
         limit: std::time::Duration,
     },
-    /// The process of a rank has ended before all were there.
+    /// The process of a rank ended before all ranks had connected.
     #[error("the process of rank {rank} ended before all ranks were there; its own output tells why")]
     GoneBeforeStart {
         /// The rank.
         rank: usize,
     },
-    /// Ranks disagree about their number.
+    /// Ranks disagree about the number of ranks.
     #[error(
         "WORLD_SIZE is {first} on rank 0 and {world} on rank {rank}; give all ranks of a job the same, and each job its own \
          MASTER_PORT, which is {port} here"
@@ -305,14 +305,14 @@ pub enum CommError {
     WorldsDiffer {
         /// The rank that differs from rank 0.
         rank: usize,
-        /// Its number of ranks.
+        /// The number of ranks on that rank.
         world: usize,
-        /// That of rank 0.
+        /// The number of ranks on rank 0.
         first: usize,
         /// `MASTER_PORT`.
         port: u16,
     },
-    /// Two processes have come as one rank.
+    /// Two processes claim the same rank at the rendezvous.
     #[error(
         "processes {earlier} and {later} both say that they are rank {rank}; give each its own RANK, and each job its own \
          MASTER_PORT, which is {port} here"
@@ -320,85 +320,85 @@ pub enum CommError {
     RankTwice {
         /// The rank.
         rank: usize,
-        /// The process that came first.
+        /// The process that connected first.
         earlier: i32,
-        /// The other one.
+        /// The process that connected later.
         later: i32,
         /// `MASTER_PORT`.
         port: u16,
     },
-    /// Another job meets at the port.
+    /// Another job uses the port for its rendezvous.
     #[error("another job meets at MASTER_PORT {port} of this host: give each job a port of its own")]
     MeetingTaken {
         /// `MASTER_PORT`.
         port: u16,
     },
-    /// Rank 0 has ended the meeting, with its own error.
+    /// Rank 0 cancelled the rendezvous because of its own error.
     #[error("rank 0 has called the meeting of ranks off: {why}")]
     NotMet {
-        /// Its words.
+        /// The error message of rank 0.
         why: String,
     },
-    /// The communication thread is gone.
+    /// The communication thread has ended.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
 }
 
 impl CommError {
-    /// The failure of a communicator of your own.
+    /// Wraps the failure of a user-defined communicator.
     pub fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self::Other(Arc::from(source.into()))
     }
 }
 
-/// Errors of the environment variables that tell a process its rank.
+/// Errors of the environment variables that define a process' rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RankEnvError {
-    /// Some of the variables that tell a process its rank are set, others are missing.
+    /// Some of the variables that define a process' rank are set, others are missing.
     #[error("{set} is set but {missing} is not: a rank needs both; start the program with zerorun, or unset {set}")]
     Incomplete {
         /// A variable that is set.
         set: &'static str,
-        /// The variable (or variables) that is missing.
+        /// The missing variable or variables.
         missing: &'static str,
     },
-    /// A variable about ranks has a value that cannot be read.
+    /// A variable about ranks has a value that cannot be parsed.
     #[error("environment variable {name} is `{value}`; it must be {expected}")]
     Variable {
         /// The variable.
         name: &'static str,
-        /// Its value.
+        /// The value of the variable.
         value: String,
         /// The allowed values.
         expected: &'static str,
     },
-    /// A rank number is not below the number of ranks.
+    /// A rank is not less than the number of ranks.
     #[error("{rank_name} is {rank} but {world_name} is {world}; it must be below that")]
     OutOfRange {
-        /// Variable with the rank.
+        /// The variable that holds the rank.
         rank_name: &'static str,
         /// The rank.
         rank: usize,
-        /// Variable with the number of ranks.
+        /// The variable that holds the number of ranks.
         world_name: &'static str,
         /// The number of ranks.
         world: usize,
     },
-    /// Ranks on several hosts.
+    /// The ranks are on several hosts.
     #[error(
         "{local_world} of {world} ranks are on this host, and these variables join the ranks of one host alone; start one \
          launcher on each host in place of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr {first} --num_ranks \
          {local_world} PROGRAM`, or let mpirun or srun start the ranks"
     )]
     SeveralHosts {
-        /// Ranks on this host.
+        /// The number of ranks on this host.
         local_world: usize,
-        /// All ranks.
+        /// The number of all ranks.
         world: usize,
-        /// How many hosts there are, if all have as many ranks.
+        /// The number of hosts, if all have the same number of ranks.
         hosts: usize,
-        /// The first host's address.
+        /// The address of the first host.
         first: String,
     },
 }

@@ -8,9 +8,9 @@ use crate::precision::IntFormat;
 use candle_core::DType;
 use std::fmt;
 
-/// Bits of a dtype's number.
+/// The number of bits of a dtype's number.
 const WIRE_SHIFT: u32 = 8;
-/// How elements travel, by their number.
+/// The wire formats, by number.
 const WIRES: [&str; 7] = [
     "",
     " as int8",
@@ -21,18 +21,18 @@ const WIRES: [&str; 7] = [
     " as f16 between hosts",
 ];
 
-/// One rank's description of one collective. Plain numbers, so that it can lie in shared memory.
+/// One rank's description of one collective. It consists of plain numbers so that it can be stored in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CollectiveFingerprint {
-    /// Collectives that this rank has begun, from 1.
+    /// The number of collectives that this rank has begun, from 1.
     pub sequence: u64,
-    /// [`CollectiveKind`] as a number.
+    /// The [`CollectiveKind`] as a number.
     pub kind: u64,
-    /// A number for the dtype, and for what it travels as.
+    /// A number for the dtype and the wire format.
     pub dtype: u64,
-    /// Elements of the call's argument.
+    /// The number of elements in the call's argument.
     pub elements: u64,
-    /// The content of the buffer, as the caller hashes it.
+    /// The caller's hash of what the buffer contains.
     pub tag: u64,
 }
 
@@ -75,7 +75,7 @@ impl CollectiveFingerprint {
         Self { sequence: w[0], kind: w[1], dtype: w[2], elements: w[3], tag: w[4] }
     }
 
-    /// The collective and the number of the engine's call that it belongs to, in words.
+    /// Describes the collective and the engine call with number `call`, to which it belongs.
     pub(super) fn within(&self, call: u64) -> String {
         match engine_call::name(call) {
             Some(call) => format!("{call} ({self})"),
@@ -84,7 +84,7 @@ impl CollectiveFingerprint {
     }
 }
 
-/// What the text of a collective says of its content: the low half of the tag.
+/// Returns the content hash in the text of a collective: the low half of the tag.
 pub(crate) fn content_of(text: &str) -> Option<u32> {
     let (_, content) = text.rsplit_once("(content ")?;
     u32::from_str_radix(content.strip_suffix(')')?.trim_end_matches(')'), 16).ok()

@@ -1,12 +1,12 @@
-//! Collectives between the GPUs of ranks, by NCCL, beside the communicator that the ranks have in any case.
+//! Collectives between the GPUs of ranks over NCCL, in addition to the communicator that the ranks always have.
 //!
 //! ```text
-//!   launch    NCCL's collective on its own stream + a few words by the communicator: which collective this is
-//!   wait      the words of all ranks are the same -> NCCL is done, or the communicator knows a rank that has failed
+//!   launch    NCCL's collective on its own stream + a few words over the communicator: which collective this is
+//!   wait      the words of all ranks are equal -> NCCL is done, or the communicator knows a rank that has failed
 //! ```
 //!
-//! NCCL compares nothing and sees no dead neighbour. So it is waited for only where all ranks have launched the same, and while
-//! it is waited for the communicator is asked whether all ranks are alive.
+//! NCCL compares nothing and does not notice a dead peer. A rank therefore waits for NCCL only if all ranks have
+//! launched the same collective, and while it waits it asks the communicator whether all ranks are alive.
 
 use super::agree::gather_u64;
 use super::fingerprint::CollectiveFingerprint;
@@ -24,11 +24,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How ranks sum what lies on their GPUs: `exact`, `fast` or `off`.
+/// The variable that chooses how ranks sum data on their GPUs: `exact`, `fast` or `off`.
 const CHOICE: &str = "CANDLE_ZERO_NCCL";
-/// With 1, NCCL does not reach into other threads' memory: CUDA's pools, where tensors lie, are not open to other GPUs.
+/// The variable that, if 1, keeps NCCL from accessing other threads' memory directly: CUDA's memory pools, which hold
+/// the tensors, are not accessible to other GPUs.
 const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// How long NCCL's own error waits for the name of the rank that has failed.
+/// How long an error of NCCL waits until the name of the failed rank is known.
 const ECHO: Duration = Duration::from_secs(2);
 
 /// This rank's GPU among those of all ranks.
@@ -36,19 +37,19 @@ pub(crate) struct GpuCollectives {
     nccl: Arc<NcclComm>,
     comm: Arc<dyn Communicator>,
     sums: NcclSumMode,
-    /// Collectives so far.
+    /// The number of collectives so far.
     sequence: AtomicU64,
-    /// The memory in which others' elements wait for their sum.
+    /// The memory in which other ranks' elements wait to be summed.
     room: Mutex<LedgerEntry>,
 }
 
-/// What a rank tells of itself before NCCL is used.
+/// The capabilities that a rank reports before NCCL is used.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct NcclCapability {
-    /// The library is there, and this rank wants it.
+    /// Whether the library is available and this rank wants to use it.
     usable: bool,
     fast: bool,
-    /// Threads of one process may use it.
+    /// Whether threads of one process may use it.
     apart: bool,
     host: u64,
     process: u64,
@@ -72,7 +73,7 @@ impl NcclCapability {
     }
 }
 
-/// Why NCCL is not used, of what all ranks can do; nothing where it is.
+/// Returns the reason not to use NCCL, given the capabilities of all ranks, or `None` if it can be used.
 fn hindrance(capabilities: &[NcclCapability]) -> Option<&'static str> {
     let pairs = || (0..capabilities.len()).flat_map(|b| (0..b).map(move |a| (&capabilities[a], &capabilities[b])));
     if capabilities.iter().any(|capability| !capability.usable) {
@@ -89,11 +90,11 @@ fn hindrance(capabilities: &[NcclCapability]) -> Option<&'static str> {
 }
 
 impl GpuCollectives {
-    /// Collective: this rank's GPU among those of all ranks; nothing where there is one rank, or NCCL cannot be used. A rank whose
-    /// share lies elsewhere has no `device`.
+    /// Collective: joins this rank's GPU with those of all ranks. Returns `None` if there is only one rank or NCCL
+    /// cannot be used. A rank whose share is not on a GPU has no `device`.
     ///
     /// # Errors
-    /// A variable with another value than those that are allowed; NCCL's; a rank has failed.
+    /// A variable has an invalid value, NCCL failed, or a rank has failed.
     pub fn join(comm: &Arc<dyn Communicator>, device: Option<&CudaDevice>, ledger: &Ledger) -> Result<Option<Self>> {
         if comm.size() == 1 {
             return Ok(None);
@@ -106,7 +107,7 @@ impl GpuCollectives {
         };
         let half = |at: usize| u64::from_le_bytes(uuid[at..at + 8].try_into().expect("eight bytes"));
         let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        // Processes of several containers have the same numbers.
+        // Process IDs of different containers may be equal.
         let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
         let process = format!("{} {}", space.display(), std::process::id());
         let own = NcclCapability {
@@ -152,8 +153,8 @@ impl GpuCollectives {
         Ok(Some(gpus))
     }
 
-    /// Collective: one small collective of each kind. NCCL connects GPUs where they first exchange something, which takes time, and
-    /// memory that is not there any more in the middle of a step.
+    /// Collective: runs one small collective of each kind. NCCL connects GPUs at their first exchange, which takes
+    /// time, and memory that is no longer free in the middle of a step.
     fn meet(&self, device: &CudaDevice) -> Result<()> {
         for kind in [CollectiveKind::AllReduce, CollectiveKind::ReduceScatter, CollectiveKind::AllGather] {
             let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;
@@ -162,12 +163,12 @@ impl GpuCollectives {
         Ok(())
     }
 
-    /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks launch the
-    /// same ones in the same order, which is checked where they are waited for. Elements travel as they are or as integers: what is
-    /// coded between hosts alone passes through them.
+    /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks
+    /// launch the same ones in the same order, which is checked when a rank waits for them. Elements are sent exact or
+    /// as integers; a format that applies only between hosts is handled by the communicator instead.
     ///
     /// # Errors
-    /// NCCL's; a rank has failed.
+    /// NCCL failed, or a rank has failed.
     pub fn launch(
         &self,
         kind: CollectiveKind,
@@ -197,21 +198,21 @@ impl GpuCollectives {
         Ok(PendingGpuCollective { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched, shown })
     }
 
-    /// This rank gives up: what is under way between GPUs ends.
+    /// Aborts all NCCL collectives in progress, because this rank gives up.
     pub fn abort(&self) {
         self.nccl.abort();
     }
 }
 
-/// A collective under way.
+/// A collective in progress.
 pub(crate) struct PendingGpuCollective {
     nccl: Arc<NcclComm>,
     comm: Arc<dyn Communicator>,
     mine: CollectiveFingerprint,
-    /// What all ranks have launched.
+    /// The fingerprints of the collectives that all ranks have launched.
     all: Pending<Vec<Vec<u8>>>,
     launched: PendingNcclCollective,
-    /// What the timeline shows of it.
+    /// The entry for the timeline.
     shown: (CollectiveKind, u64, CarriedContext),
 }
 
@@ -219,7 +220,7 @@ impl PendingGpuCollective {
     /// Waits for the result.
     ///
     /// # Errors
-    /// Ranks have launched different collectives; one has failed, with its name; NCCL's.
+    /// Ranks have launched different collectives, a rank has failed (the error names it), or NCCL failed.
     pub fn wait(self) -> Result<DeviceFlat> {
         let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
         let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&carried);
@@ -252,17 +253,17 @@ impl PendingGpuCollective {
     }
 }
 
-/// The error that names the rank, if it can be known.
+/// Returns an error that names the failed rank, if it is known.
 fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
     match error {
         NcclError::Told(failure) => match failure.downcast_ref::<CommError>() {
             Some(error) => error.clone().into(),
             None => CommError::Other(failure).into(),
         },
-        // With its text, which tells of a lack of memory.
+        // The text is kept because it reports a lack of memory.
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
-            // Others' failures come to NCCL sooner than their names come here.
+            // NCCL notices failures of other ranks before their names arrive here.
             let until = Instant::now() + ECHO;
             loop {
                 match comm.failure() {
@@ -276,7 +277,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
     }
 }
 
-/// The user's choice.
+/// The user's choice of how NCCL is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NcclMode {
     Exact,

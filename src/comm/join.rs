@@ -1,7 +1,7 @@
-//! Joining the job that the environment names.
+//! Joining the job that the environment describes.
 //!
-//! A process enters the memory that the ranks share once, and stays until it ends: all its engines, at the same time or
-//! one after the other, issue their collectives through one queue, in the order in which the program runs them.
+//! A process enters the memory that the ranks share once, and stays until it ends: all its engines, concurrent or
+//! successive, issue their collectives through one queue, in the order in which the program runs them.
 
 use super::mpi::MpiRank;
 use super::rank_env::RankEnv;
@@ -15,13 +15,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The communicator of a job of one rank or, under `zerorun`, a launcher of MPI, or with torchrun's variables, of all its
-/// processes. There all calls of a process give the same one: its engines share its collectives, their counters, and the first
-/// error, which ends the job for all of them.
+/// Returns the communicator of a job of one rank or, under `zerorun`, an MPI launcher or torchrun's variables, of all
+/// its processes. In the latter cases all calls of a process return the same communicator: its engines share its
+/// collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// Memory that is not this job's; a rank that another process has; under a launcher of MPI, no MPI library, and its own
-/// errors; with torchrun's variables, ranks that do not come within [`RankEnv::timeout`], or that differ about the job.
+/// The memory is not this job's; another process has the same rank; under an MPI launcher, no MPI library is found or
+/// MPI fails; with torchrun's variables, ranks do not connect within [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         _ if env.world_size > 1 && env.mpi => Ok(Arc::new(JobCommunicator(joined_by_mpi(env)?))),
@@ -31,15 +31,16 @@ pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     }
 }
 
-/// The inherited region and who has entered it. It stays mapped for good: the descriptor can be taken over only once.
+/// The inherited region and the ranks that have entered it. It stays mapped: the descriptor can be taken over only
+/// once.
 #[derive(Default)]
 struct JoinedJob {
     region: Option<Arc<SharedMemoryRegion>>,
     ranks: BTreeMap<usize, Arc<CpuCommunicator>>,
 }
 
-/// The communicator of this process, which enters the region if nobody here has done so. It is never dropped: a rank
-/// that left between two engines would be gone for the others. The launcher tells them when the process ends.
+/// Returns the communicator of this process, which enters the region on the first call. It is never dropped: a rank
+/// that left between two engines would be gone for the others. The launcher notifies them when the process ends.
 fn communicator_of_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     static JOINED: Mutex<JoinedJob> = Mutex::new(JoinedJob { region: None, ranks: BTreeMap::new() });
     let JoinedJob { region, ranks } = &mut *lock(&JOINED);
@@ -55,7 +56,7 @@ fn communicator_of_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<
     Ok(communicator)
 }
 
-/// The same where MPI joins the ranks.
+/// Returns the communicator of this process if MPI joins the ranks.
 fn joined_by_mpi(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     static JOINED: Mutex<Option<Arc<CpuCommunicator>>> = Mutex::new(None);
     let mut joined = lock(&JOINED);
@@ -68,7 +69,8 @@ fn joined_by_mpi(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     Ok(joined.insert(communicator).clone())
 }
 
-/// The same where ranks of one host were started one by one, and meet by themselves.
+/// Returns the communicator of this process if the ranks of one host were started individually and meet at a
+/// rendezvous.
 fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     static JOINED: Mutex<Option<Arc<CpuCommunicator>>> = Mutex::new(None);
     let mut joined = lock(&JOINED);
@@ -81,19 +83,19 @@ fn joined_by_rendezvous(env: &RankEnv) -> Result<Arc<CpuCommunicator>> {
     Ok(joined.insert(communicator).clone())
 }
 
-/// Lets rayon's threads of the ranks of a host share its cores, unless the environment says how many there shall be, or the
-/// launcher has given each rank cores of its own: ranks that each take all cores are many times slower.
+/// Divides a host's cores among the rayon threads of its ranks, unless the environment sets the number of threads or
+/// the launcher has given each rank its own cores. Ranks that each use all cores are many times slower.
 fn share_cores(ranks: usize) {
     let said = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
     if !said && cores >= cpus_of(&online) {
-        // Where the program has begun to use rayon already, its threads stay as they are.
+        // If the program has already used rayon, its threads stay as they are.
         _ = rayon::ThreadPoolBuilder::new().num_threads((cores / ranks.max(1)).max(1)).build_global();
     }
 }
 
-/// How many processors a list as `0-3,8` names.
+/// Returns how many processors a list such as `0-3,8` names.
 fn cpus_of(list: &str) -> usize {
     let count = |entry: &str| {
         let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
@@ -102,11 +104,11 @@ fn cpus_of(list: &str) -> usize {
     list.split(',').filter_map(count).sum()
 }
 
-/// A use of the process' communicator.
+/// A handle to the process' communicator.
 struct JobCommunicator(Arc<CpuCommunicator>);
 
 impl Drop for JobCommunicator {
-    /// What was launched is finished first, because peers count on it, unless this rank panics.
+    /// Finishes launched collectives first because peers depend on them, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.abort_in_panic();

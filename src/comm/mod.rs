@@ -5,15 +5,17 @@
 //!          <--- Pending::wait ---
 //! ```
 //!
-//! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
-//! wait. [`SoloCommunicator`] is a world of one. [`CpuCommunicator`] carries every other world: ranks as threads of one process
-//! ([`threads`]) over anonymous memory, ranks as processes over the memfd that `zerorun` made (`shm`) or that rank 0 of those
-//! started one by one did (`rendezvous`), or ranks of several hosts (`mpi`). A program can bring its own.
+//! [`Communicator`] is the engine's interface: rank, size, and collectives on flat buffers in two halves, launch and
+//! wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks as threads of
+//! one process ([`threads`]) over anonymous memory, ranks as processes over a memfd made by `zerorun` (`shm`) or, if
+//! they were started individually, by rank 0 (`rendezvous`), or ranks on several hosts (`mpi`). A program can provide
+//! its own communicator.
 //!
-//! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
-//! in. That is what makes stages 0 to 3 give the same bits.
+//! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
+//! sent. This makes stages 0 to 3 give the same bits.
 //!
-//! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`WireFormat`].
+//! Elements are sent exact or as small integers with a scale per block, everywhere or only between hosts:
+//! [`WireFormat`].
 
 #[doc(hidden)]
 pub mod agree;
@@ -69,18 +71,18 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The rank of this process in the job and what it can do together with the others.
+/// The rank of this process in the job, and its collectives with the other ranks.
 ///
 /// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
-/// element counts and dtypes. That is checked; ranks that diverge get an error that shows both sides. `tag`
-/// identifies the content (say a hash of the parameters in a bucket) and is checked too.
+/// element counts and dtypes. This is checked; ranks that diverge get an error that shows both sides. `tag` identifies
+/// the content (for example a hash of the parameters in a bucket) and is checked too.
 ///
-/// # A communicator of your own
+/// # Implementing a communicator
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
-/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory. Override those that
-/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call.
-/// Collectives take place in the order in which they are launched, while results are waited for in any order: a thread
-/// of its own that does one after the other is a good communicator.
+/// [`abort`](Self::abort). All others are built on these, with the same bits as over shared memory. Override those that
+/// your network does better; of the sums and gathers, override the methods whose names end in `_as`, which the others
+/// call. Collectives run in the order in which they are launched, while results may be waited for in any order: a
+/// separate thread that runs one collective after the other is a good communicator.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};
@@ -97,7 +99,7 @@ use std::time::Duration;
 /// }
 ///
 /// impl Channels {
-///     /// `to` and `from`: one channel to and from each rank, this one included.
+///     /// `to` and `from` have one channel to and from each rank, this one included.
 ///     fn new(rank: usize, to: Vec<Sender<Message>>, from: Vec<Receiver<Message>>) -> Self {
 ///         let (size, (jobs, launched)) = (to.len(), channel::<(Message, Sender<_>)>());
 ///         std::thread::spawn(move || {
@@ -144,16 +146,16 @@ pub trait Communicator: Send + Sync {
     /// Number of ranks.
     fn size(&self) -> usize;
 
-    /// Every rank receives the bytes of every rank, in rank order. All give the same number of bytes.
+    /// Gathers the bytes of all ranks on every rank, in rank order. All ranks pass the same number of bytes.
     ///
-    /// Votes and other control messages travel as they are, without a mark of their call. A network that may lose or
-    /// reorder messages numbers them, and fails where ranks are in different calls.
+    /// Votes and other control messages are sent without a fingerprint of their call. A network that may lose or
+    /// reorder messages must number them, and fail if ranks are in different calls.
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>>;
 
-    /// Tells the other ranks that this one gives up, and why. Their collectives return an error with the reason.
+    /// Notifies the other ranks that this one gives up, and why. Their collectives return an error with the reason.
     fn abort(&self, why: &str);
 
-    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
+    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the complete sum, in the memory of
     /// `input`.
     fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
         self.all_reduce_as(WireFormat::Exact, input, tag)
@@ -165,97 +167,99 @@ pub trait Communicator: Send + Sync {
         self.reduce_scatter_as(WireFormat::Exact, input, tag)
     }
 
-    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. A `shard` with capacity for the whole is
-    /// where the whole will lie; for others memory is allocated.
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. The result lies in the memory of `shard`
+    /// if its capacity suffices; otherwise memory is allocated.
     fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
         self.all_gather_as(WireFormat::Exact, shard, tag)
     }
 
-    /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
-    /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel
-    /// exact: both give the same bits.
+    /// Does the same as [`all_reduce`](Self::all_reduce), with summands sent in the format `wire`. Each element is
+    /// summed by one rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the
+    /// sums are sent exact: both give the same bits.
     fn all_reduce_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).all_reduce(wire, input, tag)
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to
-    /// its own does not travel, and is not rounded.
+    /// Does the same as [`reduce_scatter`](Self::reduce_scatter), with elements sent in the format `wire`. The part
+    /// that a rank adds to its own chunk is not sent, and is not rounded.
     fn reduce_scatter_as(&self, wire: WireFormat, input: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).reduce_scatter(wire, input, tag)
     }
 
-    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values:
-    /// those that they would take from the wire, also of their own shard.
+    /// Does the same as [`all_gather`](Self::all_gather), with elements sent in the format `wire`. All ranks receive
+    /// the same values: those decoded from the wire format, even for their own shard.
     fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).all_gather(wire, shard, tag)
     }
 
-    /// The ranks on this rank's host, itself included: neighbours. By default all.
+    /// Returns the ranks on this rank's host, itself included, which have consecutive numbers. By default all ranks.
     fn ranks_here(&self) -> Range<usize> {
         0..self.size()
     }
 
-    /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups have `ranks` neighbours each, the
-    /// first from rank 0 on, and all groups gather at a time. A group that lies on one host needs nothing of others.
+    /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups consist of `ranks`
+    /// consecutive ranks each, starting at rank 0, and all groups gather at the same time. A group on one host needs
+    /// nothing from other hosts.
     fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         self.all_gather_within_as(WireFormat::Exact, ranks, shard, tag)
     }
 
-    /// [`all_gather_within`](Self::all_gather_within) in which elements travel as `wire` says, as in
+    /// Does the same as [`all_gather_within`](Self::all_gather_within), with elements sent in the format `wire`, as in
     /// [`all_gather_as`](Self::all_gather_as).
     fn all_gather_within_as(&self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).all_gather_within(wire, ranks, shard, tag)
     }
 
-    /// Sums `input` (`ranks` x n elements) over all ranks, as [`reduce_scatter`](Self::reduce_scatter) does, and divides the
-    /// sum among the ranks of each group of `ranks` neighbours: the rank of place p in its group receives elements
-    /// `p * n .. (p + 1) * n`, in the memory of `input`. So every group has all of the sum. n is a multiple of the number of
-    /// groups; the bits are those of a reduce-scatter.
+    /// Sums `input` (`ranks` x n elements) over all ranks, as [`reduce_scatter`](Self::reduce_scatter) does, and
+    /// divides the sum among the ranks of each group of `ranks` consecutive ranks: the rank at position p in its group
+    /// receives elements `p * n .. (p + 1) * n`, in the memory of `input`. Every group thus has the complete sum. n is
+    /// a multiple of the number of groups; the bits are those of a reduce-scatter.
     fn reduce_to_groups(&self, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         self.reduce_to_groups_as(WireFormat::Exact, ranks, input, tag)
     }
 
-    /// [`reduce_to_groups`](Self::reduce_to_groups) in which the summands travel as `wire` says: each group's part of n
-    /// elements is summed by one of the ranks that receive it, as in [`reduce_scatter_as`](Self::reduce_scatter_as), and the
-    /// sums travel exact.
+    /// Does the same as [`reduce_to_groups`](Self::reduce_to_groups), with summands sent in the format `wire`: each
+    /// group's part of n elements is summed by one of the ranks that receive it, as in
+    /// [`reduce_scatter_as`](Self::reduce_scatter_as), and the sums are sent exact.
     fn reduce_to_groups_as(&self, wire: WireFormat, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
         by_default(self).reduce_to_groups(wire, ranks, input, tag)
     }
 
-    /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
+    /// Gathers the values of all ranks on every rank, in rank order. For a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
         by_default(self).gather_f64(&values)
     }
 
-    /// Waits until every rank has come here.
+    /// Waits until every rank has called this method.
     fn barrier(&self) -> Pending<()> {
         by_default(self).barrier()
     }
 
-    /// The failure of another rank, as far as this one knows of it by now, without waiting: what ends the wait for something that
-    /// the other ranks take part in and that is no collective of this communicator. By default none is known.
+    /// Returns the failure of another rank, if this one knows of one, without waiting. It ends waits for operations
+    /// that involve the other ranks but are not collectives of this communicator. By default no failure is known.
     fn failure(&self) -> Option<CommError> {
         None
     }
 
-    /// How long a rank waits for another: also for what [`failure`](Self::failure) is for. By default ten minutes.
+    /// Returns how long a rank waits for another, also when it polls [`failure`](Self::failure). By default ten
+    /// minutes.
     fn timeout(&self) -> Duration {
         Duration::from_secs(600)
     }
 
-    /// Calls and bytes so far; nothing where a communicator does not count.
+    /// Returns calls and bytes so far; an empty report if a communicator does not count.
     fn report(&self) -> CommReport {
         CommReport::default()
     }
 
-    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of
-    /// one, need not log.
+    /// Logs collectives in `log` from now on, or not at all if it is `None`. A user-defined communicator, and that of a
+    /// world of one rank, need not log.
     fn log_into(&self, log: Option<Arc<CommLog>>) {
         _ = log;
     }
 }
 
-/// The collectives that `comm` has by default, all made of its `gather_bytes`.
+/// Returns the default collectives of `comm`, all built on its `gather_bytes`.
 fn by_default<C: Communicator + ?Sized>(comm: &C) -> DefaultCollectives<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
     DefaultCollectives { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
 }

@@ -1,8 +1,8 @@
-//! The second half of a collective: its result, which is waited for where it is needed.
+//! The second half of a collective: its result, for which a rank waits when it needs the value.
 
 use crate::error::Result;
 
-/// A collective under way. Dropping it does not stop the collective: the other ranks count on it.
+/// A collective in progress. Dropping it does not stop the collective: the other ranks depend on it.
 #[must_use = "a collective's result is waited for"]
 pub struct Pending<T>(PendingState<T>);
 
@@ -12,12 +12,12 @@ enum PendingState<T> {
 }
 
 impl<T> Pending<T> {
-    /// A result that is there already.
+    /// Returns a result that is already available.
     pub fn ready(value: T) -> Self {
         Self(PendingState::Ready(value))
     }
 
-    /// A result that `wait` waits for: the second half of a collective that has been launched. It runs in
+    /// Returns a result for which `wait` waits: the second half of a collective that has been launched. It runs in
     /// [`wait`](Self::wait), on the thread that needs the result, or never.
     ///
     /// ```
@@ -33,7 +33,7 @@ impl<T> Pending<T> {
         Self(PendingState::Launched(Box::new(wait)))
     }
 
-    /// The result as `change` makes it when it is there.
+    /// Applies `change` to the result once it is available.
     pub fn map<U>(self, change: impl FnOnce(T) -> U + Send + 'static) -> Pending<U>
     where
         T: 'static,
@@ -48,7 +48,7 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     /// [`CommError`](crate::error::CommError): a peer died, gave up, left, fell silent or diverged, or the time limit
-    /// is over.
+    /// is exceeded.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             PendingState::Ready(value) => Ok(value),

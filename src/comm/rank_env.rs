@@ -1,6 +1,7 @@
-//! How a rank finds out who it is: the variables that launchers set.
+//! The environment variables by which launchers tell a process its rank.
 //!
-//! The first row that matches wins. A row matches when its rank or its world is set. `WORLD_SIZE=1` alone is rank 0 of 1.
+//! The first matching row applies. A row matches if its rank or its world is set. `WORLD_SIZE=1` on its own means rank
+//! 0 of 1.
 //!
 //! | launcher | rank, world | on this host |
 //! | --- | --- | --- |
@@ -12,16 +13,16 @@
 //! | PMIx | `PMIX_RANK`, `WORLD_SIZE` | `PALS_LOCAL_RANKID`, `LOCAL_SIZE` |
 //! | none | rank 0 of 1 | |
 //!
-//! `srun --mpi=pmi2` sets MPICH's rank and world; the places on the host are then Slurm's.
+//! `srun --mpi=pmi2` sets MPICH's rank and world; the local ranks then come from Slurm.
 //!
-//! PMIx tells a process its rank (in `PMIX_NAMESPACE`) and not how many there are: the user says that by `WORLD_SIZE`, as
-//! DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun tell no number of ranks on a host: [`RankEnv`] then
-//! has that of all.
+//! PMIx provides a process' rank (within `PMIX_NAMESPACE`), not the number of ranks: the user sets it with
+//! `WORLD_SIZE`, as DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun do not provide the number
+//! of ranks on a host: [`RankEnv`] then has the number of all ranks.
 //!
-//! Ranks that a launcher of MPI started (all but the first row) are joined by MPI, on one host or several; those of `zerorun` where
-//! it has started them on several, or by `--backend mpi`. Those of the first row that another launcher than `zerorun` has started, or a
-//! hand, meet by themselves at `MASTER_PORT`, on one host (`rendezvous`); on several, where a launcher of MPI's variables say the same, MPI
-//! joins them.
+//! Ranks started by an MPI launcher (all rows but the first) are connected by MPI, on one host or several. Ranks of
+//! `zerorun` are connected by MPI if it has started them on several hosts, or with `--backend mpi`. Ranks of the first
+//! row that were started by hand or by a launcher other than `zerorun` meet at `MASTER_PORT`, on one host
+//! (`rendezvous`). On several hosts MPI connects them if the variables of an MPI launcher agree.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -29,29 +30,30 @@ use std::time::Duration;
 
 use crate::error::{Error, RankEnvError, Result};
 
-/// File descriptor of the memory that the ranks share.
+/// The variable with the file descriptor of the memory that the ranks share.
 #[doc(hidden)]
 pub const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
-/// How long a rank waits for the others, in milliseconds.
+/// The variable with the time that a rank waits for the others, in milliseconds.
 #[doc(hidden)]
 pub const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
 
-/// Set where the launcher has bound each rank to cores of its own.
+/// A variable that is set if the launcher has bound each rank to its own cores.
 #[doc(hidden)]
 pub const BOUND: &str = "CANDLE_ZERO_BOUND";
 
-/// `mpi` where zerorun lets MPI join the ranks of one host too.
+/// A variable that is `mpi` if zerorun lets MPI connect the ranks even on one host.
 #[doc(hidden)]
 pub const BACKEND: &str = "CANDLE_ZERO_BACKEND";
 
-/// A rank's number among the processes of its namespace, by PMIx.
+/// The variable with a rank's number among the processes of its PMIx namespace.
 const PMIX_RANK: &str = "PMIX_RANK";
 
-/// The socket to the launcher through which an MPI library meets the other ranks, as MPICH's process managers have it.
+/// The variable with the socket to the launcher through which an MPI library meets the other ranks, in the protocol of
+/// MPICH's process managers.
 #[doc(hidden)]
 pub const PMI_FD: &str = "PMI_FD";
 
-/// The script as it was typed behind `zerorun`, by which a rank names its command line.
+/// The variable with the script as it was typed after `zerorun`, with which a rank shows its command line.
 #[doc(hidden)]
 pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 
@@ -59,33 +61,33 @@ pub const SCRIPT: &str = "ZERORUN_SCRIPT";
 #[doc(hidden)]
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";
-/// DeepSpeed's and torchrun's default.
+/// The default of DeepSpeed and torchrun.
 const DEFAULT_PORT: u16 = 29500;
 
-/// Who this process is among the ranks.
+/// The position of this process among the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankEnv {
-    /// This rank, below `world_size`.
+    /// This rank, less than `world_size`.
     pub rank: usize,
-    /// Number of ranks, at least 1.
+    /// The number of ranks, at least 1.
     pub world_size: usize,
-    /// This rank among those of its host.
+    /// This rank's number among those of its host.
     pub local_rank: usize,
-    /// Number of ranks on this host, or of all, where the launcher does not say.
+    /// The number of ranks on this host, or of all ranks if the launcher does not provide it.
     pub local_world_size: usize,
-    /// Host of rank 0 (`MASTER_ADDR`).
+    /// The host of rank 0 (`MASTER_ADDR`).
     pub master_addr: String,
-    /// Port for a rendezvous on that host (`MASTER_PORT`).
+    /// The port for a rendezvous on that host (`MASTER_PORT`).
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether a launcher of MPI started the ranks (mpirun, mpiexec, srun), so that MPI joins them.
+    /// Whether an MPI launcher started the ranks (mpirun, mpiexec, srun), so that MPI connects them.
     pub mpi: bool,
     /// How long a rank waits for the others in a collective.
     pub timeout: Duration,
 }
 
-/// A variable that was found, with its number.
+/// A variable that was found, with its numeric value.
 #[derive(Debug, Clone, Copy)]
 struct RankVariable {
     name: &'static str,
@@ -101,17 +103,18 @@ struct RankNumbers {
 }
 
 impl RankEnv {
-    /// Reads the environment of this process; nothing set means rank 0 of 1.
+    /// Reads the environment of this process; if nothing is set, returns rank 0 of 1.
     ///
     /// # Errors
-    /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, ranks on several
-    /// hosts that nothing joins (started by neither zerorun nor an MPI launcher).
+    /// A variable cannot be parsed, a group of variables is set only in part, a rank is not less than its world size,
+    /// or ranks are on several hosts and nothing connects them (they were started by neither zerorun nor an MPI
+    /// launcher).
     pub fn from_env() -> Result<Self> {
-        // A value that is not UTF-8 is no number: its replacement characters are refused by name.
+        // A value that is not UTF-8 is not a number: its replacement characters are rejected with the variable's name.
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    /// The same from any source of variables.
+    /// Does the same as `from_env`, for any source of variables.
     pub(crate) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let vars = EnvironmentVariables(&lookup);
         let timeout = match vars.parsed::<u64>(TIMEOUT_MS, "a whole number of milliseconds, at least 1")? {
@@ -150,8 +153,8 @@ impl RankEnv {
         };
         let mpi = match shm_fd {
             None => mpi,
-            // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's: of one host, or of several that
-            // it lets MPI join.
+            // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's: on one host, or on
+            // several hosts that MPI connects.
             Some(_) => {
                 let asked = vars.get(BACKEND).is_some_and(|backend| backend == "mpi");
                 (asked || local_world_size < world.value) && vars.get(PMI_FD).is_some()
@@ -186,11 +189,11 @@ fn below(rank: RankVariable, world: RankVariable) -> Result<()> {
 
 const COUNT: &str = "a whole number";
 
-/// The variables, by name.
+/// A lookup of environment variables by name.
 struct EnvironmentVariables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl EnvironmentVariables<'_> {
-    /// An empty value counts as not set, as shells make it with `RANK= command`.
+    /// Returns a variable's value. An empty value, as in `RANK= command`, counts as unset.
     fn get(&self, name: &str) -> Option<String> {
         (self.0)(name).filter(|value| !value.is_empty())
     }
@@ -214,7 +217,7 @@ impl EnvironmentVariables<'_> {
         Ok(self.parsed(name, COUNT)?.map(|value| RankVariable { name, value }))
     }
 
-    /// The first of several names that is set.
+    /// Returns the first of several variables that is set.
     fn first_of(&self, names: &[&'static str]) -> Result<Option<RankVariable>> {
         for name in names {
             if let Some(number) = self.number(name)? {
@@ -224,7 +227,7 @@ impl EnvironmentVariables<'_> {
         Ok(None)
     }
 
-    /// Two numbers that belong together: both or neither.
+    /// Returns two numbers that belong together: both or neither.
     fn pair(&self, first: &'static str, second: &[&'static str]) -> Result<Option<(RankVariable, RankVariable)>> {
         match (self.number(first)?, self.first_of(second)?) {
             (None, None) => Ok(None),
@@ -237,11 +240,11 @@ impl EnvironmentVariables<'_> {
     fn find(&self) -> Result<Option<RankNumbers>> {
         let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
         let only = match (self.number("RANK")?, self.number("WORLD_SIZE")?) {
-            // The one rank of a world of one needs no number.
+            // The single rank of a world of one needs no number.
             (None, Some(world)) if world.value == 1 && local.as_ref().is_ok_and(Option::is_none) => {
                 Some((RankVariable { name: "RANK", value: 0 }, world))
             }
-            // The rank is PMIx's.
+            // PMIx provides the rank.
             (None, Some(_)) if self.get(PMIX_RANK).is_some() => return self.of_mpi(),
             _ => None,
         };
@@ -254,8 +257,8 @@ impl EnvironmentVariables<'_> {
         self.of_mpi()
     }
 
-    /// The numbers of a launcher of MPI in the place of `found`, where these say the same and that the ranks are on several
-    /// hosts: a script that srun starts may set torchrun's variables from Slurm's.
+    /// Returns an MPI launcher's numbers instead of `found` if they agree with it and the ranks are on several hosts: a
+    /// script started by srun may set torchrun's variables from Slurm's.
     fn or_of_mpi(&self, found: RankNumbers) -> RankNumbers {
         let several = |numbers: &RankNumbers| numbers.local.is_some_and(|(_, here)| here.value < numbers.world.value);
         let same = |other: &RankNumbers| [other.rank.value, other.world.value] == [found.rank.value, found.world.value];
@@ -267,7 +270,7 @@ impl EnvironmentVariables<'_> {
         }
     }
 
-    /// What launchers of MPI set.
+    /// Returns the numbers set by MPI launchers.
     fn of_mpi(&self) -> Result<Option<RankNumbers>> {
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
@@ -281,8 +284,8 @@ impl EnvironmentVariables<'_> {
             };
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
-        // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
-        // too.
+        // SLURM_NTASKS without a rank is not a half-set group: every shell inside an allocation has it, while tasks
+        // also have SLURM_PROCID.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
         {
@@ -295,19 +298,21 @@ impl EnvironmentVariables<'_> {
         if self.get(PMIX_RANK).is_some()
             && let Some((rank, world)) = self.pair(PMIX_RANK, &["WORLD_SIZE"])?
         {
-            // DeepSpeed's launcher for MPICH says how many there are on a host.
+            // DeepSpeed's launcher for MPICH provides the number of ranks on a host.
             let local = self.local_among("PALS_LOCAL_RANKID", self.number("LOCAL_SIZE")?.unwrap_or(world))?;
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         Ok(None)
     }
 
-    /// A rank's number on its host, by a launcher that does not say how many there are: at most so many.
+    /// Returns a rank's number on its host for a launcher that does not provide the number of ranks there, which is at
+    /// most `most`.
     fn local_among(&self, name: &'static str, most: RankVariable) -> Result<Option<(RankVariable, RankVariable)>> {
         Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }
 
-    /// Whether this rank of MPI is one that srun has started: a batch script, in which an mpirun may start ranks, is a task too.
+    /// Returns whether srun has started this MPI rank: a batch script, in which an mpirun may start ranks, is a task
+    /// too.
     fn is_slurm_task(&self, rank: RankVariable, world: RankVariable) -> Result<bool> {
         let (task, tasks) = (self.number("SLURM_PROCID")?, self.number("SLURM_STEP_NUM_TASKS")?);
         Ok(task.zip(tasks).is_some_and(|(task, tasks)| (task.value, tasks.value) == (rank.value, world.value)))
@@ -327,7 +332,7 @@ impl EnvironmentVariables<'_> {
     }
 }
 
-/// Entry `node` of Slurm's run-length list: `2(x3),1` is 2, 2, 2, 1.
+/// Returns entry `node` of Slurm's run-length list: `2(x3),1` is 2, 2, 2, 1.
 fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
     let mut first = 0usize;
     for entry in list.split(',') {
@@ -490,7 +495,7 @@ mod tests {
         assert_eq!(numbers(&read(&[&pmix[..], &local].concat()).unwrap()), [3, 4, 1, 4]);
         let deepspeed = [("PALS_LOCAL_RANKID", "1"), ("LOCAL_SIZE", "2")];
         assert_eq!(numbers(&read(&[&pmix[..], &deepspeed].concat()).unwrap()), [3, 4, 1, 2]);
-        // Launchers that set it beside names of their own.
+        // Launchers that set it in addition to their own variables.
         let open_mpi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_RANK", "1")];
         assert_eq!(numbers(&read(&open_mpi).unwrap()), [1, 2, 1, 2]);
         let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3"), ("PMIX_RANK", "1")];
@@ -537,7 +542,7 @@ mod tests {
     fn torchruns_variables_are_those_of_ranks_that_meet_by_themselves_on_one_host() {
         let env = read(&[("RANK", "1"), ("WORLD_SIZE", "2")]).unwrap();
         assert_eq!((numbers(&env), env.shm_fd, env.mpi), ([1, 2, 1, 2], None, false));
-        // A batch script of Slurm that sets them itself, on two nodes.
+        // A Slurm batch script that sets them itself, on two nodes.
         let torch = [("RANK", "3"), ("WORLD_SIZE", "4")];
         let slurm = [
             ("SLURM_PROCID", "3"),

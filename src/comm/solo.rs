@@ -1,4 +1,4 @@
-//! A world of one rank: every collective is the identity. Nothing travels, so nothing is rounded for it.
+//! A world of one rank: every collective is the identity. Nothing is sent, so nothing is rounded.
 
 use super::stats::counters::{CommCounters, ReceivedBytes};
 use super::{CollectiveKind, CommReport, Communicator, Pending, WireFormat};

@@ -1,4 +1,4 @@
-//! Ranks as threads of one process: for tests, doc examples and small experiments.
+//! Ranks as threads of one process, for tests, doc examples and small experiments.
 
 use super::shm::region::SharedMemoryRegion;
 use super::{Communicator, CpuCommunicator};
@@ -6,12 +6,12 @@ use crate::error::Result;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Stack of a rank's thread. Candle's `backward` recurses once per operation of the graph.
+/// The stack size of a rank's thread. Candle's `backward` recurses once per operation of the graph.
 const STACK_BYTES: usize = 256 << 20;
-/// Default limit of one wait for a peer.
+/// The default limit of one wait for a peer.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Communicators of `world_size` ranks of this process, in rank order.
+/// Returns the communicators of `world_size` ranks of this process, in rank order.
 pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn Communicator>>> {
     let region = Arc::new(SharedMemoryRegion::anonymous(world_size)?);
     (0..world_size)
@@ -22,7 +22,7 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
 /// Runs `rank` once per rank, each on a thread with a big stack, and returns the results in rank order.
 ///
 /// # Errors
-/// The result of a rank stands in its place. A panic of a rank is passed on once all have ended.
+/// The result of a rank is in its place in the list. A panic of a rank is propagated once all have ended.
 ///
 /// ```
 /// let sums = candle_zero::comm::threads::run(3, |comm| {

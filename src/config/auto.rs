@@ -1,4 +1,4 @@
-//! `"auto"`: the value that the run knows, as the Hugging Face trainer puts it in, or the key's default.
+//! Resolves `"auto"` to the value that the run knows, as the Hugging Face Trainer does, or to the key's default.
 
 use super::json_node::{JsonEntry, JsonNode};
 use super::keys::{ConfigKey, ConfigSection};
@@ -6,12 +6,12 @@ use super::walk::ConfigWalk;
 use super::{ConfigRule, value_conversion};
 use serde_json::Value;
 
-/// The batch keys: their `"auto"` is worked out when all three have been read.
+/// The batch keys. Their `"auto"` is resolved once all three have been read.
 pub(crate) const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl ConfigWalk<'_> {
-    /// Resolves the `"auto"` of a key and notes its value.
+    /// Resolves the `"auto"` of a key and notes the resulting value.
     pub fn auto(&mut self, section: &ConfigSection, key: &ConfigKey, entry: &JsonEntry, path: String) {
         if !section.checked {
             return;
@@ -40,7 +40,7 @@ impl ConfigWalk<'_> {
         }
     }
 
-    /// The run's value for a key.
+    /// Returns the run's value for a key.
     fn of_run(&self, path: &str) -> Option<Value> {
         let run = self.run;
         let (owner, name) = path.rsplit_once('.')?;
@@ -50,10 +50,10 @@ impl ConfigWalk<'_> {
         match (owner, name) {
             ("optimizer.params", "lr") => Some(run.lr.into()),
             ("scheduler.params", "warmup_max_lr") => {
-                // The optimizer has been read before.
+                // The optimizer has already been read.
                 Some(self.get("optimizer.params.lr").cloned().unwrap_or_else(|| run.lr.into()))
             }
-            // The Trainer's default is no warm-up; a schedule has at least one step of it.
+            // The Trainer's default is no warm-up; a schedule needs at least one warm-up step.
             ("scheduler.params", "warmup_num_steps") => steps(Some(run.warmup_num_steps.unwrap_or(0).max(1))),
             ("scheduler.params", "total_num_steps") => steps(run.total_num_steps),
             ("zero_optimization", "reduce_bucket_size") => run.hidden_size.map(|h| count(squared(h))),

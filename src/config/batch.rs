@@ -1,4 +1,4 @@
-//! The batch triad: train batch = micro batch x accumulation x ranks (DeepSpeed's inference, exactly).
+//! The batch triad: train batch = micro batch x accumulation x ranks, inferred exactly as in DeepSpeed.
 
 use super::auto::BATCH_KEYS;
 use super::walk::ConfigWalk;
@@ -6,20 +6,20 @@ use super::{BatchConfig, ConfigRule};
 use crate::error::{ConfigError, Result};
 use crate::util::counted;
 
-/// Why three numbers do not make a batch: the key to blame, and the message.
+/// The reason why three numbers do not form a valid batch: the index of the offending key, and the message.
 type BatchFault = (usize, String);
 
-/// The most samples of a rank's forward.
+/// The maximum number of samples in one forward of a rank.
 const MOST_AT_ONCE: u64 = 1 << 32;
 
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
 impl BatchConfig {
-    /// The same micro batch with another train batch size: only the accumulation changes (DeepSpeed's
+    /// Returns the same micro batch with another train batch size. Only the accumulation changes (DeepSpeed's
     /// `set_train_batch_size`).
     ///
     /// # Errors
-    /// `train_batch_size` has to be a positive multiple of micro batch x `world_size`.
+    /// Fails unless `train_batch_size` is a positive multiple of micro batch x `world_size`.
     pub fn with_train_batch_size(self, train_batch_size: usize, world_size: usize) -> Result<Self> {
         let micro_batch = self.train_micro_batch_size_per_gpu;
         let fits = micro_batch
@@ -36,11 +36,11 @@ impl BatchConfig {
     }
 }
 
-/// Resolves the three keys; problems go to the walk.
+/// Resolves the three keys. Problems are added to the walk.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<BatchConfig> {
     let mut given = BATCH_KEYS.map(|key| walk.int(key));
     let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));
-    // What does not follow from the train batch is the run's.
+    // Values that do not follow from the train batch come from the run.
     let mut of_run = [false; 3];
     if given[0].is_none() {
         of_run[1] = given[1].is_none() && (is_auto[0] || is_auto[1]);
@@ -64,7 +64,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<Ba
             let [Ok(t), Ok(m), Ok(g)] = triple.map(usize::try_from) else { return None };
             Some(BatchConfig { train_batch_size: t, train_micro_batch_size_per_gpu: m, gradient_accumulation_steps: g })
         }
-        // A batch key with a value of the wrong kind has been complained about.
+        // A wrong type of value for a batch key has already been reported.
         Err(_) if BATCH_KEYS.iter().any(|key| walk.problems.iter().any(|problem| problem.path == *key)) => None,
         Err((key, message)) => {
             let place = walk.place(BATCH_KEYS[key]);
@@ -74,7 +74,7 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<Ba
     }
 }
 
-/// Train batch, micro batch and accumulation from those that are given.
+/// Infers train batch, micro batch and accumulation from those that are given.
 fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     let mut positive = [None; 3];
     for (index, value) in given.into_iter().enumerate() {
@@ -114,7 +114,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     if t == product {
         return Ok([t, m, g]);
     }
-    // Floor divisions hide what does not divide until here; a zero is named by the same rule.
+    // Floor division hides remainders up to this point. A zero is reported by the same rule.
     let fits = m.max(1).checked_mul(g.max(1)).and_then(|p| p.checked_mul(world));
     let fix = match fits {
         Some(fits) if positive[2].is_none() || positive[1].is_none() => {
@@ -127,7 +127,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], BatchFault> {
     Err((0, format!("{RULE}: {found}; {fix}")))
 }
 
-/// The number that must divide a train batch when one or both of the other keys are worked out.
+/// Returns the number that must divide the train batch if one or both of the other keys are inferred.
 fn unit(positive: [Option<u64>; 3], world: u64) -> Option<u64> {
     positive[1].or(positive[2]).unwrap_or(1).checked_mul(world)
 }

@@ -1,10 +1,10 @@
-//! The problems of a configuration, and their places.
+//! The problems of a configuration, and their positions.
 
 use crate::util::counted;
 use std::fmt;
 use std::path::PathBuf;
 
-/// Errors of configurations.
+/// An error in a configuration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -17,34 +17,34 @@ pub enum ConfigError {
     File {
         /// The path that was tried.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The text of a configuration is no JSON (comments and trailing commas are allowed, as in DeepSpeed).
+    /// The text of a configuration is not JSON (comments and trailing commas are allowed, as in DeepSpeed).
     #[error("{origin}: {place}: expected {expected}, found {found}")]
     Syntax {
         /// The file, or "the configuration text".
         origin: String,
-        /// Where.
+        /// The position of the error.
         place: TextPosition,
         /// The allowed values.
         expected: String,
         /// The value found.
         found: String,
     },
-    /// A key stands twice in one object.
+    /// A key occurs twice in one object.
     #[error("{origin}: duplicate key: `{path}` is given twice: {first} and {second}; remove one of them")]
     DuplicateKey {
         /// The file, or "the configuration text".
         origin: String,
-        /// Path of the key.
+        /// The path of the key.
         path: String,
-        /// Its first place.
+        /// The position of its first occurrence.
         first: TextPosition,
-        /// Its second place.
+        /// The position of its second occurrence.
         second: TextPosition,
     },
-    /// A configuration that can be read, but breaks rules; all of them are listed, in file order.
+    /// A configuration can be read but breaks rules. All problems are listed, in file order.
     #[error("{origin}{}", ProblemList(problems))]
     Problems {
         /// The file, "the configuration text" or "the configuration value".
@@ -52,19 +52,19 @@ pub enum ConfigError {
         /// The problems; at least one.
         problems: Vec<ConfigProblem>,
     },
-    /// A run of no ranks was asked for.
+    /// The world size is 0.
     #[error("the world size is 0; a run has at least 1 rank")]
     NoRanks,
-    /// A resolved [`Config`](crate::Config) was used with another number of ranks.
+    /// A resolved [`Config`](crate::Config) was used with a different number of ranks.
     #[error(
         "the Config was resolved for {}, but the run has {world_size}; load it again from its file or \
          text: the batch keys depend on the number of ranks",
         counted(*resolved, "rank")
     )]
     WorldSize {
-        /// Ranks that the Config was resolved for.
+        /// The number of ranks that the Config was resolved for.
         resolved: usize,
-        /// Ranks of this run.
+        /// The number of ranks of this run.
         world_size: usize,
     },
     /// A new batch size does not fit (DeepSpeed's `set_train_batch_size`).
@@ -74,11 +74,11 @@ pub enum ConfigError {
         counted(*world_size, "rank")
     )]
     BatchSize {
-        /// The size that was asked for.
+        /// The requested size.
         train_batch_size: usize,
-        /// Samples per rank and forward.
+        /// The number of samples per rank and forward.
         micro_batch: usize,
-        /// Ranks.
+        /// The number of ranks.
         world_size: usize,
     },
     /// A script was started without its configuration.
@@ -91,12 +91,12 @@ pub enum ConfigError {
     },
 }
 
-/// A place in a text, counted from 1; columns count characters.
+/// A position in a text, counted from 1. Columns count characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TextPosition {
-    /// Line, from 1.
+    /// The line, from 1.
     pub line: usize,
-    /// Column in characters, from 1.
+    /// The column in characters, from 1.
     pub column: usize,
 }
 
@@ -106,32 +106,32 @@ impl fmt::Display for TextPosition {
     }
 }
 
-/// Which kind of rule a [`ConfigProblem`] breaks.
+/// The kind of rule that a [`ConfigProblem`] breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ConfigRule {
-    /// DeepSpeed has no such key, or not in this place.
+    /// DeepSpeed has no such key, or not at this path.
     UnknownKey,
-    /// A DeepSpeed key in the wrong section.
+    /// A DeepSpeed key is in the wrong section.
     MisplacedKey,
-    /// The wrong kind of value.
+    /// A value has the wrong type.
     Type,
-    /// A value outside its bounds, or not among the allowed words.
+    /// A value is out of bounds, or not one of the allowed words.
     Range,
-    /// DeepSpeed's rule of the three batch keys.
+    /// DeepSpeed's rule for the three batch keys is broken.
     Batch,
-    /// `"auto"` where a value is needed.
+    /// A value is `"auto"` where an explicit value is needed.
     Auto,
-    /// Two settings that exclude one another, or one that needs another.
+    /// Two settings exclude each other, or one requires another.
     Conflict,
-    /// A feature that DeepSpeed 0.19.8 refuses too.
+    /// DeepSpeed 0.19.8 refuses this feature too.
     Removed,
-    /// A DeepSpeed feature that is not offered here and whose silent loss would change training.
+    /// A DeepSpeed feature is not offered here, and ignoring it would change training.
     Unsupported,
 }
 
 impl ConfigRule {
-    /// The kind of rule in words.
+    /// Returns the kind of rule in words.
     pub fn name(self) -> &'static str {
         match self {
             Self::UnknownKey => "unknown key",
@@ -147,16 +147,16 @@ impl ConfigRule {
     }
 }
 
-/// One thing that is wrong with a configuration.
+/// One problem of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigProblem {
-    /// Which kind of rule is broken.
+    /// The kind of rule that is broken.
     pub rule: ConfigRule,
-    /// Path of the key as the file has it, such as `zero_optimization.stage`.
+    /// The path of the key as written in the file, such as `zero_optimization.stage`.
     pub path: String,
-    /// Where the key or its value is; `None`: the key is absent, or the source is no text.
+    /// The position of the key or its value; `None` if the key is absent or the source is not text.
     pub place: Option<TextPosition>,
-    /// The value found, the allowed values, and how to fix it.
+    /// The value found, the allowed values, and the remedy.
     pub message: String,
 }
 
@@ -169,7 +169,7 @@ impl fmt::Display for ConfigProblem {
     }
 }
 
-/// The problems of one configuration as a message: one line for one, a list for more.
+/// The problems of one configuration as a message: a single line for one problem, a list for several.
 struct ProblemList<'a>(&'a [ConfigProblem]);
 
 impl fmt::Display for ProblemList<'_> {

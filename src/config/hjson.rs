@@ -1,21 +1,22 @@
-//! A reader of Hjson, as DeepSpeed reads its files, that keeps the place of every key and value for messages.
+//! A parser for Hjson that accepts the same files as DeepSpeed and records the position of every key and value for
+//! messages.
 //!
-//! Hjson is JSON with `#`, `//` and `/* */` comments, without the outer braces, the quotes of keys and the commas at
-//! ends of lines where these say nothing, with strings in single quotes or `'''`, and with strings without quotes,
-//! which go to the end of their line. Where such a string took in what was not meant for it (a bracket that it does
-//! not open, the next key), it is refused: DeepSpeed reads it, or fails far from its place.
+//! Hjson is JSON with `#`, `//` and `/* */` comments, with optional outer braces, quotes of keys and commas at line
+//! ends, with strings in single quotes or `'''`, and with unquoted strings that extend to the end of their line. An
+//! unquoted string that swallowed something by mistake (a bracket that it does not open, the next key) is refused.
+//! DeepSpeed accepts it, or fails far from its position.
 
 use super::TextPosition;
 use super::json_node::{JsonEntry, JsonNode, JsonValue};
 use super::note::shown;
 use std::collections::HashMap;
 
-/// Objects and lists in one another, at most. DeepSpeed's deepest section has 5.
+/// The maximum nesting depth of objects and lists. DeepSpeed's deepest section has 5.
 pub(crate) const MAX_DEPTH: usize = 64;
-/// The largest text read, in bytes. Real configurations have a few thousand.
+/// The largest accepted text, in bytes. Real configurations have a few thousand.
 pub(crate) const MAX_BYTES: usize = 4 << 20;
 
-/// Why a text cannot be read.
+/// The reason why a text cannot be read.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum HjsonError {
     Syntax { place: TextPosition, expected: String, found: String },
@@ -24,12 +25,12 @@ pub(crate) enum HjsonError {
 
 type Result<T> = std::result::Result<T, HjsonError>;
 
-/// Reads a whole text whose outermost value is an object.
+/// Reads a complete text whose outermost value is an object.
 pub(crate) fn read_object(bytes: &[u8]) -> Result<JsonNode> {
     read(bytes, true)
 }
 
-/// Reads a whole text. A byte order mark before it is skipped.
+/// Reads a complete text. A leading byte order mark is skipped.
 fn read(bytes: &[u8], only_object: bool) -> Result<JsonNode> {
     let start = TextPosition { line: 1, column: 1 };
     let error = |place, expected: &str, found: String| HjsonError::Syntax { place, expected: expected.into(), found };
@@ -68,7 +69,7 @@ const AFTER_ITEM: &str = "`,` or `]` after an item of the list";
 struct HjsonReader<'a> {
     rest: std::str::Chars<'a>,
     place: TextPosition,
-    /// Keys from the root to here, for messages.
+    /// The keys from the root to the current position, for messages.
     path: Vec<String>,
 }
 
@@ -99,7 +100,7 @@ impl<'a> HjsonReader<'a> {
         found
     }
 
-    /// The error that something else was expected at this place.
+    /// Returns the error that something else was expected at this position.
     fn expected(&self, expected: impl Into<String>) -> HjsonError {
         let found = match self.peek() {
             None => "the end of the text".to_string(),
@@ -163,7 +164,7 @@ impl<'a> HjsonReader<'a> {
         self.members(Some(open), depth)
     }
 
-    /// Keys and values up to the `}` of the object that begins at `open`; without one, to the end of the text.
+    /// Reads keys and values up to the `}` of the object that begins at `open`, or without one to the end of the text.
     fn members(&mut self, open: Option<TextPosition>, depth: usize) -> Result<JsonValue> {
         let mut entries: Vec<JsonEntry> = Vec::new();
         let mut seen: HashMap<String, TextPosition> = HashMap::new();
@@ -210,7 +211,7 @@ impl<'a> HjsonReader<'a> {
         }
     }
 
-    /// A key: text in quotes, or everything before the `:` that has no blanks and no `{}[],` in it.
+    /// Reads a key: quoted text, or all text before the `:` that contains no blanks and none of `{}[],`.
     fn key(&mut self, in_braces: bool) -> Result<String> {
         if let Some(quote @ ('"' | '\'')) = self.peek() {
             return self.string(quote);
@@ -246,7 +247,7 @@ impl<'a> HjsonReader<'a> {
         }
     }
 
-    /// What stands without quotes: a number, `true`, `false`, `null`, or a string that goes to the end of its line.
+    /// Reads an unquoted value: a number, `true`, `false`, `null`, or a string that extends to the end of its line.
     fn plain(&mut self, of_list: bool) -> Result<JsonValue> {
         let place = self.place;
         let rest = self.rest.as_str();
@@ -273,7 +274,7 @@ impl<'a> HjsonReader<'a> {
         Ok(JsonValue::String(text.into()))
     }
 
-    /// The error of a string without quotes that took in what was not meant for it.
+    /// Fails if an unquoted string swallowed something that was not meant for it.
     fn refuse_swallowed(&mut self, text: &str, of_list: bool) -> Result<()> {
         let mut open = 0_i64;
         let unopened = text.chars().any(|c| {
@@ -314,13 +315,13 @@ impl<'a> HjsonReader<'a> {
         self.expected(format!("a JSON value{of} (text goes in double quotes{why})"))
     }
 
-    /// Goes on by that many bytes.
+    /// Advances by that many bytes.
     fn skip(&mut self, bytes: usize) {
         let left = self.rest.as_str().len().saturating_sub(bytes);
         while self.rest.as_str().len() > left && self.bump().is_some() {}
     }
 
-    /// A string in these quotes, on one line.
+    /// Reads a string in these quotes, on one line.
     fn string(&mut self, quote: char) -> Result<String> {
         let start = self.place;
         self.bump();
@@ -344,7 +345,8 @@ impl<'a> HjsonReader<'a> {
         }
     }
 
-    /// A string between `'''`, of any number of lines; each loses the blanks before the column of the first quotes.
+    /// Reads a string of any number of lines between `'''`. Each line loses the blanks before the column of the first
+    /// quotes.
     fn long_string(&mut self) -> Result<String> {
         const QUOTES: &str = "'''";
         let start = self.place;
@@ -413,10 +415,10 @@ impl<'a> HjsonReader<'a> {
     }
 }
 
-/// Why a number cannot be taken: what was expected, and what was found.
+/// The reason why a number is refused: the expected and the found text.
 type BadNumber = (&'static str, String);
 
-/// The value of a word that is no string; `None`: it is one.
+/// Returns the value of a word, or `None` if it is a string.
 fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
     match word {
         "true" => return Ok(Some(JsonValue::Bool(true))),
@@ -440,7 +442,7 @@ fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
     }
 }
 
-/// Length of the JSON number at the start.
+/// Returns the length of the JSON number at the start.
 fn number_length(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let digits = |from: usize| bytes[from..].iter().take_while(|c| c.is_ascii_digit()).count();
@@ -462,7 +464,7 @@ fn number_length(text: &str) -> Option<usize> {
     Some(at)
 }
 
-/// What is wrong with a word of digits that is no number.
+/// Fails if a word consists of the characters of a number but is not one.
 fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
     let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E');
     let digits = word.trim_start_matches('-');

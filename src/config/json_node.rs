@@ -1,15 +1,15 @@
-//! Values of a file with their places.
+//! The values of a file, with their positions.
 
 use super::TextPosition;
 
-/// A value and its place; no place where the source was no text.
+/// A value and its position, which is absent if the source was not text.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct JsonNode {
     pub place: Option<TextPosition>,
     pub value: JsonValue,
 }
 
-/// A key, its place, and its value.
+/// A key, its position, and its value.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct JsonEntry {
     pub key: String,
@@ -17,13 +17,13 @@ pub(crate) struct JsonEntry {
     pub node: JsonNode,
 }
 
-/// Any JSON value; objects keep the order of the text.
+/// Any JSON value. Objects keep the order of the text.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum JsonValue {
     Null,
     Bool(bool),
     Int(i64),
-    /// A whole number beyond `Int`, in its digits.
+    /// An integer out of the range of `Int`, as its digits.
     Long(String),
     Float(f64),
     String(String),
@@ -32,7 +32,7 @@ pub(crate) enum JsonValue {
 }
 
 impl JsonNode {
-    /// The same tree from a value that was never text.
+    /// Builds the same tree from a value that was never text.
     pub fn from_value(value: &serde_json::Value) -> Self {
         use serde_json::Value;
         let value = match value {
@@ -41,7 +41,7 @@ impl JsonNode {
             Value::Number(n) => match (n.as_i64(), n.as_u64()) {
                 (Some(i), _) => JsonValue::Int(i),
                 (None, Some(u)) => JsonValue::Long(u.to_string()),
-                // A serde_json number that is no integer is a f64.
+                // A serde_json number that is not an integer is an f64.
                 (None, None) => JsonValue::Float(n.as_f64().unwrap_or(f64::NAN)),
             },
             Value::String(s) => JsonValue::String(s.clone()),
@@ -55,7 +55,7 @@ impl JsonNode {
         Self { place: None, value }
     }
 
-    /// The tree as serde's type, without places.
+    /// Converts the tree to serde's type, without positions.
     pub fn to_value(&self) -> serde_json::Value {
         use serde_json::Value;
         match &self.value {

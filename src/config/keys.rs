@@ -1,7 +1,7 @@
-//! The one table of DeepSpeed's keys: path, type, default, meaning and treatment.
+//! The single table of DeepSpeed's keys: path, type, default, meaning and treatment.
 //!
-//! Everything else reads it: the walk over a file, the nearest known key of a misspelt one, the printed configuration
-//! and docs/config.md. Defaults are those of DeepSpeed 0.19.8's source.
+//! Everything else reads it: the walk over a file, the suggestions for a misspelt key, the printed configuration and
+//! docs/config.md. The defaults are those in the source of DeepSpeed 0.19.8.
 
 mod key;
 mod optim;
@@ -12,19 +12,19 @@ mod zero;
 
 pub(crate) use key::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, join};
 
-/// All sections; the root is the first.
+/// Returns all sections. The root is the first.
 pub(crate) fn sections() -> impl Iterator<Item = &'static ConfigSection> {
     [top_level::SECTIONS, zero::SECTIONS, optim::SECTIONS, other_sections::SECTIONS].into_iter().flatten()
 }
 
-/// The section of that path. Sections with types are found by [`typed_section`].
+/// Returns the section with that path. Sections with types are found by [`typed_section`].
 pub(crate) fn section(path: &str) -> &'static ConfigSection {
     sections()
         .find(|section| section.path == path && section.types.is_empty())
         .unwrap_or_else(|| panic!("the table has no section {path}"))
 }
 
-/// The parameters of one type of optimizer or schedule, by its exact name.
+/// Returns the parameters of one type of optimizer or schedule, by its exact name.
 pub(crate) fn typed_section(path: &str, of_type: &str) -> Option<&'static ConfigSection> {
     sections().find(|section| section.path == path && section.types.contains(&of_type))
 }

@@ -1,7 +1,8 @@
 //! DeepSpeed's JSON configuration, read, checked and resolved.
 //!
-//! The way of a file: text -> values with their places (`hjson`) -> a walk beside the one table of keys (`keys`, `walk`)
-//! -> [`Config`], in which every default is filled in and every rule between keys has been checked (`resolve`).
+//! A file is processed in these steps: text -> values with their positions (`hjson`) -> a walk that checks them against
+//! the table of keys (`keys`, `walk`) -> [`Config`], in which every default is filled in and every rule between keys
+//! has been checked (`resolve`).
 
 mod auto;
 mod batch;

@@ -1,29 +1,28 @@
-//! The output of a run: the sections of monitors, loggers and profilers.
+//! The output of a run: the sections for monitors, loggers and profilers.
 
 use super::walk::{ConfigWalk, set};
 use crate::notice::LogLevel;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// The sections and keys that choose the output of a job while it trains. None of them changes training.
+/// The sections and keys that select a training job's output. None of them changes training.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Monitoring {
-    /// `tensorboard`, where it is enabled: rank 0 writes event files.
+    /// `tensorboard`, if enabled: rank 0 writes event files.
     pub tensorboard: Option<MonitorFolder>,
-    /// `csv_monitor`, where it is enabled: rank 0 writes a CSV file per tag.
+    /// `csv_monitor`, if enabled: rank 0 writes one CSV file per tag.
     pub csv_monitor: Option<MonitorFolder>,
-    /// `timers.throughput.enabled` (default true): with `steps_per_print`, lines of samples per second.
+    /// `timers.throughput.enabled` (default true): log samples per second every `steps_per_print` steps.
     pub throughput: bool,
-    /// `memory_breakdown`: lines of memory at the edges of forward, backward and step, in the rhythm of
-    /// `steps_per_print`.
+    /// `memory_breakdown`: log memory use before and after forward, backward and step, every `steps_per_print` steps.
     pub memory_breakdown: bool,
-    /// `dump_state`: the configuration and the engine's state are printed at the start.
+    /// `dump_state`: print the configuration and the engine's state at the start.
     pub dump_state: bool,
-    /// `log_level`: what is below it is not said in this process; `None`: it stays as it is.
+    /// `log_level`: the lowest level that this process logs; `None` leaves the level unchanged.
     pub log_level: Option<LogLevel>,
-    /// `comms_logger`; its presence alone switches it on, as in DeepSpeed.
+    /// `comms_logger`. Its presence alone switches it on, as in DeepSpeed.
     pub comms_logger: Option<CommsLogger>,
-    /// `flops_profiler`, where it is enabled.
+    /// `flops_profiler`, if enabled.
     pub flops_profiler: Option<FlopsProfiler>,
 }
 
@@ -35,46 +34,46 @@ const LEVELS: [(&str, LogLevel); 5] = [
     ("critical", LogLevel::Critical),
 ];
 
-/// Where a monitor writes.
+/// The folder that a monitor writes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MonitorFolder {
-    /// `output_path`; empty: the current folder.
+    /// `output_path`; if empty, the current folder.
     pub output_path: PathBuf,
-    /// `job_name`: the folder in it. Default `DeepSpeedJobName`.
+    /// `job_name`: the subfolder of `output_path`. Default `DeepSpeedJobName`.
     pub job_name: String,
 }
 
 impl MonitorFolder {
-    /// `output_path/job_name`.
+    /// Returns `output_path/job_name`.
     pub fn folder(&self) -> PathBuf {
         let folder = self.output_path.join(&self.job_name);
         if folder.as_os_str().is_empty() { Path::new(".").into() } else { folder }
     }
 }
 
-/// `comms_logger`.
+/// The `comms_logger` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CommsLogger {
-    /// `prof_all` (default true): every kind of collective.
+    /// `prof_all` (default true): log every kind of collective.
     pub prof_all: bool,
-    /// `prof_ops`: with `prof_all` false, only these.
+    /// `prof_ops`: the only collectives that are logged if `prof_all` is false.
     pub prof_ops: Vec<String>,
-    /// `verbose`: a line per collective.
+    /// `verbose`: log one line per collective.
     pub verbose: bool,
 }
 
-/// `flops_profiler`.
+/// The `flops_profiler` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlopsProfiler {
-    /// `profile_step`: the number of optimizer steps before the one that is profiled. Default 1.
+    /// `profile_step`: the number of optimizer steps before the profiled one. Default 1.
     pub profile_step: u64,
-    /// `module_depth`: components of a unit's name that are told apart; `None` (-1): all.
+    /// `module_depth`: the number of components of a unit's name that are distinguished; `None` (-1): all.
     pub module_depth: Option<usize>,
-    /// `top_modules`: rows of the ranking at each depth. Default 1.
+    /// `top_modules`: the number of rows of the ranking at each depth. Default 1.
     pub top_modules: usize,
-    /// `detailed` (default true): a row per module.
+    /// `detailed` (default true): print one row per module.
     pub detailed: bool,
-    /// `output_file`: where the profile is written instead of being printed.
+    /// `output_file`: the file for the profile. Without it the profile is printed.
     pub output_file: Option<PathBuf>,
 }
 
@@ -84,7 +83,7 @@ impl Default for FlopsProfiler {
     }
 }
 
-/// Reads the sections, which the walk has checked key by key.
+/// Reads the sections, whose keys the walk has already checked.
 pub(super) fn resolve(walk: &ConfigWalk<'_>) -> Monitoring {
     let folder = |section: &str| {
         walk.bool(&format!("{section}.enabled")).then(|| MonitorFolder {
@@ -126,7 +125,7 @@ fn flops_profiler(walk: &ConfigWalk<'_>) -> Option<FlopsProfiler> {
 }
 
 impl Monitoring {
-    /// The sections under DeepSpeed's names. What is off keeps its recorded keys.
+    /// Prints the sections under DeepSpeed's names. Sections that are off keep their recorded keys.
     pub(super) fn print(&self, tree: &mut Map<String, Value>) {
         for (section, folder) in [("tensorboard", &self.tensorboard), ("csv_monitor", &self.csv_monitor)] {
             set(tree, &format!("{section}.enabled"), json!(folder.is_some()));
@@ -141,7 +140,7 @@ impl Monitoring {
         let name = self.log_level.and_then(|level| LEVELS.iter().find(|(_, own)| *own == level)).map(|own| own.0);
         set(tree, "log_level", json!(name));
         match &self.comms_logger {
-            // Its presence would switch it on.
+            // The section's presence would switch it on.
             None => set(tree, "comms_logger", Value::Null),
             Some(CommsLogger { prof_all, prof_ops, verbose }) => {
                 set(tree, "comms_logger.enabled", json!(true));

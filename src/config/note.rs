@@ -1,15 +1,15 @@
 //! Notes about an accepted configuration.
 
-/// A note about a configuration, printed once, with the key's path.
+/// A note about a configuration. It is printed once, with the key's path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigNote {
-    /// Path of the key, such as `zero_optimization.contiguous_gradients`.
+    /// The path of the key, such as `zero_optimization.contiguous_gradients`.
     pub path: String,
     /// The text of the note.
     pub message: String,
 }
 
-/// Text of a file as messages show it: without control characters, and not longer than a line.
+/// Formats text of a file for a message: without control characters, and not longer than a line.
 pub(crate) fn shown(text: &str) -> String {
     const LONGEST: usize = 60;
     let mut safe: String = text

@@ -1,4 +1,4 @@
-//! `zero_optimization.offload_optimizer`, `zero_optimization.offload_param` and `aio`.
+//! Reads `zero_optimization.offload_optimizer`, `zero_optimization.offload_param` and `aio`.
 
 use super::walk::ConfigWalk;
 use super::{Aio, ConfigRule, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig};
@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// An offload section, and the first stage at which it has an effect, as in DeepSpeed.
+/// An offload section, and the lowest stage at which it has an effect, as in DeepSpeed.
 pub(super) struct OffloadSection {
     pub path: &'static str,
     pub from: ZeroStage,
@@ -19,7 +19,7 @@ pub(super) const OPTIMIZER: OffloadSection =
 pub(super) const PARAM: OffloadSection =
     OffloadSection { path: "zero_optimization.offload_param", from: ZeroStage::Three };
 
-/// `offload_optimizer.delayed_update_after` where it is absent.
+/// The value of `offload_optimizer.delayed_update_after` if it is absent.
 const DELAYED_UPDATE_AFTER: u64 = 40;
 
 impl OffloadSection {
@@ -27,7 +27,7 @@ impl OffloadSection {
         format!("{}.{key}", self.path)
     }
 
-    /// `device` with its folder; `None`: nothing is offloaded.
+    /// Returns `device` and its folder, or `None` if nothing is offloaded.
     fn to(&self, walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
         let nvme = match walk.str(&self.join("device"))? {
             "cpu" => false,
@@ -69,7 +69,7 @@ impl OffloadSection {
         }
     }
 
-    /// A count that is at least `least` where files are used.
+    /// Reads a count, which must be at least `least` if files are used.
     fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
         let path = self.join(key);
         let found = count(walk, &path);
@@ -82,8 +82,8 @@ impl OffloadSection {
     }
 }
 
-/// A path that begins with `~/` lies in the user's home, as in a shell, and one that begins with `~/.cache/` in the
-/// folder of the user's caches, which `$XDG_CACHE_HOME` (`xdg`) may name.
+/// Expands `~/` at the beginning of a path to the user's home, as a shell does, and `~/.cache/` to the user's cache
+/// folder, which `$XDG_CACHE_HOME` (`xdg`) may override.
 fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
     let home = home.filter(|home| home.is_absolute());
     match (path.strip_prefix("~/.cache/"), path.strip_prefix("~/")) {
@@ -93,7 +93,7 @@ fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Optio
     }
 }
 
-/// Where master weights, moments and gradient shares live; problems go to the walk.
+/// Resolves where master weights, moments and gradient shares are stored. Problems are added to the walk.
 pub(super) fn optimizer(
     walk: &mut ConfigWalk<'_>,
     stage: ZeroStage,
@@ -113,7 +113,7 @@ pub(super) fn optimizer(
             (3, ": Lion8bit works on gradient, weights and momentum")
         }
         Some(OptimizerConfig::EightBit(_)) => (4, ": Adam works on gradient, weights and two moments"),
-        // SGD, or an optimizer that is not given here.
+        // SGD, or an optimizer that the file does not name.
         _ => (2, ": a step works on gradient and weights"),
     };
     Some(OffloadOptimizer {
@@ -127,15 +127,15 @@ pub(super) fn optimizer(
     })
 }
 
-/// The updates before the first one that is delayed. These keys have no value where they are absent: DeepSpeed, to which a
-/// configuration may be printed, knows neither.
+/// Returns the number of updates before the first delayed one. These keys have no value if they are absent: a
+/// configuration may be printed for DeepSpeed, which knows neither.
 fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
     let given = |key: &str| walk.get(&OPTIMIZER.join(key));
     let is_delayed = given("delayed_update").and_then(Value::as_bool).unwrap_or(false);
     is_delayed.then(|| given("delayed_update_after").and_then(Value::as_u64).unwrap_or(DELAYED_UPDATE_AFTER))
 }
 
-/// Where parameter shards live; problems go to the walk.
+/// Resolves where parameter shards are stored. Problems are added to the walk.
 pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
     let to = PARAM.to(walk, stage)?;
     Some(OffloadParam {
@@ -147,7 +147,7 @@ pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<Offlo
     })
 }
 
-/// How files are accessed.
+/// Resolves how files are accessed.
 pub(super) fn aio(walk: &ConfigWalk<'_>) -> Aio {
     let of = |key: &str| count(walk, &format!("aio.{key}"));
     Aio {
@@ -158,7 +158,7 @@ pub(super) fn aio(walk: &ConfigWalk<'_>) -> Aio {
 }
 
 fn count(walk: &ConfigWalk<'_>, path: &str) -> usize {
-    // Beyond usize (on 32 bits) there is no difference to "all".
+    // A count that exceeds usize (on 32 bits) is the same as "all".
     usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
 }
 
@@ -186,7 +186,7 @@ mod tests {
         for ignored in ["", "x", "./x"] {
             assert_eq!(whole("~/.cache/a", ignored), Some("/h/.cache/a".into()), "{ignored:?}");
         }
-        // Other folders are where they are called.
+        // Other folders are not expanded.
         for (path, place) in [("~/.cached/a", "/h/.cached/a"), ("/h/.cache/a", "/h/.cache/a"), ("~/a", "/h/a")] {
             assert_eq!(whole(path, "/x"), Some(place.into()));
         }

@@ -1,4 +1,4 @@
-//! `optimizer`: the table of parameters depends on the type.
+//! Reads `optimizer`. The table of its parameters depends on its type.
 
 use super::keys::typed_section;
 use super::note::shown;
@@ -10,7 +10,7 @@ use super::{
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
-/// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
+/// Optimizers that exist in DeepSpeed or PyTorch but not here.
 const OTHER_OPTIMIZERS: [&str; 14] = [
     "MuAdam",
     "MuAdamW",
@@ -28,21 +28,21 @@ const OTHER_OPTIMIZERS: [&str; 14] = [
     "SparseAdam",
 ];
 
-/// Optimizers that DeepSpeed counts as untested with ZeRO.
+/// Optimizers that DeepSpeed treats as untested with ZeRO.
 const UNTESTED: [&str; 2] = ["SGD", "Lamb"];
 
-/// Default `weight_decay` of torch.optim.AdamW.
+/// The default `weight_decay` of torch.optim.AdamW.
 const TORCH_ADAMW_DECAY: f64 = 0.01;
 
 const OPTIMIZER: &str = "optimizer";
 
-/// The optimizer of the file; problems go to the walk.
+/// Reads the file's optimizer. Problems are added to the walk.
 pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
     if !walk.given.contains_key(OPTIMIZER) || walk.get(OPTIMIZER) == Some(&Value::Null) {
         untested(walk, None, stage);
         return None;
     }
-    // DeepSpeed's names go in any letter case; ours do all.
+    // DeepSpeed's names match in any letter case; here all names do.
     let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adam8bit", "AdamW8bit", "Lion8bit"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
@@ -75,7 +75,7 @@ pub(super) fn optimizer(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<O
     })
 }
 
-/// The path of a parameter of the optimizer.
+/// Returns the path of an optimizer parameter.
 fn of(key: &str) -> String {
     format!("optimizer.params.{key}")
 }
@@ -90,7 +90,7 @@ fn lion(walk: &ConfigWalk<'_>) -> LionConfig {
     LionConfig { lr: walk.float(&of("lr")), betas: betas(walk), weight_decay: walk.float(&of("weight_decay")) }
 }
 
-/// Decay is decoupled in both of bitsandbytes' Adams.
+/// Reads the parameters of an 8-bit Adam. Both of bitsandbytes' Adams use decoupled decay.
 fn adam_8bit(walk: &ConfigWalk<'_>) -> AdamConfig {
     AdamConfig {
         lr: walk.float(&of("lr")),
@@ -134,7 +134,7 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
         min_coeff: walk.float(&of("min_coeff")),
     };
     if lamb.min_coeff > lamb.max_coeff {
-        // The one that the file gives; where it gives both, the lower bound.
+        // The problem is reported at the bound that the file gives, or at the lower one if it gives both.
         let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
         let place = walk.place(&of(key));
         let text =
@@ -144,7 +144,7 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     lamb
 }
 
-/// Muon with its AdamW. Each half's own rate takes precedence over the common one.
+/// Reads the parameters of Muon and of its AdamW part. Each part's own rate takes precedence over the common one.
 fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {
@@ -172,11 +172,11 @@ fn muon(walk: &mut ConfigWalk<'_>) -> MuonConfig {
     }
 }
 
-/// Adam, or AdamW, which is `always_decoupled`.
+/// Reads the parameters of Adam or AdamW; AdamW is `always_decoupled`.
 fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
     let adam_w_mode = walk.bool(&of("adam_w_mode"));
     let decoupled = always_decoupled || adam_w_mode;
-    // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
+    // DeepSpeed passes the parameters to torch.optim.AdamW, whose default decay is not 0.
     if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
         walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
         walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
@@ -194,7 +194,7 @@ fn adam(walk: &mut ConfigWalk<'_>, always_decoupled: bool) -> AdamConfig {
     }
 }
 
-/// Reads `params` by the table of its type; `None` where there is none.
+/// Reads `params` with the table of its type. Returns `None` if the type has no table.
 pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, of_type: &str) -> Option<()> {
     let path = format!("{owner}.params");
     let section = typed_section(&path, of_type)?;
@@ -205,7 +205,7 @@ pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, of_type: &str) 
     Some(())
 }
 
-/// Complains about an absent type, once.
+/// Reports a missing type, once.
 pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str]) {
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
@@ -214,7 +214,7 @@ pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str])
     }
 }
 
-/// Complains about a type that is not offered.
+/// Reports a type that is not offered.
 pub(super) fn stranger(
     walk: &mut ConfigWalk<'_>,
     path: &str,
@@ -224,7 +224,7 @@ pub(super) fn stranger(
     any_case: bool,
 ) {
     const ALIKE: f64 = 0.6;
-    /// Longer names are like none, and comparing very long ones takes seconds.
+    /// Longer names resemble no known name, and comparing very long ones takes seconds.
     const LONGEST: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);
@@ -245,7 +245,7 @@ pub(super) fn stranger(
     walk.problem(ConfigRule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
 }
 
-/// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
+/// Checks `zero_allow_untested_optimizer`, which SGD and Lamb require under ZeRO.
 fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
     let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
@@ -261,7 +261,7 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
                     stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
-    // Noted whatever its value, because its default promises something too.
+    // This key is noted whatever its value, because its default also promises something.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {
         walk.note(key, "accepted and has no effect here: there is one optimizer for memory and files");

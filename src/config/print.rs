@@ -1,4 +1,4 @@
-//! The resolved configuration under DeepSpeed's names.
+//! Prints the resolved configuration under DeepSpeed's names.
 
 use super::walk::{defaults, set};
 use super::{
@@ -9,15 +9,15 @@ use candle_core::DType;
 use serde_json::{Map, Value, json};
 
 impl Config {
-    /// Every key of DeepSpeed's with its resolved value, also those that have no effect here.
+    /// Returns every key of DeepSpeed with its resolved value, including keys that have no effect here.
     ///
-    /// Loading the printed value gives this configuration again (for the same number of ranks).
+    /// Loading the returned value gives this configuration again (for the same number of ranks).
     pub fn to_deepspeed_json(&self) -> Value {
         let mut tree = self.recorded.clone();
         for (path, value) in self.fields() {
             set(&mut tree, path, value);
         }
-        // Not of DeepSpeed.
+        // Not a key of DeepSpeed.
         if !self.gradient_check {
             set(&mut tree, "gradient_check", json!(false));
         }
@@ -44,7 +44,7 @@ impl Config {
         Value::Object(tree)
     }
 
-    /// The honoured keys outside sections of their own.
+    /// Returns the honoured keys that the other methods and functions here do not print.
     fn fields(&self) -> impl Iterator<Item = (&'static str, Value)> {
         let (batch, zero) = (self.batch, &self.zero);
         let op = match self.gradient_allreduce_op {
@@ -115,7 +115,7 @@ impl Config {
                 set(tree, "fp16.loss_scale", json!(fp16.loss_scale));
                 set(tree, "fp16.fp16_master_weights_and_grads", json!(!self.states.master_weights));
                 set(tree, "fp16.consecutive_hysteresis", json!(fp16.consecutive_hysteresis));
-                // With a static scale the others are only recorded.
+                // With a static scale the other keys are only recorded.
                 if fp16.loss_scale == 0.0 {
                     set(tree, "fp16.initial_scale_power", json!(fp16.initial_scale_power));
                     set(tree, "fp16.loss_scale_window", json!(fp16.loss_scale_window));
@@ -126,13 +126,13 @@ impl Config {
         }
     }
 
-    /// Whatever the other keys of the section ask for, this one decides.
+    /// Prints `activation_checkpointing`. This key decides, whatever the section's other keys ask for.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
         set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
     }
 
-    /// The offload sections; a recorded section that has no effect at this stage stays as it is.
+    /// Prints the offload sections. A recorded section that has no effect at this stage stays unchanged.
     fn offload_json(&self, tree: &mut Map<String, Value>) {
         let zero = &self.zero;
         let optimizer = zero.offload_optimizer.as_ref().map(|offload| {
@@ -143,7 +143,7 @@ impl Config {
                 ("pin_memory", json!(offload.pin_memory)),
                 ("ratio", json!(offload.ratio)),
             ];
-            // Not of DeepSpeed, which refuses a key that it does not know.
+            // Not a key of DeepSpeed, which refuses keys it does not know.
             if let Some(after) = offload.delayed_update_after {
                 fields.extend([("delayed_update", json!(true)), ("delayed_update_after", json!(after))]);
             }

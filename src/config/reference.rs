@@ -1,4 +1,4 @@
-//! docs/config.md, from the table of keys: a test compares the file, or regenerates it.
+//! Generates docs/config.md from the table of keys. A test compares the file, or regenerates it.
 
 use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, sections};
 use super::value_conversion;
@@ -26,7 +26,7 @@ others, and the steps of the schedule), a batch key that follows from the others
 | translated | a deprecated key, taken as its successor, and noted once |
 ";
 
-/// The reference of all keys as Markdown, as docs/config.md holds it.
+/// Returns the reference of all keys as Markdown, the contents of docs/config.md.
 fn reference_markdown() -> String {
     let mut text = HEAD.to_string();
     let of = |word: &str| words().filter(|own| *own == word).count();
@@ -51,14 +51,14 @@ fn reference_markdown() -> String {
     text
 }
 
-/// The word for each key that is no section.
+/// Returns the status word of each key that is not a section.
 fn words() -> impl Iterator<Item = &'static str> {
     let keys = sections().flat_map(|section| section.keys.iter().map(move |key| (section, key)));
     keys.filter(|(_, key)| key.kind != ConfigValueKind::Section || key.status != KeyStatus::OfSection)
         .map(|(section, key)| of_key(section, key).0)
 }
 
-/// The word for a key, and its reason.
+/// Returns the status word of a key, and the reason.
 fn of_key(section: &ConfigSection, key: &ConfigKey) -> (&'static str, Option<String>) {
     match key.status {
         KeyStatus::OfSection if key.kind == ConfigValueKind::Section => ("see its section", None),
@@ -108,11 +108,11 @@ fn row(text: &mut String, section: &ConfigSection, key: &ConfigKey) {
     let _ = writeln!(text, "| {name} | {kind} | {default} | {} | {word}{why} |", key.meaning);
 }
 
-/// The word for a status, and its reason.
+/// Returns the word for a status, and the reason.
 fn status(status: KeyStatus) -> (&'static str, Option<String>) {
     match status {
         KeyStatus::Honoured => ("honoured", None),
-        // Inside a section whose switch is refused, or whose one honoured key decides.
+        // The section's switch is refused, or another key of the section decides.
         KeyStatus::OfSection => ("noted", None),
         KeyStatus::OfRefused => ("refused", Some("with its section".into())),
         KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),

@@ -1,4 +1,4 @@
-//! From a walked file to a [`Config`]: typed values, and the rules that hold between keys.
+//! Turns a walked file into a [`Config`]: typed values, and the rules between keys.
 
 use super::json_node::{JsonNode, JsonValue};
 use super::note::shown;
@@ -17,7 +17,7 @@ pub(super) struct ConfigRejection {
     pub notes: Vec<ConfigNote>,
 }
 
-/// Resolves a whole tree.
+/// Resolves a complete tree.
 pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Result<Config, ConfigRejection> {
     let JsonValue::Object(entries) = &root.value else {
         let message = format!("an object `{{...}}` is needed, {} found", value_conversion::found(root));
@@ -50,7 +50,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a place go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
-        // A refused key was not accepted.
+        // A refused key was not accepted, so it gets no note.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
         return Err(ConfigRejection { problems: walk.problems, notes: walk.notes });
     };
@@ -114,7 +114,7 @@ fn tag_validation(walk: &ConfigWalk<'_>) -> TagValidation {
 fn zero(walk: &mut ConfigWalk<'_>) -> ZeroConfig {
     let stage = ZeroStage::from_number(walk.count("zero_optimization.stage")).unwrap_or_default();
     let count = |key: &str| {
-        // Counts are below 2^63: beyond usize (on 32 bits) there is no difference to "all".
+        // Counts are below 2^63. A count that exceeds usize (on 32 bits) is the same as "all".
         usize::try_from(walk.count(&format!("zero_optimization.{key}"))).unwrap_or(usize::MAX)
     };
     let sequential = walk.bool("zero_optimization.stage3_allgather_sequential");
@@ -135,7 +135,7 @@ fn zero(walk: &mut ConfigWalk<'_>) -> ZeroConfig {
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
         hpz_partition_size: count("zero_hpz_partition_size").max(1),
-        // Resolved when the rules between keys hold.
+        // Resolved once the rules between keys have been checked.
         mics_shard_size: None,
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
         quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
@@ -146,7 +146,7 @@ fn zero(walk: &mut ConfigWalk<'_>) -> ZeroConfig {
             names: walk.strings("zero_optimization.leaf_module.names"),
             name_suffixes: walk.strings("zero_optimization.leaf_module.name_suffixes"),
         },
-        // Resolved when stage and optimizer are known.
+        // Resolved once stage and optimizer are known.
         offload_optimizer: None,
         offload_param: None,
     }
@@ -166,7 +166,7 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
     }
 }
 
-/// Master weights and moments; the rules are DeepSpeed's.
+/// Resolves the dtypes of master weights and optimizer moments by DeepSpeed's rules.
 fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> StatePrecision {
     let keys =
         ["fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
@@ -190,7 +190,7 @@ fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> 
 }
 
 fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
-    /// 2^127 is the largest power of two in f32, in which the loss is scaled.
+    /// 2^127 is the largest power of two in f32, the dtype in which the loss is scaled.
     const LARGEST_POWER: i64 = 127;
     let loss_scale = walk.float("fp16.loss_scale");
     let dynamic = loss_scale == 0.0;
@@ -217,7 +217,7 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     }
     Precision::Fp16(Fp16 {
         loss_scale,
-        // With a static scale these are not used, so their bounds do not matter.
+        // A static scale does not use these values, so their bounds do not matter.
         initial_scale_power: u32::try_from(power).unwrap_or_default(),
         loss_scale_window: u64::try_from(window).unwrap_or_default(),
         hysteresis: u32::try_from(hysteresis).unwrap_or_default(),
@@ -226,7 +226,7 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     })
 }
 
-/// `torch_autocast`: the format of products in an f32 model.
+/// Reads `torch_autocast`: the dtype of matrix products in an f32 model.
 fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     if !walk.bool("torch_autocast.enabled") {
         return None;
@@ -238,7 +238,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     }
     check_safe_modules(walk);
     let key = "torch_autocast.dtype";
-    // The names that DeepSpeed takes; without one, PyTorch's format of the CPU.
+    // The names that DeepSpeed accepts. Without a name, PyTorch's default for the CPU.
     let name = walk.str(key).map_or_else(|| "bfloat16".to_string(), str::to_lowercase);
     let (rule, text) = match name.strip_prefix("torch.").unwrap_or(&name) {
         "bf16" | "bfloat16" => return Some(DType::BF16),
@@ -259,7 +259,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     None
 }
 
-/// `torch_autocast.lower_precision_safe_modules`: classes that DeepSpeed has in its list, or that round here.
+/// Checks `torch_autocast.lower_precision_safe_modules`: only classes in DeepSpeed's list, or ones that round here.
 fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     const KNOWN: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
     let key = "torch_autocast.lower_precision_safe_modules";
@@ -278,7 +278,7 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// Rules between the keys of gradients and the stage.
+/// Checks the rules between gradient keys and the stage.
 fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
     let sum = "gradient_allreduce_op";
     if gradient_op(walk) == GradientOp::Sum && stage == ZeroStage::Three {
@@ -323,11 +323,11 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
     }
 }
 
-/// Rules inside `zero_optimization`.
+/// Checks the rules within `zero_optimization`.
 fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     let bucket = "zero_optimization.allgather_bucket_size";
     let size = walk.count(bucket);
-    // Only where the key itself is given: the deprecated `allgather_size` may be odd.
+    // Checked only if the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
         let place = walk.place(bucket);
         let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed; use {}", size - 1);
@@ -346,7 +346,7 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     }
 }
 
-/// `compress_between_hosts_only` where nothing is compressed.
+/// Checks `compress_between_hosts_only` when nothing is compressed.
 fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     let key = "zero_optimization.compress_between_hosts_only";
     if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
@@ -356,7 +356,7 @@ fn check_compression(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig) {
     }
 }
 
-/// `mics_shard_size`, where it has an effect.
+/// Returns `mics_shard_size` if it has an effect.
 fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usize) -> Option<usize> {
     let key = "zero_optimization.mics_shard_size";
     let found = walk.int(key).filter(|ranks| *ranks > 0)?;
@@ -386,7 +386,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
     ranks
 }
 
-/// `data_types.keep_in_fp32_modules`: the list, where it has an effect.
+/// Returns the list of `data_types.keep_in_fp32_modules` if it has an effect.
 fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> {
     let key = "data_types.keep_in_fp32_modules";
     if !walk.get(key).is_some_and(Value::is_array) {
@@ -406,7 +406,7 @@ fn kept_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
     names
 }
 
-/// `data_types` against the precision.
+/// Checks `data_types` against the precision.
 fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
     let own = match precision {
         Precision::F32 => "fp32",
@@ -429,7 +429,7 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     }
 }
 
-/// `vocabulary_size`: a hint, and all that DeepSpeed does with it is this.
+/// Checks `vocabulary_size`. DeepSpeed uses it only for this hint.
 fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
@@ -439,7 +439,7 @@ fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// `data_efficiency`: each feature that is on is named.
+/// Checks `data_efficiency` and reports each feature that is on.
 fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     if !walk.bool("data_efficiency.enabled") {
         return;
@@ -469,7 +469,7 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
     }
 }
 
-/// Whether every unit recomputes: by the key of this engine, or else by any other key that asks for it, with a note.
+/// Returns whether every unit recomputes: by this engine's own key or, with a note, by any other key that asks for it.
 fn activation_checkpointing(walk: &mut ConfigWalk<'_>) -> bool {
     let path = |key: &str| format!("activation_checkpointing.{key}");
     if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {

@@ -1,78 +1,80 @@
-//! The configuration as the engine uses it: every default filled in, every rule checked.
+//! The configuration that the engine uses, with every default filled in and every rule checked.
 
 use super::{ConfigNote, Monitoring};
 use crate::layout::{ShardMesh, ZeroStage};
 use candle_core::DType;
 use std::path::{Path, PathBuf};
 
-/// A resolved configuration: what a DeepSpeed JSON says, defaults filled in, for one world size.
+/// A DeepSpeed JSON configuration, resolved for one world size, with defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Ranks that the batch keys were resolved for.
+    /// The number of ranks that the batch keys were resolved for.
     pub world_size: usize,
     /// The batch triad.
     pub batch: BatchConfig,
     /// `fp16`, `bf16`, or neither.
     pub precision: Precision,
-    /// `torch_autocast`, where it is enabled: the format of the products of linear layers in an f32 model.
+    /// `torch_autocast`, if enabled: the dtype of the products of linear layers in an f32 model.
     pub autocast: Option<DType>,
-    /// Master weights and moments.
+    /// The dtypes of master weights and optimizer moments.
     pub states: StatePrecision,
-    /// `gradient_clipping`: the largest global L2 norm; 0 switches clipping off. Default 1.0.
+    /// `gradient_clipping`: the maximum global L2 norm; 0 switches clipping off. Default 1.0.
     pub gradient_clipping: f64,
     /// `prescale_gradients`: divide by the world size before the reduction.
     pub prescale_gradients: bool,
-    /// `gradient_predivide_factor`: the part of the division that comes before the reduction.
+    /// `gradient_predivide_factor`: the part of the division that happens before the reduction.
     pub gradient_predivide_factor: f64,
     /// `gradient_allreduce_op`: average or sum over ranks.
     pub gradient_allreduce_op: GradientOp,
-    /// `communication_data_type`: what gradients travel in; `None`: the model's dtype.
+    /// `communication_data_type`: the dtype in which gradients are sent; `None`: the model's dtype.
     pub communication_data_type: Option<DType>,
-    /// `data_types.grad_accum_dtype`: what gradients are accumulated in; `None`: the model's dtype.
+    /// `data_types.grad_accum_dtype`: the dtype in which gradients are accumulated; `None`: the model's dtype.
     pub grad_accum_dtype: Option<DType>,
-    /// `data_types.buffer_dtype`: what a model's buffers of floats are cast to; `None`: they are what the model asks for.
+    /// `data_types.buffer_dtype`: the dtype that a model's float buffers are cast to; `None`: the dtype that the model
+    /// requests.
     pub buffer_dtype: Option<DType>,
-    /// `data_types.keep_in_fp32_modules`: names of modules whose parameters stay in f32; none in a model of f32.
+    /// `data_types.keep_in_fp32_modules`: the names of modules whose parameters stay in f32; empty for an f32 model.
     pub keep_in_fp32_modules: Vec<String>,
     /// `zero_optimization`.
     pub zero: ZeroConfig,
-    /// `optimizer`; an engine that trains needs one.
+    /// `optimizer`. An engine that trains needs one.
     pub optimizer: Option<OptimizerConfig>,
-    /// `zero_allow_untested_optimizer`: SGD, Lamb and an optimizer of one's own may train at stage 1 to 3.
+    /// `zero_allow_untested_optimizer`: allow SGD, Lamb and a custom optimizer at stages 1 to 3.
     pub allows_untested_optimizer: bool,
-    /// `scheduler`; without one the optimizer's `lr` holds.
+    /// `scheduler`. Without one, the optimizer's `lr` applies.
     pub scheduler: Option<SchedulerConfig>,
     /// `steps_per_print`: log every N optimizer steps; `None`: never.
     pub steps_per_print: Option<u64>,
-    /// `wall_clock_breakdown`: log how long each phase took, with `steps_per_print`'s rhythm (each step without it).
+    /// `wall_clock_breakdown`: log the duration of each phase every `steps_per_print` steps (without that key, every
+    /// step).
     pub wall_clock_breakdown: bool,
-    /// Monitors, loggers and profilers.
+    /// The monitors, loggers and profilers.
     pub monitoring: Monitoring,
-    /// `gradient_check`: the gradient of the first step is compared with differences of the loss. Default true.
+    /// `gradient_check`: compare the gradient of the first step with finite differences of the loss. Default true.
     pub gradient_check: bool,
-    /// `seed` of the initial weights. Default 42.
+    /// The `seed` of the initial weights. Default 42.
     pub seed: u64,
-    /// `activation_checkpointing.every_unit`, or another key of that section that asks for it: every unit recomputes its
-    /// forward in backward.
+    /// `activation_checkpointing.every_unit`, or another key of that section that requests it: every unit recomputes
+    /// its forward during backward.
     pub activation_checkpointing: bool,
-    /// `activation_checkpointing.cpu_checkpointing`: what recomputing units keep, their inputs, leaves the model's
-    /// memory: to the host where the model is on a GPU, and to a file where something is offloaded to `nvme`.
+    /// `activation_checkpointing.cpu_checkpointing`: the inputs that recomputing units keep leave the model's memory.
+    /// They move to the host if the model is on a GPU, and to a file if anything is offloaded to `nvme`.
     pub cpu_checkpointing: bool,
-    /// `aio`: how files are accessed.
+    /// `aio`: the settings of file access.
     pub aio: Aio,
     /// `checkpoint.tag_validation`.
     pub tag_validation: TagValidation,
-    /// `checkpoint.upload_to`: the object store that gets each checkpoint once it is on disk.
+    /// `checkpoint.upload_to`: the object store that receives each checkpoint once it is on disk.
     pub upload_checkpoints_to: Option<String>,
-    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only they see.
+    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only this host sees.
     pub use_node_local_storage: bool,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,
-    /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.
+    /// `checkpoint.writer.show_statistics`: rank 0 logs the size of a checkpoint and its write speed.
     pub shows_save_statistics: bool,
     /// The notes about this file: keys accepted without effect, translated, or not supported.
     pub notes: Vec<ConfigNote>,
-    /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
+    /// Every key of DeepSpeed with its resolved value, including keys without effect here; see
     /// [`Config::to_deepspeed_json`]. The fields above take precedence.
     pub recorded: serde_json::Map<String, serde_json::Value>,
 }
@@ -80,18 +82,18 @@ pub struct Config {
 /// `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x world size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchConfig {
-    /// Samples per optimizer step over all ranks.
+    /// The number of samples per optimizer step, over all ranks.
     pub train_batch_size: usize,
-    /// Samples per rank and forward.
+    /// The number of samples per rank and forward.
     pub train_micro_batch_size_per_gpu: usize,
-    /// Micro batches per optimizer step.
+    /// The number of micro batches per optimizer step.
     pub gradient_accumulation_steps: usize,
 }
 
-/// Number format of parameters and activations.
+/// The number format of parameters and activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Precision {
-    /// All in f32.
+    /// Everything in f32.
     F32,
     /// bfloat16 parameters, f32 master weights.
     Bf16 {
@@ -103,7 +105,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The dtype of parameters and activations.
+    /// Returns the dtype of parameters and activations.
     pub fn dtype(&self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -112,56 +114,56 @@ impl Precision {
         }
     }
 
-    /// Whether the loss scale follows the gradients.
+    /// Returns whether the loss scale adapts to the gradients.
     pub fn adapts_loss_scale(&self) -> bool {
         matches!(self, Self::Fp16(fp16) if fp16.loss_scale == 0.0)
     }
 }
 
-/// How master weights and moments are kept.
+/// The dtypes of master weights and optimizer moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatePrecision {
-    /// 16-bit parameters have f32 master weights (default true): false with `bf16_master_weights_and_grads` or
+    /// Whether 16-bit parameters have f32 master weights (default true). False with `bf16_master_weights_and_grads` or
     /// `fp16_master_weights_and_grads`.
     pub master_weights: bool,
-    /// `bf16_optimizer_states` (default false): moments are kept in bfloat16.
+    /// `bf16_optimizer_states` (default false): store the optimizer's moments in bfloat16.
     pub bf16_moments: bool,
 }
 
 /// The `fp16` section.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fp16 {
-    /// `loss_scale`: 0 is dynamic, more is that static scale.
+    /// `loss_scale`: 0 means dynamic; any other value is a static scale.
     pub loss_scale: f64,
-    /// First dynamic scale is 2 to this power. Default 16.
+    /// The power of 2 of the first dynamic scale. Default 16.
     pub initial_scale_power: u32,
-    /// Clean steps before the scale doubles. Default 1000.
+    /// The number of steps without overflow before the scale doubles. Default 1000.
     pub loss_scale_window: u64,
-    /// Overflows tolerated before the scale halves. Default 2.
+    /// The number of overflows tolerated before the scale halves. Default 2.
     pub hysteresis: u32,
-    /// Refill the hysteresis after each clean step.
+    /// Whether each step without overflow refills the hysteresis.
     pub consecutive_hysteresis: bool,
-    /// Floor of the dynamic scale. Default 1.
+    /// The minimum of the dynamic scale. Default 1.
     pub min_loss_scale: f64,
 }
 
 /// `gradient_allreduce_op`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GradientOp {
-    /// Average over ranks (default).
+    /// The average over ranks (default).
     Mean,
-    /// Sum over ranks.
+    /// The sum over ranks.
     Sum,
 }
 
-/// `checkpoint.tag_validation`: what happens when ranks save under different tags.
+/// `checkpoint.tag_validation`: the action when ranks save under different tags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TagValidation {
-    /// All ranks take rank 0's.
+    /// All ranks use rank 0's tag.
     Ignore,
-    /// The same, with a message from rank 0 (default).
+    /// All ranks use rank 0's tag, and rank 0 prints a message (default).
     Warn,
-    /// An error on all ranks.
+    /// All ranks return an error.
     Fail,
 }
 
@@ -170,66 +172,67 @@ pub enum TagValidation {
 pub struct ZeroConfig {
     /// `stage` 0 to 3.
     pub stage: ZeroStage,
-    /// `reduce_bucket_size`, elements. Default 5e8.
+    /// `reduce_bucket_size`, in elements. Default 5e8.
     pub reduce_bucket_size: usize,
-    /// `allgather_bucket_size`, elements. Default 5e8.
+    /// `allgather_bucket_size`, in elements. Default 5e8.
     pub allgather_bucket_size: usize,
-    /// `overlap_comm`: reductions and gathers run while the model computes. Default: true at stage 3 only.
+    /// `overlap_comm`: run reductions and gathers while the model computes. Default: true at stage 3 only.
     pub overlap_comm: bool,
-    /// `load_from_fp32_weights` (default true): a load takes master weights as they were saved; false: rounded to the
-    /// model's dtype.
+    /// `load_from_fp32_weights` (default true): load master weights as they were saved; false: rounded to the model's
+    /// dtype.
     pub load_from_fp32_weights: bool,
-    /// `log_trace_cache_warnings`: rank 0 says when units are used in another order than before. Default false.
+    /// `log_trace_cache_warnings`: rank 0 logs when the order in which units are used changes. Default false.
     pub log_trace_cache_warnings: bool,
-    /// `contiguous_gradients`. Buckets here are always contiguous; kept for the record.
+    /// `contiguous_gradients`. Buckets are always contiguous here; the key is only recorded.
     pub contiguous_gradients: bool,
     /// `reduce_scatter`: reduce to owners; false: all-reduce and keep the owned part.
     pub reduce_scatter: bool,
-    /// `sub_group_size`, elements of this rank's share per optimizer sub-step. Default 1e9.
+    /// `sub_group_size`: the elements of this rank's share per optimizer sub-step. Default 1e9.
     pub sub_group_size: usize,
-    /// `stage3_prefetch_bucket_size`, elements gathered ahead; 0 switches prefetching off. Default 5e7.
+    /// `stage3_prefetch_bucket_size`: the elements gathered ahead; 0 switches prefetching off. Default 5e7.
     pub prefetch_bucket_size: usize,
-    /// `stage3_param_persistence_threshold`, elements: smaller parameters stay gathered. Default 1e5.
+    /// `stage3_param_persistence_threshold`, in elements: smaller parameters stay gathered. Default 1e5.
     pub param_persistence_threshold: usize,
-    /// `stage3_model_persistence_threshold`, elements: cap on the sum of such parameters.
+    /// `stage3_model_persistence_threshold`, in elements: the maximum sum of such parameters.
     pub model_persistence_threshold: usize,
-    /// `stage3_max_live_parameters`, elements gathered at once before prefetching stops. Default 1e9.
+    /// `stage3_max_live_parameters`: the elements gathered at once before prefetching stops. Default 1e9.
     pub max_live_parameters: usize,
-    /// `stage3_max_reuse_distance`, elements: a parameter used again within it is not released. Default 1e9.
+    /// `stage3_max_reuse_distance`, in elements: a parameter used again within it is not released. Default 1e9.
     pub max_reuse_distance: usize,
-    /// `zero_hpz_partition_size`: at stage 3 and on several hosts, groups of so many ranks of one host keep a second copy of
-    /// what was gathered, and gather from it again. Default 1: none.
+    /// `zero_hpz_partition_size`: at stage 3 on several hosts, groups of this many ranks on one host keep a second copy
+    /// of gathered parameters, and gather again from it. Default 1: none.
     pub hpz_partition_size: usize,
-    /// `mics_shard_size`: at stage 3, everything is sharded among each group of so many ranks. Default `None`: among all, as at
-    /// stages below.
+    /// `mics_shard_size`: at stage 3, everything is sharded within groups of this many ranks. Default `None`: among all
+    /// ranks, as at lower stages.
     pub mics_shard_size: Option<usize>,
-    /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
+    /// `zero_quantized_weights`: stage 3 gathers int8 with a scale per block. Lower stages do not gather weights.
     pub quantized_weights: bool,
-    /// `zero_quantized_nontrainable_weights`: frozen matrices are held and gathered in eight bits at stage 3.
+    /// `zero_quantized_nontrainable_weights`: frozen matrices are stored and gathered in 8 bits at stage 3.
     pub quantized_nontrainable_weights: bool,
-    /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
+    /// `zero_quantized_gradients`: gradients are sent as int4 with a scale per block.
     pub quantized_gradients: bool,
-    /// `compress_between_hosts_only`: the two above, and a `communication_data_type` of 16 bits, apply between hosts alone: to the
-    /// sums of each host's gradients, and to gathers that cross. Default false.
+    /// `compress_between_hosts_only`: `zero_quantized_weights`, `zero_quantized_gradients` and a 16-bit
+    /// `communication_data_type` apply only between hosts: to the sums of each host's gradients, and to gathers between
+    /// hosts. Default false.
     pub compress_between_hosts_only: bool,
-    /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
-    /// Where the file does not say it: false (DeepSpeed: true).
+    /// `ignore_unused_parameters`: a parameter that no backward reaches gets a gradient of zeros instead of an error.
+    /// Default: false (DeepSpeed: true).
     pub ignore_unused_parameters: bool,
-    /// `leaf_module`: units that are gathered as one with all units inside.
+    /// `leaf_module`: units that are gathered together with all units inside them.
     pub leaf_module: LeafModule,
-    /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
+    /// `offload_optimizer`; `None` if nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
-    /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).
+    /// `offload_param`; `None` if nothing is offloaded (`device` none, stages below 3).
     pub offload_param: Option<OffloadParam>,
 }
 
-/// `zero_optimization.leaf_module`: units that are gathered as one with all units inside, for modules of which ranks run
-/// different parts. A unit's name is the prefix of the `VarBuilder` that it was built from.
+/// `zero_optimization.leaf_module`: units that are gathered together with all units inside them, for modules in which
+/// ranks run different parts. A unit's name is the prefix of the `VarBuilder` that it was built from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeafModule {
-    /// `names`: whole names.
+    /// `names`: full names.
     pub names: Vec<String>,
-    /// `name_suffixes`: endings of names.
+    /// `name_suffixes`: suffixes of names.
     pub name_suffixes: Vec<String>,
 }
 
@@ -246,26 +249,26 @@ pub enum OffloadTo {
 }
 
 impl ZeroConfig {
-    /// Whether gradients, in `communication`, or weights are to travel in fewer bytes.
+    /// Returns whether weights, or gradients in `communication`, are sent in fewer bytes.
     pub(crate) fn compresses(&self, communication: Option<DType>) -> bool {
         let in_16_bits = communication.is_some_and(|dtype| dtype != DType::F32);
         self.quantized_gradients || self.quantized_weights && self.stage == ZeroStage::Three || in_16_bits
     }
 
-    /// How `world_size` ranks divide what is sharded: among all where groups do not fit that number, as an estimate for other
-    /// numbers of ranks may have it.
+    /// Returns how `world_size` ranks divide the sharded state. If the groups do not fit that number, as may happen in
+    /// an estimate for another number of ranks, it is divided among all.
     pub(crate) fn mesh(&self, world_size: usize) -> ShardMesh {
         let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
         ranks.map_or(ShardMesh::among_all(world_size), |ranks| ShardMesh::in_groups(world_size, ranks))
     }
 
-    /// `offload_optimizer`, where optimizer state goes to files.
+    /// Returns `offload_optimizer` if optimizer state is offloaded to files.
     #[doc(hidden)]
     pub fn optimizer_files(&self) -> Option<&OffloadOptimizer> {
         self.offload_optimizer.as_ref().filter(|section| section.to.nvme_path().is_some())
     }
 
-    /// `offload_param`, where parameter shards go to files.
+    /// Returns `offload_param` if parameter shards are offloaded to files.
     #[doc(hidden)]
     pub fn param_files(&self) -> Option<&OffloadParam> {
         self.offload_param.as_ref().filter(|section| section.to.nvme_path().is_some())
@@ -273,7 +276,7 @@ impl ZeroConfig {
 }
 
 impl OffloadTo {
-    /// The folder of files.
+    /// Returns the folder of the files.
     pub fn nvme_path(&self) -> Option<&Path> {
         match self {
             Self::Cpu => None,
@@ -282,55 +285,56 @@ impl OffloadTo {
     }
 }
 
-/// `zero_optimization.offload_optimizer`: where master weights, moments and gradient shares live.
+/// `zero_optimization.offload_optimizer`: the place of master weights, moments and gradient shares.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadOptimizer {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: the buffers of the step together have at most the elements of this many of the largest
-    /// sub-group. Default 4.
+    /// `buffer_count`: the step's buffers together hold at most the elements of this many of the largest sub-group.
+    /// Default 4.
     pub buffer_count: usize,
-    /// `pipeline_read`: read what comes next while the step computes. Default false.
+    /// `pipeline_read`: read the next data while the step computes. Default false.
     pub pipeline_read: bool,
-    /// `pipeline_write`: write what is done while the step computes. Default false.
+    /// `pipeline_write`: write finished data while the step computes. Default false.
     pub pipeline_write: bool,
-    /// `ratio`: share of the sub-groups that is offloaded; the first ones stay. Default 1.
+    /// `ratio`: the fraction of the sub-groups that is offloaded; the first ones stay. Default 1.
     pub ratio: f64,
-    /// `delayed_update`, after as many updates as `delayed_update_after` says (default 40): where a GPU computes the model, an
-    /// update runs on the host beside the next step, which computes with the weights before it. `None`, the default: at once.
+    /// `delayed_update`, after `delayed_update_after` updates (default 40): if a GPU computes the model, an update runs
+    /// on the host during the next step, which still uses the weights before the update. `None`, the default: no delay.
     pub delayed_update_after: Option<u64>,
-    /// `pin_memory`: gradients and updated weights pass between a GPU and the host through page-locked memory. Default true.
+    /// `pin_memory`: copy gradients and updated weights between a GPU and the host through page-locked memory. Default
+    /// true.
     pub pin_memory: bool,
 }
 
-/// `zero_optimization.offload_param`: where parameter shards live.
+/// `zero_optimization.offload_param`: the place of parameter shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadParam {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: with `buffer_size`, bounds what is read ahead. Default 5.
+    /// `buffer_count`: together with `buffer_size`, bounds the read-ahead. Default 5.
     pub buffer_count: usize,
-    /// `buffer_size`, elements. Default 1e8.
+    /// `buffer_size`, in elements. Default 1e8.
     pub buffer_size: usize,
-    /// `max_in_cpu`: elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
+    /// `max_in_cpu`: the elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
     pub max_in_cpu: usize,
-    /// `pin_memory`: shards pass from the host to a GPU through page-locked memory. Default true.
+    /// `pin_memory`: copy shards from the host to a GPU through page-locked memory. Default true.
     pub pin_memory: bool,
 }
 
 impl OffloadParam {
-    /// Elements that may be read ahead.
+    /// Returns the number of elements that may be read ahead.
     pub fn ahead(&self) -> usize {
         self.buffer_count.saturating_mul(self.buffer_size)
     }
 }
 
-/// `aio`: requests to the files of `nvme`.
+/// `aio`: the settings of requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`, bytes of a request, in whole pages of 4 KiB and at most 16 MiB. Default 1 MiB.
+    /// `block_size`: the bytes of a request, a multiple of 4 KiB and at most 16 MiB. Default 1 MiB.
     pub block_size: usize,
-    /// `queue_depth`: requests under way for each of `intra_op_parallelism`. Default 8.
+    /// `queue_depth`: the number of requests in flight for each of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,
     /// `intra_op_parallelism`. Default 1.
     pub intra_op_parallelism: usize,
@@ -356,7 +360,7 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// Whether the optimizer has betas, which a schedule may change, rather than one factor.
+    /// Returns whether the optimizer has betas, which a schedule may change, rather than a single momentum.
     pub(crate) fn has_betas(&self) -> bool {
         match self {
             Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) => true,
@@ -366,100 +370,101 @@ impl OptimizerConfig {
     }
 }
 
-/// Parameters of Adam and AdamW.
+/// The parameters of Adam and AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamConfig {
-    /// Learning rate. Default 1e-3.
+    /// The learning rate. Default 1e-3.
     pub lr: f64,
-    /// Decay of the two moments. Default 0.9, 0.999.
+    /// The decay rates of the two moments. Default 0.9, 0.999.
     pub betas: (f64, f64),
-    /// Default 1e-8.
+    /// The term added to the denominator. Default 1e-8.
     pub eps: f64,
-    /// Default 0.
+    /// The weight decay. Default 0.
     pub weight_decay: f64,
-    /// Divide the moments by 1 - beta^t. Default true.
+    /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
-    /// Decoupled decay (AdamW, and Adam unless `adam_w_mode` is false); else L2 added to the gradient.
+    /// Whether the decay is decoupled (AdamW, and Adam unless `adam_w_mode` is false) instead of L2 added to the
+    /// gradient.
     pub decoupled: bool,
 }
 
-/// Parameters of SGD.
+/// The parameters of SGD.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SgdConfig {
-    /// Learning rate. Default 1e-3.
+    /// The learning rate. Default 1e-3.
     pub lr: f64,
-    /// Default 0: no momentum buffer.
+    /// The momentum. Default 0: no momentum buffer.
     pub momentum: f64,
-    /// Default 0.
+    /// The dampening of the momentum. Default 0.
     pub dampening: f64,
-    /// Default 0, added to the gradient.
+    /// The weight decay, added to the gradient. Default 0.
     pub weight_decay: f64,
-    /// Default false.
+    /// Whether to use Nesterov momentum. Default false.
     pub nesterov: bool,
 }
 
-/// Parameters of Lion.
+/// The parameters of Lion.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LionConfig {
-    /// Learning rate. Default 1e-3.
+    /// The learning rate. Default 1e-3.
     pub lr: f64,
-    /// Share of the momentum in the direction, and its decay. Default 0.9, 0.999.
+    /// The momentum's share in the update direction, and its decay rate. Default 0.9, 0.999.
     pub betas: (f64, f64),
-    /// Default 0, decoupled.
+    /// The decoupled weight decay. Default 0.
     pub weight_decay: f64,
 }
 
-/// Parameters of Adagrad.
+/// The parameters of Adagrad.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdagradConfig {
-    /// Learning rate. Default 1e-2.
+    /// The learning rate. Default 1e-2.
     pub lr: f64,
-    /// Default 1e-10.
+    /// The term added to the denominator. Default 1e-10.
     pub eps: f64,
-    /// Default 0, added to the gradient.
+    /// The weight decay, added to the gradient. Default 0.
     pub weight_decay: f64,
 }
 
-/// Parameters of LAMB.
+/// The parameters of LAMB.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LambConfig {
-    /// Learning rate. Default 1e-3.
+    /// The learning rate. Default 1e-3.
     pub lr: f64,
-    /// Decay of the two moments. Default 0.9, 0.999.
+    /// The decay rates of the two moments. Default 0.9, 0.999.
     pub betas: (f64, f64),
-    /// Default 1e-8.
+    /// The term added to the denominator. Default 1e-8.
     pub eps: f64,
-    /// Default 0, decoupled.
+    /// The decoupled weight decay. Default 0.
     pub weight_decay: f64,
-    /// Divide the moments by 1 - beta^t. Default true.
+    /// Whether to divide the moments by 1 - beta^t. Default true.
     pub bias_correction: bool,
-    /// Add `eps` to the second moment rather than to its root. Default false.
+    /// Whether to add `eps` to the second moment rather than to its root. Default false.
     pub eps_inside_sqrt: bool,
-    /// Largest trust ratio. Default 10.
+    /// The maximum trust ratio. Default 10.
     pub max_coeff: f64,
-    /// Smallest trust ratio. Default 0.01.
+    /// The minimum trust ratio. Default 0.01.
     pub min_coeff: f64,
 }
 
-/// Parameters of Muon.
+/// The parameters of Muon.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
     /// `muon_lr`, the learning rate of matrices. Default `lr`, else 0.02.
     pub lr: f64,
-    /// Default 0.95.
+    /// The momentum. Default 0.95.
     pub momentum: f64,
-    /// Default 0, decoupled.
+    /// The decoupled weight decay. Default 0.
     pub weight_decay: f64,
-    /// Default gram.
+    /// The orthogonalization method. Default gram.
     pub ns_method: NsMethod,
-    /// The optimizer of the parameters that are no matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
+    /// The optimizer of the parameters that are not matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
     pub adam: AdamConfig,
 }
 
-/// An optimizer whose moments are kept in eight bits, and its parameters.
+/// An optimizer with 8-bit states, and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum EightBit {
-    /// `Adam8bit`, whose decay is decoupled too, as in bitsandbytes.
+    /// `Adam8bit`. Its decay is also decoupled, as in bitsandbytes.
     Adam(AdamConfig),
     /// `AdamW8bit`.
     AdamW(AdamConfig),
@@ -468,7 +473,7 @@ pub enum EightBit {
 }
 
 impl EightBit {
-    /// bitsandbytes' name.
+    /// Returns bitsandbytes' name.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Adam(_) => "Adam8bit",
@@ -478,25 +483,25 @@ impl EightBit {
     }
 }
 
-/// Parameters of Adam8bit, AdamW8bit and Lion8bit.
+/// The parameters of Adam8bit, AdamW8bit and Lion8bit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EightBitConfig {
     /// The optimizer.
     pub kind: EightBit,
-    /// Parameters of fewer elements keep f32 moments. Default 4096.
+    /// Parameters with fewer elements keep f32 states. Default 4096.
     pub min_8bit_size: usize,
 }
 
-/// How Muon orthogonalizes.
+/// The orthogonalization method of Muon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NsMethod {
     /// Newton-Schulz on the Gram matrix, in f32.
     Gram,
-    /// Newton-Schulz as it stands, in bf16.
+    /// Plain Newton-Schulz, in bf16.
     Standard,
 }
 
-/// Shape of a warm-up.
+/// The shape of a warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WarmupType {
     /// ln(it + 1) / ln(steps) (default).
@@ -505,17 +510,18 @@ pub enum WarmupType {
     Linear,
 }
 
-/// A number for all parameter groups, or one for each.
+/// One number for all parameter groups, or one for each.
 #[derive(Debug, Clone, PartialEq)]
 pub enum PerGroup {
-    /// The same for all of them.
+    /// The same number for all groups.
     All(f64),
-    /// As many as there are groups.
+    /// One number per group.
     Each(Vec<f64>),
 }
 
 impl PerGroup {
-    /// The number of one group. A list that is too short gives its last one; a schedule refuses such a list.
+    /// Returns the number of one group. A list that is too short returns its last number; a schedule refuses such a
+    /// list.
     pub fn of(&self, group: usize) -> f64 {
         match self {
             Self::All(number) => *number,
@@ -535,87 +541,87 @@ impl From<f64> for PerGroup {
 pub enum SchedulerConfig {
     /// `WarmupLR`.
     WarmupLr {
-        /// Default 0.
+        /// The initial learning rate. Default 0.
         warmup_min_lr: PerGroup,
-        /// `None`: the optimizer's own lr.
+        /// The final learning rate. `None`: the optimizer's own lr.
         warmup_max_lr: Option<PerGroup>,
-        /// Default 1000.
+        /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,
-        /// Default log.
+        /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
     },
     /// `WarmupDecayLR`.
     WarmupDecayLr {
-        /// Required.
+        /// The total number of steps. Required.
         total_num_steps: u64,
-        /// Default 0.
+        /// The initial learning rate. Default 0.
         warmup_min_lr: PerGroup,
-        /// Default 0.001.
+        /// The learning rate after the warm-up. Default 0.001.
         warmup_max_lr: PerGroup,
-        /// Default 1000.
+        /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,
-        /// Default log.
+        /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
     },
     /// `WarmupCosineLR`.
     WarmupCosineLr {
-        /// Required.
+        /// The total number of steps. Required.
         total_num_steps: u64,
-        /// Default 0.
+        /// The initial fraction of the learning rate. Default 0.
         warmup_min_ratio: f64,
-        /// Default 1000.
+        /// The number of warm-up steps. Default 1000.
         warmup_num_steps: u64,
-        /// Default 0.0001.
+        /// The final fraction of the learning rate. Default 0.0001.
         cos_min_ratio: f64,
-        /// Default log.
+        /// The shape of the warm-up. Default log.
         warmup_type: WarmupType,
     },
     /// `OneCycle`.
     OneCycle(OneCycleConfig),
     /// `LRRangeTest`.
     LrRangeTest {
-        /// Default 0.001.
+        /// The initial learning rate. Default 0.001.
         lr_range_test_min_lr: PerGroup,
-        /// Default 2000.
+        /// The number of steps per increase. Default 2000.
         lr_range_test_step_size: u64,
-        /// Default 1.
+        /// The increase, as a multiple of the initial rate. Default 1.
         lr_range_test_step_rate: f64,
-        /// Default false.
+        /// Whether the rate rises in stairs instead of continuously. Default false.
         lr_range_test_staircase: bool,
     },
 }
 
-/// Parameters of OneCycle. Its sizes are numbers of steps.
+/// The parameters of OneCycle. Its sizes are numbers of steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OneCycleConfig {
-    /// Required. Learning rate at both ends of the cycle.
+    /// The learning rate at both ends of the cycle. Required.
     pub cycle_min_lr: PerGroup,
-    /// Required. Learning rate at its top.
+    /// The learning rate at the top of the cycle. Required.
     pub cycle_max_lr: PerGroup,
-    /// Default 0. After the cycle the rate is divided by 1 + this, per `decay_step_size`.
+    /// After the cycle the rate is divided by 1 + this, per `decay_step_size`. Default 0.
     pub decay_lr_rate: f64,
-    /// Default 2000. Way up.
+    /// The length of the rise. Default 2000.
     pub cycle_first_step_size: f64,
-    /// Default: as the first. Way down.
+    /// The length of the fall. Default: the same as the rise.
     pub cycle_second_step_size: f64,
-    /// Default 0: no stairs on the way up.
+    /// The number of stairs of the rise. Default 0: none.
     pub cycle_first_stair_count: u64,
-    /// Default: as the first. Stairs on the way down.
+    /// The number of stairs of the fall. Default: the same as the rise.
     pub cycle_second_stair_count: u64,
-    /// Default 0: no decay after the cycle.
+    /// The number of steps per decay after the cycle. Default 0: no decay.
     pub decay_step_size: f64,
-    /// Default true: beta1 goes the other way round, and beta2 is 0.99.
+    /// Whether beta1 runs opposite to the rate and beta2 is 0.99. Default true.
     pub cycle_momentum: bool,
-    /// Default 0.8. beta1 at the top of the cycle, and at the first step.
+    /// beta1 at the top of the cycle, and at the first step. Default 0.8.
     pub cycle_min_mom: f64,
-    /// Default 0.9. beta1 at the ends of the cycle.
+    /// beta1 at the ends of the cycle. Default 0.9.
     pub cycle_max_mom: f64,
-    /// Default 0. After the cycle beta1 is multiplied by 1 + this, per `decay_step_size`.
+    /// After the cycle beta1 is multiplied by 1 + this, per `decay_step_size`. Default 0.
     pub decay_mom_rate: f64,
 }
 
 impl OneCycleConfig {
-    /// A cycle between two rates with DeepSpeed's defaults.
+    /// Creates a cycle between two rates with DeepSpeed's defaults.
     pub fn new(cycle_min_lr: impl Into<PerGroup>, cycle_max_lr: impl Into<PerGroup>) -> Self {
         Self {
             cycle_min_lr: cycle_min_lr.into(),

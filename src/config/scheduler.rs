@@ -1,4 +1,4 @@
-//! `scheduler`: the table of parameters depends on the type.
+//! Reads `scheduler`. The table of its parameters depends on its type.
 
 use super::note::shown;
 use super::optim::{needs_type, parameters, stranger};
@@ -6,9 +6,9 @@ use super::walk::ConfigWalk;
 use super::{ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
 use serde_json::Value;
 
-/// Schedules, in exact letter case.
+/// The schedules, in exact letter case.
 const SCHEDULES: [&str; 5] = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
-/// PyTorch's, which DeepSpeed takes too and which are not offered here.
+/// PyTorch's schedules, which DeepSpeed also accepts and which are not offered here.
 const PYTORCH_SCHEDULES: [&str; 15] = [
     "LambdaLR",
     "MultiplicativeLR",
@@ -29,7 +29,7 @@ const PYTORCH_SCHEDULES: [&str; 15] = [
 
 const SCHEDULER: &str = "scheduler";
 
-/// The schedule of the file, beside the optimizer that it is for; problems go to the walk.
+/// Reads the file's schedule for the given optimizer. Problems are added to the walk.
 pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
     if !walk.given.contains_key(SCHEDULER) || walk.get(SCHEDULER) == Some(&Value::Null) {
         return None;
@@ -59,13 +59,13 @@ pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerC
     }
 }
 
-/// Path of a parameter.
+/// Returns the path of a parameter.
 fn of(key: &str) -> String {
     format!("{SCHEDULER}.params.{key}")
 }
 
-/// A rate, or one for each parameter group; `None` where there is none. How many groups there are, the engine learns
-/// from its builder.
+/// Reads a rate, or one rate per parameter group; `None` if it is absent. The engine's builder determines the number of
+/// groups.
 fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     let rate = match walk.get(&of(key))? {
         Value::Array(rates) => PerGroup::Each(rates.iter().filter_map(Value::as_f64).collect()),
@@ -78,12 +78,12 @@ fn given_rate(walk: &mut ConfigWalk<'_>, key: &str) -> Option<PerGroup> {
     Some(rate)
 }
 
-/// A rate that has a default.
+/// Reads a rate that has a default.
 fn rate(walk: &mut ConfigWalk<'_>, key: &str) -> PerGroup {
     given_rate(walk, key).unwrap_or(PerGroup::All(0.0))
 }
 
-/// Complains about a required parameter that is not there. (A value that does not fit has been complained about.)
+/// Reports a missing required parameter. (A value that does not fit has already been reported.)
 fn required(walk: &mut ConfigWalk<'_>, key: &str, why: &str) {
     let path = of(key);
     if !walk.given.contains_key(&path) {
@@ -92,7 +92,7 @@ fn required(walk: &mut ConfigWalk<'_>, key: &str, why: &str) {
     }
 }
 
-/// The note about a warm-up from a rate to a lower one, which DeepSpeed takes too.
+/// Notes a warm-up to a lower rate, which DeepSpeed accepts too.
 fn falling(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) {
     let Some(min) = walk.get(&of("warmup_min_lr")).and_then(Value::as_f64) else { return };
     let own = |walk: &ConfigWalk<'_>| optimizer.and_then(|_| walk.get("optimizer.params.lr")).and_then(Value::as_f64);
@@ -198,7 +198,7 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
     Some(cycle)
 }
 
-/// The note about a momentum that falls and rises.
+/// Notes a momentum that falls and rises.
 fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";
@@ -212,7 +212,7 @@ fn cycled_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer:
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;
     if cycle.decay_step_size > 0.0 && per_step > 0.0 {
-        // The first step after the cycle is the one after as many as the cycle has, and one for the start.
+        // The first step after the cycle follows as many steps as the cycle has, plus one for the start.
         let grown = ((1.0 - cycle.cycle_max_mom) / per_step).ceil();
         let step = cycle.cycle_first_step_size + cycle.cycle_second_step_size + 1.0 + grown;
         let text = format!(

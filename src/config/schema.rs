@@ -1,19 +1,19 @@
-//! A JSON Schema of the configuration, from the table of keys, for editors.
+//! Generates a JSON Schema of the configuration from the table of keys, for editors.
 
 use super::keys::{ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, NO_DEFAULT, section, sections};
 use serde_json::{Map, Value, json};
 
-/// A JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
+/// Returns a JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
 ///
-/// It takes plain forms and `"auto"`. Files may contain more than it describes: strict sections also take `"3"` for 3
-/// and `"true"` for true. Rules between keys are not in it; `zerorun check` knows them all.
+/// The schema describes plain forms and `"auto"`. Files may contain more than it describes: strict sections also accept
+/// `"3"` for 3 and `"true"` for true. Rules between keys are not part of the schema; `zerorun check` checks them all.
 pub fn json_schema() -> Value {
     let mut root = object(section(""));
     let defs = sections().skip(1).map(|section| (name(section), definition(section))).collect::<Map<_, _>>();
     let head = json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of candle-zero: DeepSpeed 0.19.8's JSON",
-        // A comment of the configuration.
+        // A comment in the configuration.
         "patternProperties": {"^(_|//|comment)": true},
         "$defs": defs,
     });
@@ -21,7 +21,7 @@ pub fn json_schema() -> Value {
     root
 }
 
-/// Name of a section's definition; tables of parameters have the first of their types at the end.
+/// Returns the name of a section's definition. A table of parameters has its first type as a suffix.
 fn name(section: &ConfigSection) -> String {
     match section.types.first() {
         Some(of_type) => format!("{}.{of_type}", section.path),
@@ -42,7 +42,7 @@ fn definition(section: &'static ConfigSection) -> Value {
     schema
 }
 
-/// An object with the keys of a section and no others.
+/// Returns the schema of an object that has the keys of a section and no others.
 fn object(section: &'static ConfigSection) -> Value {
     let mut properties = Map::new();
     for key in section.keys {
@@ -56,7 +56,7 @@ fn object(section: &'static ConfigSection) -> Value {
     json!({"type": "object", "properties": properties, "additionalProperties": !section.checked})
 }
 
-/// The type chooses the table of parameters. Names of optimizers go in any letter case.
+/// Makes the type select the table of parameters. Optimizer names match in any letter case.
 fn typed(schema: &mut Value, section: &ConfigSection, choices: &[&ConfigSection]) {
     let one = |name: &&str| {
         if section.path == "optimizer" {
@@ -96,14 +96,14 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
         let inner = sections().find(|s| s.path == path && s.types.is_empty()).map_or_else(|| json!({}), reference);
         if key.default == "null" { json!({"anyOf": [inner, {"type": "null"}]}) } else { inner }
     } else if !section.checked || key.kind == ConfigValueKind::Any {
-        // Not looked into.
+        // Not checked.
         json!({})
     } else {
         let mut forms = vec![value(key.kind)];
         if key.default == "null" {
             forms.push(json!({"type": "null"}));
         }
-        // A required name has no other value to stand for.
+        // A required name has no default to stand in for it.
         let named = key.default == NO_DEFAULT && key.kind == ConfigValueKind::Str;
         if !named && !matches!(key.kind, ConfigValueKind::AutoOr(_)) {
             forms.push(json!({"const": "auto"}));
@@ -120,7 +120,7 @@ fn property(section: &'static ConfigSection, key: &'static ConfigKey) -> Value {
     schema
 }
 
-/// The values that a kind accepts, without `null` and `"auto"`.
+/// Returns the schema of the values that a kind accepts, without `null` and `"auto"`.
 fn value(kind: ConfigValueKind) -> Value {
     let strings = json!({"type": "array", "items": {"type": "string"}});
     match kind {
@@ -170,7 +170,7 @@ fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
     }
 }
 
-/// Meaning and, where it differs from DeepSpeed, what becomes of the key here.
+/// Returns the meaning of a key and, if it differs from DeepSpeed, its treatment here.
 fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {
@@ -198,7 +198,7 @@ mod tests {
     use crate::config::json_node::JsonValue;
     use std::collections::BTreeSet;
 
-    /// The definition that a property leads to, by `$ref` or through `anyOf`.
+    /// Returns the definition that a property refers to, by `$ref` or through `anyOf`.
     fn target<'a>(schema: &'a Value, property: &'a Value) -> Option<&'a Value> {
         let of = |value: &'a Value| value["$ref"].as_str().map(|path| &schema["$defs"][&path["#/$defs/".len()..]]);
         of(property).or_else(|| property["anyOf"].as_array()?.iter().find_map(of))
@@ -234,7 +234,7 @@ mod tests {
         }
     }
 
-    /// Checks that the schema has every key, and that a plain value is of a type that it names.
+    /// Checks that the schema has every key, and that each plain value has a type that the schema allows.
     fn walk(schema: &Value, object: &Value, entries: &JsonValue, path: &str) {
         let JsonValue::Object(entries) = entries else { panic!("{path} is no object") };
         for entry in entries {

@@ -1,4 +1,4 @@
-//! Where a configuration comes from.
+//! The sources of a configuration, and the functions that load it.
 
 use super::hjson::{self, HjsonError};
 use super::json_node::JsonNode;
@@ -17,28 +17,29 @@ pub enum ConfigSource {
     Text(String),
     /// A JSON value.
     Value(Value),
-    /// A configuration that has been loaded already.
+    /// A configuration that has already been loaded.
     Resolved(Box<Config>),
 }
 
 impl Config {
     /// Reads, checks and resolves a configuration for `world_size` ranks.
     ///
-    /// `source` is a path, JSON text (a string whose first character beside blanks is `{`), a [`serde_json::Value`], or
-    /// a `Config`, of which only the number of ranks is checked again. Text is Hjson, as in DeepSpeed: JSON with comments
-    /// (`#`, `//`, `/* */`), and without quotes of keys, commas at the ends of lines and, in a file, the outer braces.
-    /// Keys without effect here are listed in [`Config::notes`].
+    /// `source` is a path, JSON text (a string whose first non-blank character is `{`), a [`serde_json::Value`], or a
+    /// `Config`. Only the number of ranks of a `Config` is checked again. Text is parsed as Hjson, as in DeepSpeed:
+    /// JSON with comments (`#`, `//`, `/* */`), in which quotes of keys, commas at line ends and, in a file, the outer
+    /// braces are optional. Keys without effect here are listed in [`Config::notes`].
     ///
     /// # Errors
-    /// A file that cannot be read, text that is no Hjson, a duplicate key, or any broken rule, with line and column.
+    /// Fails if the file cannot be read, the text is not Hjson, a key is given twice, or a rule is broken. Messages
+    /// give the line and column.
     pub fn load(source: impl Into<ConfigSource>, world_size: usize) -> Result<Self> {
         Self::load_for(source, world_size, &RunValues::default())
     }
 
-    /// [`Config::load`] with what `"auto"` stands for in this run.
+    /// Does the same as [`Config::load`], with this run's values for `"auto"`.
     ///
     /// # Errors
-    /// Those of [`Config::load`].
+    /// Fails in the same cases as [`Config::load`].
     pub fn load_for(source: impl Into<ConfigSource>, world_size: usize, run: &RunValues) -> Result<Self> {
         if world_size == 0 {
             return Err(ConfigError::NoRanks.into());
@@ -66,12 +67,12 @@ impl Config {
     }
 }
 
-/// The result of checking a configuration, whether it loads or not.
+/// The result of checking a configuration, valid or not.
 #[doc(hidden)]
 pub struct CheckOutcome {
-    /// The notes about it.
+    /// The notes about the configuration.
     pub notes: Vec<ConfigNote>,
-    /// The configuration, or what is wrong with it.
+    /// The configuration, or the problems with it.
     pub outcome: Result<Config>,
 }
 
@@ -91,7 +92,7 @@ pub fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> C
     }
 }
 
-/// Reads a file, but no more of it than the reader would look at.
+/// Reads a file, but not more of it than the parser would accept.
 #[doc(hidden)]
 pub fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
@@ -102,7 +103,7 @@ pub fn read_file(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The values of a file as they stand there, without comments.
+/// Reads the values of a file as written, without comments.
 #[doc(hidden)]
 pub fn read_value(path: &Path) -> Result<Value> {
     Ok(read(&path.display().to_string(), &read_file(path)?)?.to_value())

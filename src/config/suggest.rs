@@ -1,17 +1,17 @@
-//! Where an unknown key may have been meant to go.
+//! Suggests the key that an unknown key may have meant.
 
 use super::ConfigRule;
 use super::keys::{ConfigSection, ConfigValueKind, sections};
 
-/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+/// The minimum likeness of two names, from 0 to 1, for one to be suggested for the other.
 const ALIKE: f64 = 0.5;
-/// The same for a key of another section: a chance likeness is more probable among so many keys.
+/// The minimum for a key of another section. Among so many keys, accidental likeness is more probable.
 const ALIKE_ELSEWHERE: f64 = 0.8;
 
-/// Names longer than this are like no key, and are not compared: that takes seconds for very long ones.
+/// Names longer than this resemble no key and are not compared, because that takes seconds for very long names.
 const LONGEST: usize = 100;
 
-/// What PyTorch, Transformers and Lightning call keys of DeepSpeed's.
+/// Names in PyTorch, Transformers and Lightning for keys of DeepSpeed.
 const OTHER_NAMES: [(&str, &str); 16] = [
     ("learning_rate", "lr"),
     ("epsilon", "eps"),
@@ -31,7 +31,7 @@ const OTHER_NAMES: [(&str, &str); 16] = [
     ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
 ];
 
-/// What WarmupCosineLR, whose rates are shares of the optimizer's, has instead of the other schedules' keys.
+/// The keys of WarmupCosineLR that replace those of other schedules. Its rates are fractions of the optimizer's rate.
 const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     (
         "warmup_max_lr",
@@ -43,7 +43,7 @@ const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     ),
 ];
 
-/// The message about a key that its section does not have.
+/// Returns the message about a key that its section does not have.
 pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if name.len() > LONGEST {
@@ -82,11 +82,11 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
 fn best<'a>(
     found: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
 ) -> Option<(&'a ConfigSection, &'a str, f64)> {
-    // The first of equals: the order of the table puts the important ones first.
+    // The first of equals wins: the table lists the important ones first.
     found.reduce(|best, next| if next.2 > best.2 { next } else { best })
 }
 
-/// Keys of all other sections with their likeness; sections that are not looked into offer nothing.
+/// Returns the keys of all other sections with their likeness. Sections that are not checked offer none.
 fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
     sections()
         .filter(|section| section.path != here.path && section.checked)
@@ -94,7 +94,7 @@ fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item =
         .map(move |(section, own)| (section, own, likeness(name, own)))
 }
 
-/// The canonical names of a section, without those that nobody should be led to.
+/// Returns the names of a section's keys, without those that should not be suggested.
 fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
     section
         .keys
@@ -103,17 +103,17 @@ fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
         .flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()))
 }
 
-/// Words shorter than this (`size`, `data`) say too little to count as common.
+/// Shorter words (`size`, `data`) are too common to count.
 const TELLING: usize = 5;
 
-/// The larger of edit likeness and the share of common words (`monitor_config`, `csv_monitor`).
+/// Returns the larger of edit likeness and the share of common words (`monitor_config`, `csv_monitor`).
 fn likeness(a: &str, b: &str) -> f64 {
     let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
     let (of_a, of_b) = (words(a), words(b));
     let common = of_a.iter().filter(|word| word.len() >= TELLING && of_b.contains(word)).count();
     let words = 2.0 * common as f64 / (of_a.len() + of_b.len()) as f64;
     let letters = strsim::normalized_damerau_levenshtein(&a.to_ascii_lowercase(), &b.to_ascii_lowercase());
-    // A common word alone never counts as the same name.
+    // Common words alone never make two names equal.
     if a == b { 1.0 } else { letters.max(words).min(0.99) }
 }
 

@@ -1,4 +1,4 @@
-//! A value of a file as the value of a key: kinds, lax forms, bounds.
+//! Converts a value of a file to the value of a key: types, lax forms, bounds.
 
 use super::ConfigRule;
 use super::json_node::{JsonNode, JsonValue};
@@ -6,12 +6,12 @@ use super::keys::{ConfigKey, ConfigValueKind};
 use super::note::shown;
 use serde_json::Value;
 
-/// Why a value does not fit its key.
+/// The reason why a value does not fit its key.
 pub(crate) type ValueMismatch = (ConfigRule, String);
 
-/// The value in its plain form (`5e8` as 500000000), or why it does not fit.
+/// Returns the value in its plain form (`5e8` as 500000000), or the reason why it does not fit.
 ///
-/// Strict sections take pydantic's lax forms: `"3"` for a whole number, `"true"`, `"on"`, 0 and 1 for a boolean.
+/// Strict sections accept pydantic's lax forms: `"3"` for an integer, and `"true"`, `"on"`, 0 and 1 for a boolean.
 pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, strict: bool) -> Result<Value, ValueMismatch> {
     if node.value == JsonValue::Null && key.default == "null" {
         return Ok(Value::Null);
@@ -98,12 +98,12 @@ fn of_kind(node: &JsonNode, kind: ConfigValueKind, strict: bool) -> Result<Value
             _ => of_kind(node, *inner, strict).map_err(|(rule, text)| (rule, format!("{text}, or \"auto\""))),
         },
         ConfigValueKind::Any => Ok(node.to_value()),
-        // The walk goes into objects by itself.
+        // The walk enters objects itself.
         ConfigValueKind::Section => wrong(),
     }
 }
 
-/// The items of a list of strings.
+/// Returns the items of a list of strings.
 fn strings(node: &JsonNode) -> Option<Vec<&str>> {
     let JsonValue::List(items) = &node.value else { return None };
     items
@@ -131,7 +131,7 @@ fn boolean(node: &JsonNode, strict: bool) -> Option<bool> {
 }
 
 fn integer(node: &JsonNode, strict: bool, bool_is_one: bool) -> Option<i64> {
-    // 2^63: the first float beyond i64.
+    // 2^63, the first float above the range of i64.
     const END: f64 = 9_223_372_036_854_775_808.0;
     match &node.value {
         JsonValue::Int(i) => Some(*i),
@@ -168,7 +168,7 @@ fn float_range(min: f64, max: f64) -> String {
     }
 }
 
-/// The values that a kind accepts, as words of a message.
+/// Describes the values that a kind accepts, for a message.
 pub(crate) fn needed(kind: ConfigValueKind) -> String {
     match kind {
         ConfigValueKind::Bool => "true or false".into(),
@@ -199,7 +199,7 @@ fn quoted(words: &[&str]) -> String {
     words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ")
 }
 
-/// The value found, as words of a message.
+/// Describes the value found, for a message.
 pub(crate) fn found(node: &JsonNode) -> String {
     const LONGEST: usize = 40;
     match &node.value {

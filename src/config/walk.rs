@@ -1,4 +1,4 @@
-//! The walk over a file beside the table: values, problems and notes.
+//! Walks over a file with the table of keys, and collects values, problems and notes.
 
 use super::json_node::{JsonEntry, JsonValue};
 use super::keys::{self, ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, join};
@@ -13,15 +13,15 @@ const OLD_BF16: &str = "bfloat16";
 /// The result of a walk.
 #[derive(Default)]
 pub(crate) struct ConfigWalk<'a> {
-    /// Every value under DeepSpeed's names, defaults filled in.
+    /// Every value under DeepSpeed's names, with defaults filled in.
     pub tree: Map<String, Value>,
-    /// Path of each key that the file gives, and where.
+    /// The path and position of each key that the file gives.
     pub given: HashMap<String, Option<TextPosition>>,
-    /// Parameters of the optimizer and the schedule, whose table depends on their type.
+    /// The parameters of the optimizer and the schedule, whose tables depend on their types.
     pub params: HashMap<String, &'a [JsonEntry]>,
-    /// Batch keys whose value is `"auto"`.
+    /// The batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
-    /// The run's values, for any other `"auto"`.
+    /// The run's values for any other `"auto"`.
     pub run: RunValues,
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<ConfigNote>,
@@ -36,7 +36,7 @@ impl<'a> ConfigWalk<'a> {
         walk
     }
 
-    /// Walks over one object whose defaults are in the tree already.
+    /// Walks over an object whose defaults are already in the tree.
     pub fn section(&mut self, section: &'static ConfigSection, entries: &'a [JsonEntry]) {
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
@@ -109,7 +109,7 @@ impl<'a> ConfigWalk<'a> {
         }
     }
 
-    /// Notes or refuses a value by the status of its key.
+    /// Notes or refuses a value according to the status of its key.
     fn judge(&mut self, key: &ConfigKey, path: &str, value: &Value, entry: &JsonEntry) {
         if key.default_value().as_ref() == Some(value) {
             return;
@@ -128,7 +128,7 @@ impl<'a> ConfigWalk<'a> {
     fn object(&mut self, key: &'static ConfigKey, entry: &'a JsonEntry, path: String) {
         match &entry.node.value {
             JsonValue::Null if key.default == "null" => {}
-            // Its deprecated bare form; `bare_zero` reads it.
+            // The deprecated bare form, which `bare_zero` reads.
             JsonValue::Bool(_) if path == "zero_optimization" => {}
             JsonValue::Object(inner) if path.ends_with(".params") => {
                 self.params.insert(path, inner);
@@ -144,7 +144,7 @@ impl<'a> ConfigWalk<'a> {
                 }
                 self.section(section, inner);
                 if path == "comms_logger" {
-                    // As in DeepSpeed, where only the presence of this section counts.
+                    // As in DeepSpeed, only the presence of this section counts.
                     let says_off =
                         self.given.contains_key("comms_logger.enabled") && !self.bool("comms_logger.enabled");
                     if says_off {
@@ -170,7 +170,7 @@ impl<'a> ConfigWalk<'a> {
         if comment {
             self.note(&path, "a comment: ignored");
         } else if section.checked {
-            // Likeness to every key is slow: a file of nothing but strangers would take minutes.
+            // Comparing a name with every key is slow: a file with only unknown keys would take minutes.
             const MOST_ADVISED: usize = 1000;
             let (rule, message) = if self.problems.len() < MOST_ADVISED {
                 suggest::advice(section, &entry.key)
@@ -210,12 +210,12 @@ impl<'a> ConfigWalk<'a> {
                 }
                 self.set(&target, value);
             }
-            // `allgather_size`: `bare_zero` reads it.
+            // `allgather_size` is read by `bare_zero`.
             _ => {}
         }
     }
 
-    /// `zero_optimization: true` is stage 1 with `allgather_size` as its bucket; `false` is stage 0.
+    /// Reads `zero_optimization: true` as stage 1 with `allgather_size` as its bucket size, and `false` as stage 0.
     fn bare_zero(&mut self, entries: &[JsonEntry]) {
         let find = |name: &str| entries.iter().find(|entry| entry.key == name);
         let bare = match find("zero_optimization").map(|entry| &entry.node.value) {
@@ -234,13 +234,13 @@ impl<'a> ConfigWalk<'a> {
                 self.note("allgather_size", "deprecated: taken as `zero_optimization.allgather_bucket_size`");
                 self.set("zero_optimization.allgather_bucket_size", size);
             }
-            // A value that does not fit has been complained about.
+            // A value that does not fit has already been reported.
             (_, Err(_)) => {}
             _ => self.note("allgather_size", "accepted and has no effect: it belongs to `zero_optimization: true`"),
         }
     }
 
-    /// The one note, or refusal, of a section that is judged as a whole.
+    /// Adds the single note or refusal of a section that is judged as a whole.
     fn whole(&mut self, section: &ConfigSection) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
         let on = match section.switch {
@@ -279,56 +279,56 @@ impl<'a> ConfigWalk<'a> {
         self.notes.push(ConfigNote { path: path.into(), message: message.into() });
     }
 
-    /// Where the file gives that key.
+    /// Returns the position of a key in the file.
     pub fn place(&self, path: &str) -> Option<TextPosition> {
         self.given.get(path).copied().flatten()
     }
 
-    /// The value at a path.
+    /// Returns the value at a path.
     pub fn get(&self, path: &str) -> Option<&Value> {
         let mut names = path.split('.');
         let first = self.tree.get(names.next()?)?;
         names.try_fold(first, |value, name| value.get(name))
     }
 
-    /// Sets the value at a path whose parents are there.
+    /// Sets the value at a path whose parents exist.
     pub fn set(&mut self, path: &str, value: Value) {
         set(&mut self.tree, path, value);
     }
 
-    /// A boolean of the table.
+    /// Returns a boolean of the table.
     pub fn bool(&self, path: &str) -> bool {
         self.get(path).and_then(Value::as_bool).unwrap_or_else(|| panic!("{path} is a boolean of the table"))
     }
 
-    /// A whole number of the table; `None` for null and for a required one that is absent.
+    /// Returns an integer of the table, or `None` for null and for a required key that is absent.
     pub fn int(&self, path: &str) -> Option<i64> {
         self.get(path).and_then(Value::as_i64)
     }
 
-    /// A whole number of the table that has a default and is at least 0.
+    /// Returns an integer of the table that has a default and is at least 0.
     pub fn count(&self, path: &str) -> u64 {
         self.get(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} is a count of the table"))
     }
 
-    /// A number of the table that has a default.
+    /// Returns a number of the table that has a default.
     pub fn float(&self, path: &str) -> f64 {
         self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number of the table"))
     }
 
-    /// A list of strings of the table; empty where its section is absent.
+    /// Returns a list of strings of the table; empty if its section is absent.
     pub fn strings(&self, path: &str) -> Vec<String> {
         let strings = self.get(path).and_then(Value::as_array).into_iter().flatten();
         strings.filter_map(|value| value.as_str().map(String::from)).collect()
     }
 
-    /// A string of the table; `None` for null.
+    /// Returns a string of the table, or `None` for null.
     pub fn str(&self, path: &str) -> Option<&str> {
         self.get(path).and_then(Value::as_str)
     }
 }
 
-/// Whether a section is switched off.
+/// Returns whether a section is switched off.
 fn is_off(value: &JsonValue) -> bool {
     match value {
         JsonValue::Object(entries) => {
@@ -342,7 +342,7 @@ fn unsupported(value: &Value, why: &str) -> String {
     format!("{value} is not supported: {why}")
 }
 
-/// Sets the value at a path; parents that are no objects become objects.
+/// Sets the value at a path. Parents that are not objects become objects.
 pub(crate) fn set(tree: &mut Map<String, Value>, path: &str, value: Value) {
     match path.split_once('.') {
         None => {
@@ -360,7 +360,7 @@ pub(crate) fn set(tree: &mut Map<String, Value>, path: &str, value: Value) {
     }
 }
 
-/// The defaults of a section and of the sections in it.
+/// Returns the defaults of a section and of its nested sections.
 pub(crate) fn defaults(section: &ConfigSection) -> Map<String, Value> {
     let mut map = Map::new();
     for key in section.keys {

@@ -1,4 +1,4 @@
-//! Activations and what they gate: `kernels/activation.cu`.
+//! Activation functions and their gated forms: `kernels/activation.cu`.
 
 use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
@@ -18,7 +18,7 @@ fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -
     KERNELS.function(device, &format!("{name}{part}_{}", suffix(dtype)))
 }
 
-/// Fails unless all arrays have the elements of the first one.
+/// Returns an error unless all arrays have as many elements as the first.
 fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()> {
     match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
         Some(other) => bail!(
@@ -32,7 +32,7 @@ fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()>
     }
 }
 
-/// f(x).
+/// Computes f(x).
 pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceFlatRef<'_>) -> Result<CudaStorage> {
     let count = x.len();
     written(device, x.dtype(), count, |y| {
@@ -45,7 +45,7 @@ pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceFlatR
     })
 }
 
-/// dx = dy f'(x).
+/// Computes dx = dy f'(x).
 pub(crate) fn backward(
     device: &CudaDevice,
     function: Activation,
@@ -65,7 +65,7 @@ pub(crate) fn backward(
     unsafe { kernel.run(over(count), arguments![count, x, dy, dx]) }
 }
 
-/// f(gate) up.
+/// Computes f(gate) up.
 pub(crate) fn gated(
     device: &CudaDevice,
     function: Activation,
@@ -83,7 +83,7 @@ pub(crate) fn gated(
     })
 }
 
-/// dy up f'(gate) and dy f(gate).
+/// Computes dy up f'(gate) and dy f(gate).
 pub(crate) fn gated_backward(
     device: &CudaDevice,
     function: Activation,

@@ -1,4 +1,4 @@
-//! Memory of a tensor on a GPU: room for a result, and the elements that a kernel reads or writes.
+//! The memory of a tensor on a GPU: allocation of results, and the elements that a kernel reads or writes.
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
@@ -6,14 +6,14 @@ use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
 
-/// Room for `len` elements of f32, bf16 or f16, with whatever is in it.
+/// Allocates `len` elements of f32, bf16 or f16 with arbitrary contents.
 ///
 /// # Errors
-/// The device has no more memory; another dtype.
+/// Returns an error if the device is out of memory or the dtype is another one.
 pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
-    // Not every driver allocates nothing.
+    // Some drivers do not allocate zero bytes.
     let len = len.max(1);
-    // SAFETY: whoever asks for room has a kernel write all of it before anything reads it.
+    // SAFETY: every caller has a kernel write all of it before anything reads it.
     let slice = unsafe {
         match dtype {
             DType::F32 => CudaStorageSlice::F32(device.alloc(len)?),
@@ -25,10 +25,10 @@ pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cuda
     Ok(CudaStorage { slice, device: device.clone() })
 }
 
-/// `len` zeros of f32, bf16 or f16.
+/// Allocates `len` zeros of f32, bf16 or f16.
 ///
 /// # Errors
-/// As [`room`].
+/// Same as for [`room`].
 pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     let mut storage = room(device, dtype, len)?;
     let stream = device.cuda_stream();
@@ -41,12 +41,12 @@ pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
     Ok(storage)
 }
 
-/// The storage of a tensor of these numbers.
+/// Returns the storage of a tensor with these numbers.
 pub(crate) fn storage_of(device: &CudaDevice, numbers: CudaSlice<f32>) -> CudaStorage {
     CudaStorage { slice: CudaStorageSlice::F32(numbers), device: device.clone() }
 }
 
-/// Elements of a storage, for kernels to read; nothing where they have another dtype or are fewer.
+/// Returns elements of a storage for kernels to read, or `None` for another dtype or if there are fewer elements.
 pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceFlatRef<'_>> {
     match &storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatRef::F32(v.try_slice(range)?)),
@@ -56,7 +56,7 @@ pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<Dev
     }
 }
 
-/// Elements of a storage, for kernels to write; nothing where they have another dtype or are fewer.
+/// Returns elements of a storage for kernels to write, or `None` for another dtype or if there are fewer elements.
 pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceFlatMut<'_>> {
     match &mut storage.slice {
         CudaStorageSlice::F32(v) => Some(DeviceFlatMut::F32(v.try_slice_mut(range)?)),
@@ -66,10 +66,10 @@ pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Op
     }
 }
 
-/// A result of `len` elements that `write` makes.
+/// Allocates a result of `len` elements and has `write` fill it.
 ///
 /// # Errors
-/// As [`room`], and those of `write`.
+/// Same as for [`room`], and the errors of `write`.
 pub(crate) fn written(
     device: &CudaDevice,
     dtype: DType,
@@ -85,12 +85,12 @@ pub(crate) fn written(
 }
 
 impl DeviceFlatRef<'_> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         super::flat_view::each!(Self, self, v => v.len())
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Self::F32(_) => DType::F32,
@@ -99,10 +99,10 @@ impl DeviceFlatRef<'_> {
         }
     }
 
-    /// Some of the elements.
+    /// Returns some of the elements.
     ///
     /// # Errors
-    /// There are fewer.
+    /// Returns an error if there are fewer elements.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
             bail!("elements {range:?} of {}", self.len())
@@ -116,12 +116,12 @@ impl DeviceFlatRef<'_> {
 }
 
 impl DeviceFlatMut<'_> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         super::flat_view::each!(Self, self, v => v.len())
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Self::F32(_) => DType::F32,

@@ -1,4 +1,4 @@
-//! Copies, sums and products of whole arrays.
+//! Copies, sums and products of arrays.
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
@@ -7,12 +7,12 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("array_ops");
 
-/// to = from, cast.
+/// Computes to = from, cast.
 pub(crate) fn copy(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>) -> Result<()> {
     copy_scaled(device, to, from, 1.0)
 }
 
-/// to = factor from: the product is formed in f32 and rounded once.
+/// Computes to = factor from. The product is computed in f32 and rounded once.
 pub(super) fn copy_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,
@@ -22,12 +22,12 @@ pub(super) fn copy_scaled(
     run(device, "copy_scaled", to, from, factor)
 }
 
-/// to += from, computed in f32 and rounded once.
+/// Computes to += from in f32 and rounds once.
 pub(crate) fn add(device: &CudaDevice, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>) -> Result<()> {
     run(device, "add_scaled", to, from, 1.0)
 }
 
-/// to += factor from, computed in f32 and rounded once.
+/// Computes to += factor from in f32 and rounds once.
 pub(super) fn add_scaled(
     device: &CudaDevice,
     to: DeviceFlatMut<'_>,
@@ -37,7 +37,7 @@ pub(super) fn add_scaled(
     run(device, "add_scaled", to, from, factor)
 }
 
-/// values *= factor, computed in f32 and rounded once.
+/// Computes values *= factor in f32 and rounds once.
 pub(super) fn scale(device: &CudaDevice, values: DeviceFlatMut<'_>, factor: f32) -> Result<()> {
     let count = values.len();
     if count == 0 {

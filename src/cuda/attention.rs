@@ -7,9 +7,10 @@
 //!              attention_backward_keys ------------------------> dk, dv                  a block for each (tile of keys, key head)
 //! ```
 //!
-//! Sums and softmax are in f32; so are products of f32, and those of 16 bits are of tensor cores, with weights rounded to 16 bits.
-//! Every row of a result is written by one warp, which sums in order: the bits are the same in every run. A tile begins where a
-//! sequence begins, so that a packed one has the bits that it has alone.
+//! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,
+//! with weights rounded to 16 bits. Every row of a result is written by one warp, which sums in order, so the bits are
+//! the same in every run. A tile begins where a sequence begins, so that a packed sequence has the same bits as without
+//! the others.
 
 use super::flat_view::DeviceFlatRef;
 use crate::kernels::attention::{AttentionRule, AttentionShape};
@@ -24,9 +25,9 @@ mod call;
 mod element;
 mod tile_launch;
 
-/// Whether the kernels take an attention of these sizes on this device.
+/// Returns whether the kernels support an attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
-    // Tensor cores know bfloat16, and a block may have the shared memory, from 8.0 on.
+    // From 8.0 on, tensor cores support bfloat16, and a block may have enough shared memory.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
@@ -34,12 +35,13 @@ pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
     capable && launched && tile_launch::width(h.head).is_some()
 }
 
-/// The result, `[batch, time, heads * head]`, and what [`backward`] needs beside it: the log-sum-exp of each query's scores.
+/// Computes the result, `[batch, time, heads * head]`, and the log-sum-exp of each query's scores, which [`backward`]
+/// needs.
 ///
 /// `parts` are queries, keys and values with dense rows, or one array with all three side by side in each row.
 ///
 /// # Errors
-/// The driver's; parts of two formats.
+/// Returns an error if the driver reports one or the parts have different formats.
 pub(crate) fn forward<const N: usize>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -51,12 +53,12 @@ pub(crate) fn forward<const N: usize>(
     })
 }
 
-/// The gradients of [`forward`]'s parts.
+/// Computes the gradients of [`forward`]'s parts.
 ///
-/// `out` and `lse` are what forward computed, `dout` the gradient of `out`.
+/// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`.
 ///
 /// # Errors
-/// The driver's; parts of two formats.
+/// Returns an error if the driver reports one or the parts have different formats.
 pub(crate) fn backward<const N: usize>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -84,7 +86,7 @@ pub(crate) fn backward<const N: usize>(
 
 const TWO_FORMATS: &str = "operands of two formats";
 
-/// Where queries, keys and values lie.
+/// Returns the rows of queries, keys and values.
 fn rows<'a, E: AttentionElement, const N: usize>(
     h: &AttentionShape,
     parts: [&DeviceFlatRef<'a>; N],
@@ -104,16 +106,16 @@ fn rows<'a, E: AttentionElement, const N: usize>(
     }
 }
 
-/// Where the gradients of queries, keys and values go.
+/// The buffers for the gradients of queries, keys and values.
 #[derive(Debug)]
 enum QkvGradients<'a, E> {
-    /// A buffer each, with dense rows.
+    /// A separate buffer for each, with dense rows.
     Apart([&'a mut CudaSlice<E>; 3]),
-    /// Side by side in each row of one buffer.
+    /// One buffer, with all three side by side in each row.
     Fused(&'a mut CudaSlice<E>),
 }
 
-/// [`forward`] of one format; the log-sum-exp is in powers of 2, `[batch, time, heads]`.
+/// Computes [`forward`] of one format. The log-sum-exp is in powers of 2, `[batch, time, heads]`.
 fn forward_of<E: AttentionElement>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -132,12 +134,13 @@ fn forward_of<E: AttentionElement>(
     arguments.arg(&call.sizes);
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
-    // SAFETY: the arguments of the kernel, of the format in its name; `AttentionCall` has checked that rows lie within the views, and tiles lie in rows.
+    // SAFETY: the arguments of the kernel, of the format in its name; `AttentionCall` has checked that rows are within
+    // the views, and tiles are within rows.
     unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
     Ok((out, lse))
 }
 
-/// [`backward`] of one format.
+/// Computes [`backward`] of one format.
 fn backward_of<'a, E: AttentionElement>(
     device: &CudaDevice,
     of: (&AttentionShape, &AttentionRule<'_>),
@@ -161,7 +164,7 @@ fn backward_of<'a, E: AttentionElement>(
     unsafe { arguments.launch(tile_launch::warps(lse.len())) }.w()?;
 
     let bytes = size_of::<E>() as u64;
-    // What records the writes is kept until the kernels are launched.
+    // The guards that record the writes are kept until the kernels are launched.
     let pointer = |slice: &'a mut CudaSlice<E>, elements: usize| {
         assert_eq!(slice.len(), h.batch * h.time * elements, "{h:?}: elements of a gradient");
         slice.device_ptr_mut(&stream)
@@ -197,7 +200,7 @@ fn backward_of<'a, E: AttentionElement>(
     tiles.give(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dk).arg(&dv);
-    // SAFETY: as before.
+    // SAFETY: same as above.
     unsafe { arguments.launch(how.over([tiles.count, h.kv_heads, how.planes])) }.w()?;
     Ok(())
 }

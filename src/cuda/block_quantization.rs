@@ -1,4 +1,4 @@
-//! Blocks of integers with a scale, made and read on the GPU: `kernels/block_quantization.cu`.
+//! Blocks of integers with a scale, encoded and decoded on the GPU: `kernels/block_quantization.cu`.
 
 use super::kernel_launch::arguments;
 use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
@@ -11,31 +11,31 @@ use std::sync::Arc;
 
 const KERNELS: KernelModule = module!("block_quantization");
 
-/// Threads that take a block.
+/// The number of threads that process a block.
 const WARP: usize = 32;
 
-/// Makes and reads blocks of [`IntFormat`], with the bytes and bits of the host, on one stream.
+/// Encodes and decodes blocks of [`IntFormat`] on one stream, with the bytes and bits of the host.
 pub(super) struct BlockQuantizer {
     encode: KernelFunction,
     decode: KernelFunction,
     sum: KernelFunction,
 }
 
-/// Elements of several ranks, as many of each, and what stands for them.
+/// Equal numbers of elements of several ranks, and the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunks {
     pub number: usize,
-    /// Elements of each.
+    /// The number of elements of each rank.
     pub count: usize,
-    /// From the elements of one to those of the next.
+    /// The distance from the elements of one rank to those of the next.
     pub elements_apart: usize,
-    /// From the bytes of one to those of the next: a multiple of 4.
+    /// The distance from the bytes of one rank to those of the next, a multiple of 4.
     pub bytes_apart: usize,
 }
 
 impl BlockQuantizer {
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>, ints: IntFormat, dtype: DType) -> Result<Self> {
         let ints = match ints {
             IntFormat::Int8 => "int8",
@@ -47,14 +47,15 @@ impl BlockQuantizer {
         Ok(Self { encode: kernel("encode")?, decode: kernel("decode")?, sum: kernel("sum")? })
     }
 
-    /// Writes the blocks of each part. Of the elements the part `without`, if there is one, is passed over: it is not one of the
-    /// number.
+    /// Writes the blocks of each part. The elements of the part `without`, if given, are skipped, and that part does
+    /// not count in the number of parts.
     ///
     /// # Safety
-    /// There are such elements at `elements`, and room for their codes at `bytes`, a multiple of 4; nothing else writes either.
+    /// The elements exist at `elements`, and `bytes`, a multiple of 4, has room for their codes; nothing else writes
+    /// either.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub unsafe fn encode(
         &self,
         parts: RankChunks,
@@ -64,32 +65,34 @@ impl BlockQuantizer {
     ) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
         let without = without.unwrap_or(usize::MAX);
-        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the number of a part; as the
-        // caller promises.
+        // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the number of a part;
+        // as the caller promises.
         unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, without]) }
     }
 
-    /// Writes the elements that each part's blocks stand for.
+    /// Decodes each part's blocks and writes the elements.
     ///
     /// # Safety
-    /// As [`encode`](Self::encode).
+    /// Same as for [`encode`](Self::encode).
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub unsafe fn decode(&self, parts: RankChunks, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
         // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance; as the caller promises.
         unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
     }
 
-    /// Sums `count` elements of this rank, as they are, and what stands for those of the others, in rank order in f32, rounded once.
+    /// Sums `count` unquantized elements of this rank and the decoded elements of the other ranks, in rank order in
+    /// f32, and rounds once.
     ///
     /// # Safety
-    /// There are as many elements at `to` and `own`, which are the same or do not overlap, and at `bytes`, a multiple of 4, the codes
-    /// of as many of each other rank, in rank order and `bytes_apart`, a multiple of 4. Nothing else writes them.
+    /// There are as many elements at `to` and `own`, which are the same or do not overlap. `bytes`, a multiple of 4,
+    /// has the codes of as many elements of each other rank, in rank order and `bytes_apart`, a multiple of 4. Nothing
+    /// else writes them.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub unsafe fn sum(
         &self,
         count: usize,
@@ -106,7 +109,7 @@ impl BlockQuantizer {
 
 impl RankChunks {
     /// # Safety
-    /// That of [`KernelFunction::run`].
+    /// Same as for [`KernelFunction::run`].
     unsafe fn run<const N: usize>(
         self,
         kernel: &KernelFunction,
@@ -133,7 +136,8 @@ mod tests {
 
     const LENGTHS: [usize; 8] = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1041, 65537];
 
-    /// Of other magnitudes in each block; some blocks with nothing but zeros, and one with the smallest numbers.
+    /// Returns numbers of a different magnitude in each block. Some blocks contain only zeros, and one the smallest
+    /// numbers.
     fn numbers(seed: usize, len: usize) -> Vec<f32> {
         let number = |i: usize| {
             let bits = crate::util::mix((seed * 1_000_003 + i) as u64);
@@ -165,14 +169,14 @@ mod tests {
         values
     }
 
-    /// So many bytes for each part, and some that no kernel may touch.
+    /// Uploads these bytes for each part, with some bytes between them that no kernel may touch.
     fn upload(device: &CudaDevice, parts: &[Vec<u8>], apart: usize) -> CudaSlice<u8> {
         let mut all = vec![0x55u8; apart * parts.len() + 4];
         parts.iter().enumerate().for_each(|(i, part)| all[i * apart..i * apart + part.len()].copy_from_slice(part));
         device.clone_htod(&all).unwrap()
     }
 
-    /// Of three of four parts, read into the first three.
+    /// Encodes three of four parts, and decodes them into the first three.
     #[test]
     fn blocks_have_the_bytes_and_the_values_of_the_host() {
         let Ok(device) = CudaDevice::new(0) else { return };
@@ -187,7 +191,7 @@ mod tests {
             let parts = RankChunks { number: 3, count: len, elements_apart: len + 1, bytes_apart: apart };
             for without in [None, Some(0), Some(2), Some(3)] {
                 let (address, used) = elements.address_mut(&stream).unwrap();
-                // SAFETY: four parts of elements, room for the codes of three.
+                // SAFETY: four parts of elements, and room for the codes of three.
                 unsafe {
                     coder.encode(parts, without, address, bytes.device_ptr_mut(&stream).0).unwrap();
                     coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();
@@ -221,7 +225,7 @@ mod tests {
             let apart = ints.encoded_len(len).next_multiple_of(4);
             let (bytes, mut values) = (upload(&device, &codes, apart), DeviceFlat::of(&device, own.as_ref()).unwrap());
             let (address, used) = values.address_mut(&stream).unwrap();
-            // SAFETY: so many elements and codes of three others.
+            // SAFETY: the elements, and the codes of as many elements of three others.
             unsafe {
                 coder.sum(len, (address, address), (bytes.device_ptr(&stream).0, apart), (rank, 4)).unwrap();
             }
@@ -262,7 +266,7 @@ mod tests {
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![]], apart);
             let (address, used) = elements.address_mut(&stream).unwrap();
-            // SAFETY: so many elements, and room for their codes.
+            // SAFETY: the elements, and room for their codes.
             unsafe {
                 coder.encode(parts, None, address, bytes.device_ptr_mut(&stream).0).unwrap();
                 coder.decode(parts, bytes.device_ptr(&stream).0, address).unwrap();

@@ -8,14 +8,14 @@ use candle_core::{CudaDevice, Result, bail};
 
 const KERNELS: KernelModule = module!("column_sums");
 
-/// Rows of a chunk, at least; as many as half a block adds up in turns.
+/// The minimum number of rows of a chunk, which is the number that half a block adds in turns.
 const LEAST_ROWS: usize = 64;
-/// The most chunks.
+/// The maximum number of chunks.
 const MOST_CHUNKS: usize = 128;
-/// A block's columns and lanes in column_sums.cuh.
+/// The columns and lanes of a block in column_sums.cuh.
 const BLOCK: (u32, u32) = (32, 8);
 
-/// How rows are cut for sums over them. It depends on their number alone.
+/// The split of rows into chunks for sums over them. It depends only on the number of rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowChunking {
     pub rows: usize,
@@ -30,20 +30,20 @@ impl RowChunking {
         Self { rows, width, per_chunk, chunks: rows.div_ceil(per_chunk) }
     }
 
-    /// Room for the chunks' sums.
+    /// Allocates room for the chunks' sums.
     pub fn room(&self, device: &CudaDevice) -> Result<CudaSlice<f32>> {
-        // SAFETY: the kernel that gets it writes all sums of all chunks.
+        // SAFETY: the kernel that receives it writes all sums of all chunks.
         unsafe { device.alloc((self.chunks * self.width).max(1)) }
     }
 
-    /// A launch of a kernel that sums rows.
+    /// Returns the launch of a kernel that sums rows.
     pub fn launch(&self) -> LaunchConfig {
         let tiles = self.width.div_ceil(BLOCK.0 as usize) as u32;
         LaunchConfig { grid_dim: (tiles, self.chunks as u32, 1), block_dim: (BLOCK.0, BLOCK.1, 1), shared_mem_bytes: 0 }
     }
 }
 
-/// Sums of columns that are not added up over the chunks of rows yet.
+/// Sums of columns that have not been added over the chunks of rows yet.
 #[derive(Debug)]
 pub(crate) struct PartialColumnSums {
     pub(super) cut: RowChunking,
@@ -51,7 +51,7 @@ pub(crate) struct PartialColumnSums {
 }
 
 impl PartialColumnSums {
-    /// The columns' sums over rows of `width` elements.
+    /// Computes the columns' sums over rows of `width` elements.
     pub fn of_columns(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
             bail!("column sums: {} elements in rows of {width}", x.len())
@@ -61,20 +61,21 @@ impl PartialColumnSums {
         if cut.rows > 0 {
             let function = KERNELS.function(device, &format!("column_sums_{}", suffix(x.dtype())))?;
             let RowChunking { rows, width, per_chunk, .. } = cut;
-            // SAFETY: the kernel takes rows of this width, cut so, and a sum for each column and chunk.
+            // SAFETY: the kernel takes rows of this width, split this way, and a sum for each column and chunk.
             unsafe { function.run(cut.launch(), arguments![rows, width, per_chunk, x, &mut sums])? };
         }
         Ok(Self { cut, sums })
     }
 
-    /// Writes the sums to a gradient, or adds them; rounded once.
+    /// Writes the sums to a gradient or adds them, rounded once.
     pub fn put(&self, device: &CudaDevice, grad: DeviceFlatMut<'_>, add: bool) -> Result<()> {
         let RowChunking { width, chunks, .. } = self.cut;
         if grad.len() != width {
             bail!("column sums: a gradient of {} elements for {width} columns", grad.len())
         }
         let function = KERNELS.function(device, &format!("sum_parts_{}", suffix(grad.dtype())))?;
-        // SAFETY: the kernel takes a width, as many chunks of that width as the second number says, and a gradient of that width.
+        // SAFETY: the kernel takes a width, as many chunks of that width as the second number says, and a gradient of
+        // that width.
         unsafe { function.run(over(width), arguments![width, chunks, &self.sums, grad, add]) }
     }
 }

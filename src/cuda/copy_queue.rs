@@ -1,18 +1,20 @@
-//! Copies between the memory of a GPU and ordinary memory of the host, beside the model's work on the GPU.
+//! Copies between the memory of a GPU and ordinary host memory, concurrently with the model's work on the GPU.
 //!
 //! ```text
-//!   Candle's stream   ... what is copied is written | event
-//!   the queue's own                                 \-> piece 0 | piece 1 | piece 2 | ...
-//!   its thread                                                \-> staging buffer 0 to its place | staging buffer 1 ...
+//!   Candle's stream   ... the source is written | event
+//!   the queue's stream                           \-> piece 0 | piece 1 | piece 2 | ...
+//!   the queue's thread                                     \-> staging buffer 0 to its place | staging buffer 1 ...
 //! ```
 //!
-//! That is the way to the host. On the way to the GPU the thread fills a staging buffer, and the stream takes it there.
+//! This is the way to the host. On the way to the GPU, the thread fills a staging buffer, and the stream copies it to
+//! the GPU.
 //!
-//! A GPU copies beside other work only from and to page-locked memory, which is scarce and slow to make. So a queue has two staging buffers
-//! of it, through which everything goes piece by piece: the GPU copies one while the thread empties or fills the other. Without
-//! `pin_memory` staging buffers are ordinary memory, and the driver holds up the thread instead.
+//! A GPU copies concurrently with other work only from and to page-locked memory, which is scarce and slow to allocate.
+//! A queue therefore has two page-locked staging buffers, through which all data passes piece by piece: the GPU copies
+//! one while the thread empties or fills the other. Without `pin_memory`, staging buffers are ordinary memory, and the
+//! driver blocks the thread instead.
 //!
-//! A copy owns what it copies from and to until it is waited for, so nothing else can touch or free either.
+//! A copy owns its source and its destination until it is waited for, so nothing else can access or free either.
 
 use super::DeviceFlat;
 use crate::precision::Flat;
@@ -28,25 +30,25 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// Staging buffers of a queue.
+/// The number of staging buffers of a queue.
 const STAGING_BUFFERS: usize = 2;
-/// A thread that waits for an event sleeps.
+/// The flags of events for which a thread sleeps while it waits.
 const SLEEPING: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
 
-/// A thread and a stream that make one copy after the other.
+/// A thread and a stream that execute one copy after the other.
 pub(crate) struct CopyQueue {
     jobs: Option<Sender<CopyJob>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What is copied, and to where, in the same dtype.
+/// The source and the destination of a copy, which have the same dtype.
 enum CopyRequest {
-    /// To memory of the host that the thread allocates.
+    /// A copy to host memory that the thread allocates.
     Down(DeviceFlat),
     Up(Flat, DeviceFlat),
 }
 
-/// What is there, with the memory that it was copied from.
+/// The result of a copy. A copy to the host also returns its source.
 enum CompletedCopy {
     OnHost(Flat, DeviceFlat),
     OnDevice(DeviceFlat),
@@ -54,13 +56,13 @@ enum CompletedCopy {
 
 struct CopyJob {
     request: CopyRequest,
-    /// What stands on Candle's stream before it.
+    /// An event after the preceding work on Candle's stream.
     after: CudaEvent,
     carried: CarriedContext,
     done: Sender<Result<CompletedCopy>>,
 }
 
-/// A copy under way.
+/// A copy in progress.
 #[must_use = "a copy is waited for"]
 pub(crate) struct PendingCopy<T> {
     done: Receiver<Result<CompletedCopy>>,
@@ -68,10 +70,10 @@ pub(crate) struct PendingCopy<T> {
 }
 
 impl<T> PendingCopy<T> {
-    /// Waits for what has been copied.
+    /// Waits for the copy and returns its result.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn wait(self) -> Result<T> {
         let copied = self.done.recv().map_err(|_| ended())??;
         (self.take)(copied).ok_or_else(ended)
@@ -83,13 +85,14 @@ fn ended() -> Error {
 }
 
 impl CopyQueue {
-    /// A queue of a device, with staging buffers of so many `bytes` together, page-locked if they are `pinned`. Its copies are shown in `lane`.
+    /// Creates a queue of a device. Its staging buffers have `bytes` in total, and are page-locked if `pinned` is set.
+    /// The timeline shows its copies in `lane`.
     ///
     /// # Errors
-    /// The driver's: it locks no more memory.
+    /// Returns an error if the driver cannot lock more memory.
     pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: TimelineLane) -> Result<Self> {
-        // A context of cudarc's own beside Candle's, of the same primary context: with a second stream in Candle's, cudarc would
-        // record events around every kernel of the model.
+        // A separate context of cudarc, of the same primary context as Candle's: with a second stream in Candle's
+        // context, cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let staging_buffers = (0..STAGING_BUFFERS)
             .map(|_| StagingBuffer::new(&context, bytes / STAGING_BUFFERS, pinned))
@@ -97,11 +100,12 @@ impl CopyQueue {
         let mut copier = CopyThread { stream: context.new_stream().w()?, staging_buffers };
         let (jobs, todo) = channel::<CopyJob>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
-            // Page-locked memory is given back in this thread, also where nothing was copied; who copies binds again and is told.
+            // Page-locked memory is released in this thread, even if nothing was copied. A copy binds again and reports
+            // the error.
             let _ = context.bind_to_thread();
             for CopyJob { request, after, carried, done } in todo {
                 let _here = carried.enter(lane);
-                // Nobody waits for a copy that was given up.
+                // No one waits for an abandoned copy.
                 let _ = done.send(copier.carry(request, &after));
             }
         });
@@ -109,15 +113,15 @@ impl CopyQueue {
         Ok(Self { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Begins to copy a buffer to the host.
+    /// Starts to copy a buffer to the host.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn down(&self, from: DeviceFlat) -> Result<PendingCopy<Flat>> {
         let device = from.device().clone();
         self.begin(&device, CopyRequest::Down(from), |copied| match copied {
             CompletedCopy::OnHost(to, from) => {
-                // In the thread that has it, in the order of what that launches.
+                // Dropped in the calling thread, in the order of its launches.
                 drop(from);
                 Some(to)
             }
@@ -125,10 +129,10 @@ impl CopyQueue {
         })
     }
 
-    /// Begins to copy a buffer to a GPU, where there will be room for `capacity` elements.
+    /// Starts to copy a buffer to a GPU, where it has room for `capacity` elements.
     ///
     /// # Errors
-    /// The driver's: it has no more memory.
+    /// Returns an error if the GPU is out of memory or the driver reports another error.
     pub fn up(&self, device: &CudaDevice, from: Flat, capacity: usize) -> Result<PendingCopy<DeviceFlat>> {
         let mut to = DeviceFlat::with_capacity(device, from.dtype(), capacity.max(from.len()))?;
         to.resize(from.len())?;
@@ -153,26 +157,26 @@ impl CopyQueue {
 }
 
 impl Drop for CopyQueue {
-    /// What is under way is copied to its end.
+    /// Finishes the copies in progress.
     fn drop(&mut self) {
         drop(self.jobs.take());
-        // A panic there has been reported.
+        // A panic of the thread has already been reported.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
-/// What the thread of a queue has.
+/// The state of a queue's thread.
 struct CopyThread {
     stream: Arc<CudaStream>,
     staging_buffers: Vec<StagingBuffer>,
 }
 
 impl CopyThread {
-    /// Copies a copy, from where Candle's stream has reached `after`, to its end.
+    /// Executes a copy to its end, once Candle's stream has reached `after`.
     fn carry(&mut self, request: CopyRequest, after: &CudaEvent) -> Result<CompletedCopy> {
         self.stream.wait(after).w()?;
         if timeline::is_recording() {
-            // The span begins when the copy does.
+            // The span starts when the copy does.
             after.synchronize().w()?;
         }
         let (copied, result) = match request {
@@ -186,7 +190,7 @@ impl CopyThread {
                 (CompletedCopy::OnDevice(to), result)
             }
         };
-        // Also after an error: the memory is not let go while the GPU may still use it.
+        // Also after an error: the memory is not released while the GPU may still use it.
         let idle = self.stream.synchronize().w();
         result.and(idle).map(|()| copied)
     }
@@ -196,7 +200,7 @@ impl CopyThread {
         let _span = timeline::span(EventCategory::Copy, "to the host").with("bytes", to.len() as u64);
         let (address, _used) = from.address_mut(stream)?;
         let mut under_way: [Option<(CudaEvent, Range<usize>)>; STAGING_BUFFERS] = [const { None }; STAGING_BUFFERS];
-        // After the last piece the staging buffers are emptied.
+        // After the last piece, the staging buffers are emptied.
         let steps =
             pieces(to.len(), staging_buffers[0].len()).map(Some).chain(std::iter::repeat_n(None, STAGING_BUFFERS));
         for (number, piece) in steps.enumerate() {
@@ -209,8 +213,8 @@ impl CopyThread {
             }
             let Some(piece) = piece else { continue };
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
-            // SAFETY: the buffer, which the copy owns, has as many bytes from there on, and nothing else uses the staging buffer until the
-            // event after this copy is waited for, or the stream, at the end of `carry`.
+            // SAFETY: the buffer, which the copy owns, has as many bytes from there on, and nothing else uses the
+            // staging buffer until the event after this copy is waited for, or the stream, at the end of `carry`.
             unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
                 .w()?;
             *under_way = Some((stream.record_event(SLEEPING).w()?, piece));
@@ -231,7 +235,7 @@ impl CopyThread {
             }
             let bytes = &mut staging.bytes_mut()?[..piece.len()];
             bytes.copy_from_slice(&from[piece.clone()]);
-            // SAFETY: as in `down`.
+            // SAFETY: same as in `down`.
             unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }
                 .w()?;
             *under_way = Some(stream.record_event(SLEEPING).w()?);
@@ -240,7 +244,7 @@ impl CopyThread {
     }
 }
 
-/// Memory of the host from and to which a queue's stream copies.
+/// Host memory from and to which a queue's stream copies.
 enum StagingBuffer {
     Pinned(PinnedHostSlice<u8>),
     Ordinary(Vec<u8>),
@@ -251,7 +255,7 @@ impl StagingBuffer {
         if !pinned {
             return Ok(Self::Ordinary(vec![0; bytes]));
         }
-        // The driver's text for it is that for a GPU without memory.
+        // The driver's error text is the one for a GPU that is out of memory.
         let refused = |error: DriverError| {
             Error::Msg(format!(
                 "the system locks no {bytes} bytes of memory for copies between the GPU and the host (CUDA's error {}); free \
@@ -260,8 +264,8 @@ impl StagingBuffer {
                 error.0 as u32
             ))
         };
-        // SAFETY: bytes are valid whatever is in them, and each is written before it is read. Memory that the processor reads is
-        // not to be write-combined.
+        // SAFETY: bytes are valid whatever their values, and each is written before it is read. Memory that the
+        // processor reads must not be write-combined.
         Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.map_err(refused)?))
     }
 
@@ -310,7 +314,7 @@ mod tests {
             let lengths =
                 [0, 1, 1000, staging - 1, staging, staging + 1, 2 * staging, 2 * staging + 1, 5 * staging + 7];
             let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
-            // All of them are under way before the first is waited for.
+            // All of them are in progress before the first is waited for.
             let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
             let there: Vec<_> = moving.into_iter().map(|moving| moving.wait().unwrap()).collect();
             assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));
@@ -339,7 +343,7 @@ mod tests {
         let Ok(device) = CudaDevice::new(0) else { return };
         let refused = CopyQueue::new(&device, 1 << 60, true, TimelineLane::Gradients).err().unwrap().to_string();
         assert!(refused.contains("memory of the host") && refused.contains("pin_memory"), "{refused}");
-        // Else the GPU would be said to have no memory.
+        // Otherwise the error would claim that the GPU is out of memory.
         assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
     }
 

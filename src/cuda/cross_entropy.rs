@@ -9,20 +9,20 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("cross_entropy");
 
-/// Threads of a block that sums losses: part of the order of that sum.
+/// The threads of a block that sums losses. They are part of the order of that sum.
 const THREADS: u32 = 256;
-/// Classes that a thread takes, before a row gets more threads.
+/// The number of classes per thread above which a row gets more threads.
 const CLASSES_PER_THREAD: usize = 8;
 
 /// Rows of logits and their targets.
 pub(crate) struct LogitRows<'a> {
     pub classes: usize,
-    /// A class, or `u32::MAX` for a row that does not count.
+    /// The targets of all rows: a class, or `u32::MAX` for an ignored row.
     pub targets: &'a DeviceTargets,
-    /// The first row's number among the targets.
+    /// The number of the first row among the targets.
     pub first: usize,
     pub rows: usize,
-    /// Logits are bound to cap tanh(logit / cap).
+    /// The soft cap: logits are replaced by cap tanh(logit / cap).
     pub cap: Option<f32>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct LogitRows<'a> {
 pub(crate) struct DeviceTargets(CudaSlice<u32>, usize);
 
 impl DeviceTargets {
-    /// Copies targets, classes below `classes` or `u32::MAX`, to the device.
+    /// Copies targets, each a class below `classes` or `u32::MAX`, to the device.
     pub fn new(device: &CudaDevice, targets: &[u32], classes: usize) -> Result<Self> {
         if let Some(target) = targets.iter().find(|target| **target as usize >= classes && **target != u32::MAX) {
             bail!("cross_entropy: target {target} of {classes} classes")
@@ -41,7 +41,7 @@ impl DeviceTargets {
 }
 
 impl LogitRows<'_> {
-    /// The threads for rows of so many classes, and the rows' targets.
+    /// Returns a launch with a block for each row, whose threads depend on the number of classes.
     fn launch(&self) -> LaunchConfig {
         let threads = self.classes.div_ceil(CLASSES_PER_THREAD).next_multiple_of(32).clamp(32, 1024);
         LaunchConfig { grid_dim: (self.rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
@@ -64,7 +64,7 @@ fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<KernelFunctio
     KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
 }
 
-/// The rows' losses times `sign`, to `losses` from the first row on.
+/// Writes the rows' losses times `sign` to `losses`, from the first row on.
 pub(crate) fn losses(
     device: &CudaDevice,
     of: &LogitRows<'_>,
@@ -85,7 +85,7 @@ pub(crate) fn losses(
     unsafe { kernel(device, "losses", logits.dtype())?.run(of.launch(), arguments) }
 }
 
-/// What the gradients of rows are multiplied by: scales / divisor.
+/// The factor of the rows' gradients: scales / divisor.
 pub(crate) enum LossGradientScale<'a> {
     One,
     /// One number in memory for all rows.
@@ -94,7 +94,8 @@ pub(crate) enum LossGradientScale<'a> {
     Each(&'a DeviceFlatRef<'a>, f32),
 }
 
-/// The gradients of the losses with respect to the logits, to `d`; without `logits`, `d` holds these. The losses too.
+/// Writes the gradients of the losses with respect to the logits to `d`, and the losses. Without `logits`, `d` contains
+/// the logits.
 pub(crate) fn gradients(
     device: &CudaDevice,
     of: &LogitRows<'_>,
@@ -134,7 +135,7 @@ pub(crate) fn gradients(
     unsafe { kernel.run(launch, arguments) }
 }
 
-/// The sum of the losses / divisor: a number in memory.
+/// Computes the sum of the losses / divisor, as a number in memory.
 pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
     if losses.len() < count {
         bail!("cross_entropy: the sum of {count} losses of {}", losses.len())
@@ -147,7 +148,7 @@ pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, d
     })
 }
 
-/// values * scale / divisor, in `dtype`, rounded once; the scale is one number of f32 in memory.
+/// Computes values * scale / divisor in `dtype`, rounded once. The scale is one f32 number in memory.
 pub(crate) fn scaled_by(
     device: &CudaDevice,
     values: &DeviceFlatRef<'_>,

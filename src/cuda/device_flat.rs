@@ -1,4 +1,4 @@
-//! A flat buffer in a GPU's memory: [`Flat`] there.
+//! A flat buffer in a GPU's memory, the counterpart of [`Flat`].
 
 use super::array::room;
 use super::array_ops::{add_scaled, copy_scaled, scale};
@@ -11,7 +11,8 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut, SyncOn
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
 
-/// An owned flat buffer of f32, bf16 or f16 in a GPU's memory. Its first `len` elements count; the others are room.
+/// An owned flat buffer of f32, bf16 or f16 in a GPU's memory. Its first `len` elements are in use; the others are
+/// spare capacity.
 #[derive(Debug)]
 pub(crate) struct DeviceFlat {
     storage: CudaStorage,
@@ -19,37 +20,37 @@ pub(crate) struct DeviceFlat {
 }
 
 impl DeviceFlat {
-    /// An empty buffer with room for `capacity` elements.
+    /// Creates an empty buffer with room for `capacity` elements.
     ///
     /// # Errors
-    /// The device has no more memory; another dtype.
+    /// Returns an error if the device is out of memory or the dtype is another one.
     pub fn with_capacity(device: &CudaDevice, dtype: DType, capacity: usize) -> Result<Self> {
         Ok(Self { storage: room(device, dtype, capacity)?, len: 0 })
     }
 
-    /// `len` zeros.
+    /// Creates a buffer of `len` zeros.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
         Ok(Self { storage: super::zeros(device, dtype, len)?, len })
     }
 
-    /// A copy of what lies on the host.
+    /// Copies values from the host.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn of(device: &CudaDevice, values: FlatRef<'_>) -> Result<Self> {
         let mut flat = Self::with_capacity(device, values.dtype(), values.len())?;
         flat.extend_from_host(values)?;
         Ok(flat)
     }
 
-    /// `values` times `factor`, as `dtype` and with zeros behind them up to `padded` of them: the product is formed in f32 and
-    /// rounded once.
+    /// Creates a buffer of `values` times `factor` as `dtype`, padded with zeros to `padded` elements. The product is
+    /// computed in f32 and rounded once.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn scaled(
         device: &CudaDevice,
         dtype: DType,
@@ -64,27 +65,27 @@ impl DeviceFlat {
         Ok(flat)
     }
 
-    /// The memory of a tensor, with all its room.
+    /// Returns the memory as a tensor's storage, including spare capacity.
     pub fn into_storage(self) -> CudaStorage {
         self.storage
     }
 
-    /// Where it lies.
+    /// Returns the device of the memory.
     pub fn device(&self) -> &CudaDevice {
         &self.storage.device
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.storage.dtype()
     }
 
-    /// Bytes allocated, spare room included.
+    /// Returns the allocated bytes, including spare capacity.
     pub fn capacity_in_bytes(&self) -> usize {
         self.capacity() * self.dtype().size_in_bytes()
     }
@@ -98,7 +99,8 @@ impl DeviceFlat {
         }
     }
 
-    /// Whether it lies in the memory of this device of Candle's, and was allocated on its stream: where it is freed, too.
+    /// Returns whether the buffer is in the memory of this Candle device and was allocated on its stream, where it is
+    /// also freed.
     pub fn is_of(&self, device: &CudaDevice) -> bool {
         let stream = match &self.storage.slice {
             CudaStorageSlice::F32(v) => v.stream(),
@@ -109,11 +111,11 @@ impl DeviceFlat {
         self.storage.device.same_device(device) && *stream == device.cuda_stream()
     }
 
-    /// The address of all its room, for `stream` to read and to write: it waits for what cudarc knows to write there, and cudarc is
-    /// told of the use when the second value is dropped, where it keeps events at all.
+    /// Returns the address of the complete memory, for `stream` to read and to write. `stream` waits for the writes
+    /// that cudarc knows. cudarc learns of the use when the second value is dropped, if it keeps events at all.
     ///
     /// # Errors
-    /// None: a buffer holds f32, bf16 or f16.
+    /// Never fails, because a buffer has f32, bf16 or f16 elements.
     pub fn address_mut<'a>(&'a mut self, stream: &'a CudaStream) -> Result<(CUdeviceptr, SyncOnDrop<'a>)> {
         Ok(match &mut self.storage.slice {
             CudaStorageSlice::F32(v) => v.device_ptr_mut(stream),
@@ -123,10 +125,10 @@ impl DeviceFlat {
         })
     }
 
-    /// Becomes `len` elements, which whoever calls this has something write.
+    /// Sets the length to `len` elements, which the caller must have something write.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity), where there is too little room.
+    /// Same as for [`with_capacity`](Self::with_capacity), if there is too little room.
     pub fn resize(&mut self, len: usize) -> Result<()> {
         self.reserve_exact(len.saturating_sub(self.len))?;
         self.len = len;
@@ -136,15 +138,15 @@ impl DeviceFlat {
     /// Makes room for exactly `more` elements, if there is less.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity): both lie in memory for a moment.
+    /// Same as for [`with_capacity`](Self::with_capacity): both buffers exist for a moment.
     pub fn reserve_exact(&mut self, more: usize) -> Result<()> {
         if self.capacity() < self.len + more { self.move_into(self.len + more) } else { Ok(()) }
     }
 
-    /// Gives spare room back.
+    /// Releases spare capacity.
     ///
     /// # Errors
-    /// As [`reserve_exact`](Self::reserve_exact).
+    /// Same as for [`reserve_exact`](Self::reserve_exact).
     pub fn shrink_to_fit(&mut self) -> Result<()> {
         if self.capacity() > self.len.max(1) { self.move_into(self.len) } else { Ok(()) }
     }
@@ -156,7 +158,7 @@ impl DeviceFlat {
         Ok(())
     }
 
-    /// Keeps the first `len` elements.
+    /// Keeps only the first `len` elements.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -164,7 +166,7 @@ impl DeviceFlat {
     /// Appends `count` zeros.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_zeros(&mut self, count: usize) -> Result<()> {
         let range = self.grown_by(count)?;
         let device = self.device().clone();
@@ -174,7 +176,7 @@ impl DeviceFlat {
     /// Appends elements `range` of another buffer of this device, cast to this one's dtype.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
         self.extend(&from.part(range)?)
     }
@@ -182,32 +184,32 @@ impl DeviceFlat {
     /// Appends elements of this device, cast to this buffer's dtype.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend(&mut self, values: &DeviceFlatRef<'_>) -> Result<()> {
         let to = self.grown_by(values.len())?;
         self.copy_scaled(to, values, 1.0)
     }
 
-    /// Appends what lies on the host, cast to this buffer's dtype.
+    /// Appends values from the host, cast to this buffer's dtype.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity).
+    /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_from_host(&mut self, values: FlatRef<'_>) -> Result<()> {
         let to = self.grown_by(values.len())?;
         self.write(to, values)
     }
 
-    /// Makes `count` elements more, with whatever is in them.
+    /// Adds `count` elements with arbitrary contents.
     fn grown_by(&mut self, count: usize) -> Result<Range<usize>> {
         let start = self.len;
         self.resize(start + count)?;
         Ok(start..self.len)
     }
 
-    /// Elements `range`, for kernels to read.
+    /// Returns elements `range` for kernels to read.
     ///
     /// # Errors
-    /// There are fewer.
+    /// Returns an error if there are fewer elements.
     pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         match super::elements(&self.storage, range.clone()) {
             Some(elements) if range.end <= self.len => Ok(elements),
@@ -215,10 +217,10 @@ impl DeviceFlat {
         }
     }
 
-    /// Elements `range`, for kernels to write.
+    /// Returns elements `range` for kernels to write.
     ///
     /// # Errors
-    /// There are fewer.
+    /// Returns an error if there are fewer elements.
     pub fn part_mut(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         let len = self.len;
         match super::elements_mut(&mut self.storage, range.clone()) {
@@ -227,37 +229,37 @@ impl DeviceFlat {
         }
     }
 
-    /// Sets elements `range` to `values` times `factor`: the product is formed in f32 and rounded once.
+    /// Sets elements `range` to `values` times `factor`. The product is computed in f32 and rounded once.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn copy_scaled(&mut self, range: Range<usize>, values: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
         let device = self.device().clone();
         copy_scaled(&device, self.part_mut(range)?, values, factor)
     }
 
-    /// Adds `values` times `factor` to as many elements from `to` on: in f32, rounded once.
+    /// Adds `values` times `factor` to the same number of elements from `to` on, in f32 and rounded once.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn add_scaled(&mut self, to: usize, values: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
         let device = self.device().clone();
         add_scaled(&device, self.part_mut(to..to + values.len())?, values, factor)
     }
 
-    /// Multiplies all elements, in f32, rounded once.
+    /// Multiplies all elements by `factor` in f32, and rounds once.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn scale(&mut self, factor: f32) -> Result<()> {
         let (device, all) = (self.device().clone(), 0..self.len);
         scale(&device, self.part_mut(all)?, factor)
     }
 
-    /// Sets elements `range` to what lies on the host, cast to this buffer's dtype there.
+    /// Sets elements `range` to values from the host, which are cast to this buffer's dtype on the host.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         let device = self.device().clone();
         if values.dtype() == self.dtype() {
@@ -268,27 +270,27 @@ impl DeviceFlat {
         self.part_mut(range)?.write(&device, cast.as_ref())
     }
 
-    /// Becomes what lies on the host, of the same dtype.
+    /// Replaces all elements by values of the same dtype from the host.
     ///
     /// # Errors
-    /// As [`with_capacity`](Self::with_capacity), where there is too little room.
+    /// Same as for [`with_capacity`](Self::with_capacity), if there is too little room.
     pub fn replace(&mut self, values: FlatRef<'_>) -> Result<()> {
         self.len = 0;
         self.extend_from_host(values)
     }
 
-    /// Copies elements `range` to the host, to as many of the same dtype, and waits for them.
+    /// Copies elements `range` to the host, to the same number of elements of the same dtype, and waits for them.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn read(&self, range: Range<usize>, values: FlatMut<'_>) -> Result<()> {
         self.part(range)?.read(self.device(), values)
     }
 
-    /// Elements `range`, on the host.
+    /// Returns elements `range` on the host.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn to_host(&self, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::zeros(self.dtype(), range.len());
         self.read(range, values.as_mut())?;

@@ -8,11 +8,12 @@ use candle_core::{CudaDevice, CudaStorage, Result};
 
 const KERNELS: KernelModule = module!("dropout");
 
-/// Positions of a group of counters in src/kernels/dropout.rs, and counters of a group.
+/// The number of positions of a group of counters in src/kernels/dropout.rs.
 const GROUP: u64 = 64;
 const COUNTERS: u64 = 16;
 
-/// x / (1 - p) where an element is kept, 0 where the word of position `offset + i` says that it is dropped: the host's bits.
+/// Computes x / (1 - p) for kept elements, and 0 where the random word of position `offset + i` drops the element. The
+/// bits are those of the host.
 pub(crate) fn dropout(
     device: &CudaDevice,
     x: &DeviceFlatRef<'_>,

@@ -9,18 +9,18 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("embedding");
 
-/// Columns of a row that a block sums.
+/// The number of columns of a row that a block sums.
 const COLUMNS: usize = 128;
-/// The id of no row: its result is zeros.
+/// The id of no row, whose result is zeros.
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
-/// Words on a device.
+/// Copies words to a device.
 fn on_device(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
-    // Not every driver allocates nothing.
+    // Some drivers do not allocate zero bytes.
     if words.is_empty() { device.alloc_zeros(1) } else { device.clone_htod(words) }
 }
 
-/// The table's rows of these ids, of `width` elements, in `dtype`; zeros for [`NO_ROW`].
+/// Returns the table's rows with these ids, of `width` elements, in `dtype`, and zeros for [`NO_ROW`].
 pub(crate) fn look_up(
     device: &CudaDevice,
     ids: &[u32],
@@ -43,19 +43,19 @@ pub(crate) fn look_up(
     })
 }
 
-/// Which rows of a gradient belong to which row of the table.
+/// The rows of a gradient that belong to each row of the table.
 #[derive(Debug)]
 pub(crate) struct EmbeddingRowUses {
-    /// Rows that are used, and where their positions start among all.
+    /// The used rows of the table. `starts` are the starts of their positions.
     ids: Vec<u32>,
     starts: Vec<u32>,
     positions: Vec<u32>,
-    /// Rows of the gradient.
+    /// The number of rows of the gradient.
     count: usize,
 }
 
 impl EmbeddingRowUses {
-    /// The uses by `ids` but for those of `padding`: by id, then by position.
+    /// Collects the uses of `ids`, except those of `padding`, sorted by id and then by position.
     pub fn new(ids: &[u32], padding: Option<u32>) -> Self {
         let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
         order.sort_unstable();
@@ -70,8 +70,8 @@ impl EmbeddingRowUses {
     }
 }
 
-/// Adds to the table's gradient the rows of `dy`, of `width` elements, summed in f32 in the order of their positions and rounded
-/// once. Other rows are not touched.
+/// Adds the rows of `dy`, of `width` elements, to the table's gradient. They are summed in f32 in the order of their
+/// positions and rounded once. Other rows are not touched.
 pub(crate) fn add_rows(
     device: &CudaDevice,
     uses: &EmbeddingRowUses,
@@ -95,7 +95,7 @@ pub(crate) fn add_rows(
     };
     let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| on_device(device, words));
     let (ids, starts, positions) = (ids?, starts?, positions?);
-    // SAFETY: the kernel takes a block for each row that is used and each 128 columns, rows of dy that exist, and a gradient
-    // that reaches behind the last row.
+    // SAFETY: the kernel takes a block for each used row and each 128 columns, rows of dy that exist, and a gradient
+    // that extends beyond the last row.
     unsafe { function.run(launch, arguments![width, &ids, &starts, &positions, dy, grad]) }
 }

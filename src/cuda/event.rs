@@ -1,4 +1,4 @@
-//! When a GPU did something, on the host's clock: for a timeline, whose events then say how long the GPU took and not the host.
+//! The times of GPU events on the host's clock, so that a timeline shows how long the GPU took and not the host.
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
@@ -11,18 +11,19 @@ use std::time::{Duration, Instant};
 pub(crate) struct TimedEvent(CudaEvent);
 
 impl TimedEvent {
-    /// Behind what is on a stream.
+    /// Records an event after the work on a stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn behind(stream: &CudaStream) -> Result<Self> {
         stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w().map(Self)
     }
 
-    /// When the GPU was at these events. Waits for them and for what is on `stream`, which is of the same context.
+    /// Returns the times at which the GPU reached these events. Waits for them and for the work on `stream`, which must
+    /// be of the same context.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn when<const N: usize>(events: [&Self; N], stream: &CudaStream) -> Result<[Instant; N]> {
         let last = Self::behind(stream)?;
         last.0.synchronize().w()?;

@@ -24,7 +24,7 @@ pub(crate) enum DeviceFlatMut<'a> {
     F16(CudaViewMut<'a, f16>),
 }
 
-/// Runs one generic expression for whichever dtype it is.
+/// Evaluates one generic expression for the dtype.
 macro_rules! each {
     ($type:ident, $value:expr, $v:ident => $body:expr) => {
         match $value {
@@ -37,16 +37,16 @@ macro_rules! each {
 pub(crate) use each;
 
 impl DeviceFlatRef<'_> {
-    /// Where they are, for `stream` to read: it waits for what cudarc knows to write them. Other streams are told of what it does before
-    /// this call.
+    /// Returns the address of the elements for `stream` to read. `stream` waits for the writes that cudarc knows. Other
+    /// streams are notified only of reads before this call.
     pub fn address(&self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr(stream).0)
     }
 
-    /// Copies them to the host, to as many of the same dtype, and waits for them.
+    /// Copies the elements to the host, to the same number of elements of the same dtype, and waits for them.
     ///
     /// # Errors
-    /// Another dtype; the driver's.
+    /// Returns an error if the dtypes differ or the driver reports one.
     pub fn read(&self, device: &CudaDevice, values: FlatMut<'_>) -> Result<()> {
         assert_eq!(self.len(), values.len(), "as many values as elements");
         if values.is_empty() {
@@ -64,16 +64,16 @@ impl DeviceFlatRef<'_> {
 }
 
 impl DeviceFlatMut<'_> {
-    /// Where they are, for `stream` to read and to write: it waits for what cudarc knows to use them. Other streams are told of what
-    /// it does before this call.
+    /// Returns the address of the elements for `stream` to read and to write. `stream` waits for the uses that cudarc
+    /// knows. Other streams are notified only of uses before this call.
     pub fn address(&mut self, stream: &CudaStream) -> CUdeviceptr {
         each!(Self, self, v => v.device_ptr_mut(stream).0)
     }
 
-    /// Some of the elements.
+    /// Returns some of the elements.
     ///
     /// # Errors
-    /// There are fewer.
+    /// Returns an error if there are fewer elements.
     pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
             bail!("elements {range:?} of {}", self.len())
@@ -85,10 +85,10 @@ impl DeviceFlatMut<'_> {
         })
     }
 
-    /// Sets them to what lies on the host, in the same dtype.
+    /// Sets the elements to values of the same dtype from the host.
     ///
     /// # Errors
-    /// Another dtype; the driver's.
+    /// Returns an error if the dtypes differ or the driver reports one.
     pub fn write(self, device: &CudaDevice, values: FlatRef<'_>) -> Result<()> {
         assert_eq!(self.len(), values.len(), "as many values as elements");
         if values.is_empty() {
@@ -102,10 +102,10 @@ impl DeviceFlatMut<'_> {
         }
     }
 
-    /// Sets them to zero.
+    /// Sets the elements to zero.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn fill_zero(self, device: &CudaDevice) -> Result<()> {
         if self.len() == 0 {
             return Ok(());

@@ -1,11 +1,12 @@
 #![allow(clippy::unwrap_used)]
-//! What part of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, as does
+//! Measures which share of a GPU's bandwidth each kernel reaches. `scripts/gpu_check.sh` runs it, and this command does
+//! too:
 //!
-//!     cargo test --release --features cuda --lib cuda::bandwidth -- --ignored --nocapture
+//!     cargo test --release --features cuda --lib cuda::kernel_bandwidth -- --ignored --nocapture
 //!
-//! A kernel's bandwidth is the bytes that it must at least move over the time that the GPU takes, the mean of many launches. The
-//! yardstick is the driver's own copy inside of the GPU's memory, in the same run. Attention, which computes more than it moves, is
-//! shown beside cuBLAS's product and not judged.
+//! A kernel's bandwidth is the minimum number of bytes that it must move divided by its time on the GPU, averaged over
+//! many launches. The reference is the driver's own copy within the GPU's memory, in the same run. Attention, which is
+//! limited by arithmetic, is shown next to a product of cuBLAS and has no minimum.
 
 use super::cross_entropy::{self, DeviceTargets, LogitRows, LossGradientScale};
 use super::embedding::{self, EmbeddingRowUses};
@@ -19,14 +20,15 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
 
-/// The part of the copy's bandwidth that is expected of what goes through arrays element by element.
+/// The minimum share of the copy's bandwidth for kernels that process arrays element by element.
 const STREAMING: f64 = 0.6;
-/// And of what sums rows or columns, looks them up, or draws random numbers.
+/// The minimum share for kernels that sum rows or columns, look them up, or generate random numbers.
 const SUMMING: f64 = 0.4;
 
-/// Elements of the largest arrays: far beyond any cache. With `CANDLE_ZERO_TEST_ELEMENTS` fewer, and then nothing is judged.
+/// The number of elements of the largest arrays, far beyond any cache. `CANDLE_ZERO_TEST_ELEMENTS` sets a smaller
+/// number, and then no minimum is checked.
 const ELEMENTS: usize = 1 << 26;
-/// Elements of a row.
+/// The number of elements of a row.
 const WIDTH: usize = 2048;
 const CLASSES: usize = 1 << 15;
 
@@ -34,18 +36,18 @@ struct KernelBench {
     device: CudaDevice,
     elements: usize,
     is_judged: bool,
-    /// Bytes a second of the yardstick.
+    /// The reference in bytes per second.
     copy: f64,
     slow: Vec<String>,
 }
 
 impl KernelBench {
-    /// Seconds of one `run` on the GPU.
+    /// Returns the seconds of one `run` on the GPU.
     fn seconds(&self, mut run: impl FnMut()) -> f64 {
         let (before, times) = if self.is_judged { (3, 20) } else { (1, 1) };
         let stream = self.device.cuda_stream();
         let event = || stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).unwrap();
-        // Without a wait between them: the memory that results have had is there for the next ones.
+        // Without a wait between the runs, the memory of earlier results is available for the next ones.
         (0..before).for_each(|_| run());
         let begin = event();
         (0..times).for_each(|_| run());
@@ -53,7 +55,7 @@ impl KernelBench {
         f64::from(begin.elapsed_ms(&end).unwrap()) / 1e3 / f64::from(times)
     }
 
-    /// A row of `run`, which moves so many bytes.
+    /// Measures `run`, which moves `bytes`, and prints a row.
     fn row(&mut self, name: &str, bytes: usize, floor: f64, run: impl FnMut()) {
         let bandwidth = bytes as f64 / self.seconds(run);
         let part = bandwidth / self.copy;
@@ -77,7 +79,7 @@ impl KernelBench {
         DeviceFlat::zeros(&self.device, dtype, len).unwrap()
     }
 
-    /// Arrays of 16 bits and of all elements.
+    /// Returns 16-bit arrays with the full number of elements.
     fn halves<const N: usize>(&self) -> [DeviceFlat; N] {
         std::array::from_fn(|_| self.zeros(DType::BF16, self.elements))
     }
@@ -108,7 +110,7 @@ fn flat(bench: &mut KernelBench) {
     }
 }
 
-/// Steps of arrays that have all elements together, with gradients and copies in bf16.
+/// Measures optimizer steps of arrays that have all elements in total, with gradients and copies in bf16.
 fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, states: usize, arrays: usize) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let mut wide: Vec<_> = (0..=states).map(|_| bench.zeros(DType::F32, n)).collect();
@@ -119,7 +121,8 @@ fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, stat
         for range in (0..arrays).map(|i| i * len..(i + 1) * len) {
             let mut parts: Vec<_> = wide.iter_mut().map(|flat| flat.part_mut(range.clone()).unwrap()).collect();
             let (param, copy) = (parts.remove(0), copy.part_mut(range.clone()).unwrap());
-            // SAFETY: the steps run below, while the buffers are there; each has elements of its own, used on Candle's stream.
+            // SAFETY: the steps run below, while the buffers exist; each has separate elements, used on Candle's
+            // stream.
             unsafe { steps.add(rule, param, &grad.part(range).unwrap(), parts, Some(copy)).unwrap() }
         }
         steps.run().unwrap();
@@ -203,10 +206,10 @@ fn tables(bench: &mut KernelBench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [table, dy, mut grad] = bench.halves();
     let (table, dy) = (&all(&table), &all(&dy));
-    // So wide that ids, which come from the host, are few.
+    // So wide that there are few ids, which come from the host.
     let width = n.min(8192);
     let rows = n / width;
-    // Each row once, in another order; there are a power of two of them.
+    // Each row once, in a permuted order. The number of rows is a power of two.
     let ids: Vec<u32> = (0..rows).map(|i| (i * 77 % rows) as u32).collect();
     bench.row("embedding, forward", 4 * n, SUMMING, || {
         drop(embedding::look_up(&device, &ids, table, width, DType::BF16).unwrap());
@@ -228,7 +231,7 @@ fn tables(bench: &mut KernelBench) {
     });
 }
 
-/// Attention of 16 bits, each query seeing what is before it.
+/// Measures 16-bit attention in which each query sees the positions up to its own.
 fn attentions(bench: &KernelBench) {
     let device = &bench.device;
     let (batch, time, heads) = if bench.is_judged { (8, 2048, 16) } else { (1, 64, 2) };
@@ -252,7 +255,8 @@ fn attentions(bench: &KernelBench) {
         let forward = || attention::forward(device, (&h, &rule), qkv).unwrap();
         let (out, lse) = forward();
         let out = &elements(&out, 0..dout.len()).unwrap();
-        // Half of the pairs of positions, two products of which each takes two operations for an element; backward has five.
+        // Half of the pairs of positions, in two products, each with two operations for an element. Backward has five
+        // products.
         let operations = 0.5 * (batch * heads * time * time * head) as f64 * 2.0 * 2.0;
         show(format!("attention, heads of {head}, forward"), operations, bench.seconds(|| drop(forward())));
         let backward = || drop(attention::backward(device, (&h, &rule), qkv, (out, &lse, dout)).unwrap());

@@ -1,4 +1,4 @@
-//! Launches: what a kernel is given, and how many threads run it.
+//! Kernel launches: the arguments of a kernel, and the number of threads that run it.
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef, each};
 use super::kernel_module::KernelFunction;
@@ -12,18 +12,18 @@ pub(crate) enum KernelArgument<'a> {
     Read(&'a DeviceFlatRef<'a>),
     /// Elements to write.
     Write(DeviceFlatMut<'a>),
-    /// Numbers of the library's own, to read.
+    /// Numbers of this library for a kernel to read.
     Floats(&'a CudaSlice<f32>),
-    /// And to write.
+    /// Numbers of this library for a kernel to write.
     FloatsMut(&'a mut CudaSlice<f32>),
-    /// Sums.
+    /// Sums to write.
     DoublesMut(&'a mut CudaSlice<f64>),
     /// A table of pointers and sizes.
     Table(&'a CudaSlice<u64>),
     /// Ids and positions.
     Words(CudaView<'a, u32>),
     Word(u32),
-    /// A pointer that leads nowhere: what is optional and not there.
+    /// A null pointer for an optional argument that is missing.
     Nothing,
     Count(usize),
     Float(f32),
@@ -32,7 +32,7 @@ pub(crate) enum KernelArgument<'a> {
     Long(u64),
 }
 
-/// An argument of each type by [`From`].
+/// Implements [`From`] of an argument's type.
 macro_rules! argument {
     ($type:ty, $variant:ident) => {
         impl<'a> From<$type> for KernelArgument<'a> {
@@ -62,7 +62,7 @@ impl<'a> From<&'a CudaSlice<u32>> for KernelArgument<'a> {
     }
 }
 
-/// A flag is an int.
+/// Converts a flag to an int.
 impl From<bool> for KernelArgument<'_> {
     fn from(value: bool) -> Self {
         Self::Int(i32::from(value))
@@ -75,7 +75,7 @@ impl<'a, T: Into<KernelArgument<'a>>> From<Option<T>> for KernelArgument<'a> {
     }
 }
 
-/// A list of arguments of whatever types [`KernelArgument`] is made of.
+/// Creates a list of arguments from any types that convert to [`KernelArgument`].
 macro_rules! arguments {
     ($($value:expr),* $(,)?) => { [$($crate::cuda::kernel_launch::KernelArgument::from($value)),*] };
 }
@@ -88,7 +88,7 @@ impl KernelFunction {
     /// The kernel takes arguments of these types in this order, and stays within them at this launch's threads.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub unsafe fn run<'a>(&self, threads: LaunchConfig, mut arguments: impl AsMut<[KernelArgument<'a>]>) -> Result<()> {
         let mut launch = self.builder();
         for argument in arguments.as_mut() {
@@ -114,13 +114,13 @@ impl KernelFunction {
     }
 }
 
-/// Threads of a warp.
+/// The threads of a warp.
 const WARP: usize = 32;
-/// The most threads that share a row.
+/// The maximum number of threads that share a row.
 const MOST_PER_ROW: usize = 256;
 
-/// A launch with a block for each of `rows` rows of `width` elements. Its threads depend on the width alone, and with them the
-/// order of a row's sums.
+/// Returns a launch with a block for each of `rows` rows of `width` elements. The number of threads depends only on the
+/// width, and so the order of a row's sums does too.
 pub(crate) fn by_row(rows: usize, width: usize) -> LaunchConfig {
     let threads = width.div_ceil(4).next_multiple_of(WARP).clamp(WARP, MOST_PER_ROW);
     LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }

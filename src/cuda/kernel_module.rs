@@ -1,4 +1,4 @@
-//! Kernels by their names, loaded into a device when they are first used.
+//! Kernels by name, loaded into a device at their first use.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
@@ -6,9 +6,9 @@ use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream, Launch
 use candle_core::{CudaDevice, DType, Result};
 use std::sync::Arc;
 
-/// Threads of a block where each takes elements of its own.
+/// The threads of a block in which each thread has separate elements.
 const THREADS: u32 = 256;
-/// The most blocks of such a launch: enough for every processor of a GPU to have several.
+/// The maximum number of blocks of such a launch, enough for several on every multiprocessor of a GPU.
 const MOST_BLOCKS: usize = 2048;
 
 /// The kernels of one file.
@@ -18,7 +18,7 @@ pub(crate) struct KernelModule {
     ptx: &'static str,
 }
 
-/// The kernels of `kernels/$name.cu`.
+/// Creates the module of the kernels in `kernels/$name.cu`.
 macro_rules! module {
     ($name:literal) => {
         $crate::cuda::KernelModule::new(
@@ -30,56 +30,56 @@ macro_rules! module {
 pub(crate) use module;
 
 impl KernelModule {
-    /// Kernels that a device knows by `name`.
+    /// Creates a module of kernels that a device knows by `name`.
     pub const fn new(name: &'static str, ptx: &'static str) -> Self {
         Self { name, ptx }
     }
 
-    /// One of them, on a device.
+    /// Returns one of the kernels on a device.
     ///
     /// # Errors
-    /// The driver refuses the PTX: the GPU is older than what it was made for.
+    /// Returns an error if the driver refuses the PTX, because the GPU is older than the PTX's target.
     pub fn function(self, device: &CudaDevice, kernel: &str) -> Result<KernelFunction> {
         let function = device.get_or_load_custom_func(kernel, self.name, self.ptx)?.into_cuda_function();
         Ok(KernelFunction { function, stream: device.cuda_stream() })
     }
 }
 
-/// A kernel on the stream of Candle's device, or another one.
+/// A kernel on the stream of Candle's device, or on another one.
 pub(crate) struct KernelFunction {
     function: CudaFunction,
     stream: Arc<CudaStream>,
 }
 
 impl KernelFunction {
-    /// The same, launched with so many bytes of shared memory, which may be more than the 48 KiB that a block has unasked.
+    /// Returns the kernel with `bytes` of shared memory per launch, which may exceed the default of 48 KiB per block.
     ///
     /// # Errors
-    /// The device has less.
+    /// Returns an error if the device has less.
     pub fn with_shared_memory(self, bytes: usize) -> Result<Self> {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(attribute, i32::try_from(bytes).map_err(candle_core::Error::wrap)?).w()?;
         Ok(self)
     }
 
-    /// The same on another stream of the device.
+    /// Returns the kernel on another stream of the device.
     pub fn on(self, stream: &Arc<CudaStream>) -> Self {
         Self { stream: stream.clone(), ..self }
     }
 
-    /// A launch, to which arguments are given.
+    /// Returns a launch builder, to which arguments are added.
     pub fn builder(&self) -> LaunchArgs<'_> {
         self.stream.launch_builder(&self.function)
     }
 }
 
-/// A launch in which threads take `count` elements in turns.
+/// Returns a launch whose threads process `count` elements in turns.
 pub(crate) fn over(count: usize) -> LaunchConfig {
     let blocks = count.div_ceil(THREADS as usize).clamp(1, MOST_BLOCKS);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// A format's name in those of kernels.
+/// Returns a format's suffix in the names of kernels.
 pub(crate) fn suffix(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "f32",

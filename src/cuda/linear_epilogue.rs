@@ -1,4 +1,4 @@
-//! What follows a product in a linear layer: `kernels/linear_epilogue.cu`.
+//! The epilogue of a linear layer's product: `kernels/linear_epilogue.cu`.
 
 use super::array::written;
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
@@ -9,8 +9,8 @@ use candle_core::{CudaDevice, CudaStorage, Result, bail};
 
 const KERNELS: KernelModule = module!("linear_epilogue");
 
-/// residual + f(product + bias) of products, rows of `width`. With a function they become what it is applied to, and the result
-/// has memory of its own; without one the result replaces them.
+/// Computes residual + f(product + bias) for products in rows of `width`. With a function, the products are replaced by
+/// the function's arguments, and the result is in separate memory. Without one, the result replaces the products.
 pub(crate) fn follow(
     device: &CudaDevice,
     products: DeviceFlatMut<'_>,
@@ -40,8 +40,8 @@ pub(crate) fn follow(
             return Ok(());
         }
         let arguments: [KernelArgument<'_>; 7] = arguments![count, width, products, bias, number, residual, y];
-        // SAFETY: the kernel takes a count and that many elements of three arrays, a bias of the width, and a function's number;
-        // without a function it does not touch the last array.
+        // SAFETY: the kernel takes a count and that many elements of three arrays, a bias of the width, and a
+        // function's number; without a function it does not access the last array.
         unsafe { kernel.run(over(count), arguments) }
     };
     match function {

@@ -1,23 +1,23 @@
-//! This library's own work on a GPU: flat buffers in its memory, and the kernels that compute with them.
+//! This library's code for GPUs: flat buffers in their memory, and the kernels that compute with them.
 //!
 //! ```text
-//!   kernels/*.cu --(build.rs, nvcc)--> PTX inside of the library --(kernel_module.rs, once a device)--> functions --(kernel_launch.rs)--> stream
+//!   kernels/*.cu --(build.rs, nvcc)--> PTX in the library --(kernel_module.rs, once per device)--> functions --(kernel_launch.rs)--> stream
 //! ```
 //!
-//! | file | what it is | kernels |
+//! | file | contents | kernels |
 //! | --- | --- | --- |
 //! | `kernel_module.rs`, `kernel_launch.rs` | kernels by name, their arguments and threads | |
-//! | `array.rs` | memory of tensors: room for results, elements to read and to write | `element_types.cuh`: f32, bf16, f16 |
+//! | `array.rs` | memory of tensors: allocation of results, elements to read and to write | `element_types.cuh`: f32, bf16, f16 |
 //! | `flat_view.rs` | views of elements | |
 //! | `device_flat.rs`, `array_ops.rs` | flat buffers; casts, sums and products | `array_ops.cu` |
-//! | `copy_queue.rs` | copies between GPU and host beside other work | |
-//! | `event.rs` | when the GPU did something | |
-//! | `memory_pool.rs` | memory that the driver keeps for what comes next | |
+//! | `copy_queue.rs` | concurrent copies between GPU and host | |
+//! | `event.rs` | times of GPU events | |
+//! | `memory_pool.rs` | memory that the driver keeps for later allocations | |
 //! | `square_sums.rs` | sums of squares of many arrays at once | `square_sums.cu` |
-//! | `optimizer.rs` | the steps of optimizers, of many arrays at once | `optimizer.cu` |
-//! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
+//! | `optimizer.rs` | optimizer steps of many arrays at once | `optimizer.cu` |
+//! | `activation.rs` | GELU, SiLU and their gated forms | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `row_reductions.cuh`, `column_sums.cuh` |
-//! | `linear_epilogue.rs` | what follows a product | `linear_epilogue.cu`, `activations.cuh` |
+//! | `linear_epilogue.rs` | the epilogue of a linear layer's product | `linear_epilogue.cu`, `activations.cuh` |
 //! | `attention.rs`, `attention/` | attention in tiles, forward and backward | `attention*.cu`, `attention*.cuh` |
 //! | `column_sums.rs` | sums over many rows | `column_sums.cu`, `column_sums.cuh` |
 //! | `rotary.rs` | rotary positions | `rotary.cu` |
@@ -27,13 +27,14 @@
 //! | `block_quantization.rs` | blocks of integers with a scale | `block_quantization.cu` |
 //! | `nccl.rs`, `nccl/` | collectives between GPUs | `nccl_sum.cu` |
 //!
-//! `kernel_bandwidth.rs` measures them. They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
+//! `kernel_bandwidth.rs` measures the kernels. This module works on slices; the layers that use it are in `nn::on_gpu`.
+//! The formulas are those of the host, in [`crate::kernels`].
 //!
-//! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
-//! operation of the model reads it. Collectives, and copies to and from the host beside the model's work, have streams of their own;
-//! `nccl.rs` and `copy_queue.rs` keep their order with Candle's.
-//! Numbers are computed in f32 and rounded once, as on the host: what works element by element gives the host's bits. A file of
-//! kernels that sums says in which order.
+//! All work runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the
+//! next operation of the model reads it. Collectives, and copies to and from the host that are concurrent with the
+//! model's work, have separate streams. `nccl.rs` and `copy_queue.rs` order these with Candle's stream. Numbers are
+//! computed in f32 and rounded once, as on the host: elementwise operations produce the host's bits. Each file with
+//! summing kernels documents the order of its sums.
 
 pub(crate) mod activation;
 mod array;

@@ -1,4 +1,4 @@
-//! Collectives between GPUs, one of each rank, by NVIDIA's NCCL, which is found when the program runs.
+//! Collectives between GPUs, one per rank, with NVIDIA's NCCL, which is loaded at run time.
 //!
 //! ```text
 //!   Candle's stream   ---- writes input ---+                                  +---- uses the result ---->
@@ -7,27 +7,31 @@
 //!                                    launch                              settle
 //! ```
 //!
-//! | file | what it is |
+//! | file | contents |
 //! | --- | --- |
 //! | `library.rs` | the library's functions |
 //! | `member.rs` | a rank's communicator: calls, waits on the host, failures |
-//! | `quantized.rs` | collectives whose elements travel as integers |
-//! | `pending.rs` | a collective under way and its buffers |
+//! | `quantized.rs` | collectives that transfer elements as integers |
+//! | `pending.rs` | a collective in progress and its buffers |
 //! | `error.rs` | errors |
 //!
-//! Collectives run on a stream of their own, beside the model's work. Buffers go into a launch and come out of its
-//! [`settle`](PendingNcclCollective::settle), where Candle's stream is told to wait for the collective; the host waits for nothing but, in a
-//! launch, for NCCL to take the call, which is longer where it connects two ranks for the first time.
+//! Collectives run on a separate stream, concurrently with the model's work. A launch takes a buffer, and
+//! [`settle`](PendingNcclCollective::settle) returns it after it has made Candle's stream wait for the collective. The
+//! host waits only in a launch, until NCCL has accepted the call. This takes longer when NCCL connects two ranks for
+//! the first time.
 //!
-//! NCCL's own sums have an order and roundings that depend on the number of ranks and on how they are connected. Exact sums are
-//! those of `comm`, bit for bit: NCCL moves the elements alone, and a kernel of this library adds them in rank order in f32 and
-//! rounds once. What comes from peers lies in memory meanwhile, in pieces of so many elements that it stays small.
+//! The order and the rounding of NCCL's own sums depend on the number of ranks and on their connections. Exact sums
+//! have the same bits as those of `comm`: NCCL only transfers the elements, and a kernel of this library adds them in
+//! rank order in f32 and rounds once. The elements of peers are stored temporarily, in pieces that keep this memory
+//! small.
 //!
-//! Elements that travel as integers (ZeRO++) are coded and decoded by kernels, and NCCL moves the bytes: these collectives, too, have the
-//! bits of those through the host, and no more memory than a room for pieces of codes.
+//! Elements that are transferred as integers (ZeRO++) are encoded and decoded by kernels, and NCCL transfers the bytes.
+//! These collectives also have the same bits as those through host memory, and need no memory except the room for
+//! pieces of codes.
 //!
-//! A peer that dies ends no collective of the others by itself: where ranks of one host share memory, NCCL does not even see it.
-//! So the host looks at what NCCL knows and at what the caller knows whenever it waits for a GPU, and ends the communicator.
+//! If a peer dies, the collectives of the other ranks do not end: if ranks of one host share memory, NCCL does not even
+//! notice. The host therefore checks NCCL's status and the caller's failure detection whenever it waits for a GPU, and
+//! aborts the communicator on a failure.
 
 mod error;
 mod library;
@@ -59,38 +63,45 @@ type Result<T> = std::result::Result<T, NcclError>;
 
 const KERNELS: KernelModule = module!("nccl_sum");
 
-/// An exchange of this size is over sooner than the second step that a longer all-reduce takes.
+/// The bytes up to which an exact all-reduce is a single exchange, which then takes less time than the second step of a
+/// longer all-reduce.
 const SHORT_BYTES: usize = 32 << 10;
-/// Peers' elements that lie in memory at a time: enough for one exchange to use a link well.
+/// The bytes of peers' elements that are in memory at a time, enough for one exchange to use a link well.
 const ROOM_BYTES: usize = 64 << 20;
 
-/// How sums over ranks are formed.
+/// The method by which sums over ranks are formed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum NcclSumMode {
-    /// In rank order in f32, rounded once: the bits of collectives through host memory, at any number of GPUs.
+    /// Sums in rank order in f32, rounded once: the same bits as collectives through host memory, for any number of
+    /// GPUs.
     #[default]
     Exact,
-    /// As NCCL does it: no more memory than the buffers, fewer bytes between hosts, and sums in the network where that can add.
+    /// NCCL's own sums. They need only the buffers, transfer fewer bytes between hosts, and can be computed in the
+    /// network if that supports it.
     Fast,
-    /// As exact ones, of this rank's elements and those of the others as integers; an all-reduce gathers the sums as they are.
+    /// Like exact sums, but with the elements of the other ranks as integers. This rank's elements are not quantized.
+    /// An all-reduce gathers the unquantized sums.
     Coded(IntFormat),
 }
 
-/// This rank among those whose GPUs work together.
+/// This rank in a group of ranks whose GPUs communicate.
 ///
-/// All ranks launch the same collectives in the same order, with the same element counts and dtypes. That is not checked:
-/// ranks that diverge wait for each other until the time is over.
+/// All ranks launch the same collectives in the same order, with the same element counts and dtypes. This is not
+/// checked: ranks that diverge wait for each other until the timeout.
 pub(crate) struct NcclComm(Arc<NcclMember>);
 
 impl NcclComm {
-    /// Joins the `size` ranks that have the same `id`, which one of them has from [`NcclLibrary::unique_id`], each with a device of
-    /// its own. Its stream is that of the thread that launches or settles, where Candle has it so.
+    /// Joins the `size` ranks that have the same `id`, which one of them gets from [`NcclLibrary::unique_id`]. Each
+    /// rank has a separate device. Its stream is that of the thread that launches or settles, if Candle is configured
+    /// this way.
     ///
-    /// Ranks that are threads of one process need `NCCL_P2P_DIRECT_DISABLE=1` in the environment: else NCCL reads and writes
-    /// their buffers from other GPUs, to which CUDA's pools of memory, where Candle's buffers lie, are not open.
+    /// Ranks that are threads of one process need `NCCL_P2P_DIRECT_DISABLE=1` in the environment. Otherwise NCCL
+    /// accesses their buffers from other GPUs, but CUDA's memory pools, which contain Candle's buffers, do not allow
+    /// that.
     ///
     /// # Errors
-    /// The library's; a peer does not come within the time of `watch`, which watches this and every later wait.
+    /// Returns an error if NCCL reports one, or if a peer does not join within the timeout of `watch`, which applies to
+    /// this and every later wait.
     pub fn join(
         library: &NcclLibrary,
         device: &CudaDevice,
@@ -120,27 +131,28 @@ impl NcclComm {
         Ok(Self(Arc::new(NcclMember::join(library, device, place, id, watch, limits)?)))
     }
 
-    /// This rank, from 0.
+    /// Returns this rank, counted from 0.
     pub fn rank(&self) -> usize {
         self.0.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.0.size
     }
 
-    /// Concatenates the `shard`s (n elements each) of all ranks in rank order, in the memory of `shard`: as they are, or what they
-    /// come to as integers.
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order, in the memory of `shard`. With `codes`,
+    /// the elements are quantized to integers and decoded again.
     ///
     /// # Errors
-    /// The communicator has failed, now or before; no memory.
+    /// Returns an error if the communicator has failed, now or before, or if there is not enough memory.
     pub fn all_gather(&self, codes: Option<IntFormat>, mut shard: DeviceFlat) -> Result<PendingNcclCollective> {
         let (count, dtype) = (shard.len(), shard.dtype());
         self.counted_on(shard.resize(count * self.size()))?;
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         self.launch("an all-gather", shard, count * self.size(), |launch, whole| {
-            // SAFETY: so many elements lie there for every rank, which are this launch's. This rank's go to their place first.
+            // SAFETY: the elements of every rank fit there, and belong to this launch. This rank's are first copied to
+            // their place.
             unsafe {
                 launch.copy(whole, whole + own, count * dtype.size_in_bytes())?;
                 match codes {
@@ -151,17 +163,18 @@ impl NcclComm {
         })
     }
 
-    /// Sums `input` (size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in the memory of `input`.
+    /// Sums `input` (size x n elements) over ranks. Rank r receives elements `r * n .. (r + 1) * n`, in the memory of
+    /// `input`.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather).
+    /// Same as for [`all_gather`](Self::all_gather).
     pub fn reduce_scatter(&self, sums: NcclSumMode, input: DeviceFlat) -> Result<PendingNcclCollective> {
         assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
         let (count, dtype) = (input.len() / self.size(), input.dtype());
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         let op = "a reduce-scatter";
         self.launch(op, input, count, |launch, input| {
-            // SAFETY: so many elements lie there for every rank, which are this launch's.
+            // SAFETY: the elements of every rank are there, and belong to this launch.
             unsafe {
                 match sums {
                     NcclSumMode::Fast => {
@@ -175,19 +188,19 @@ impl NcclComm {
         })
     }
 
-    /// Sums `values` over ranks, in their place.
+    /// Sums `values` over ranks in place.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather).
+    /// Same as for [`all_gather`](Self::all_gather).
     pub fn all_reduce(&self, sums: NcclSumMode, mut values: DeviceFlat) -> Result<PendingNcclCollective> {
         let (len, dtype, op) = (values.len(), values.dtype(), "an all-reduce");
         let chunk = len.div_ceil(self.size());
         if let NcclSumMode::Coded(_) = sums {
-            // Chunks as they are on the host, from whose starts blocks are counted.
+            // The chunks are those of the host, and blocks are counted from their starts.
             self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
         }
         self.launch(op, values, len, |launch, values| {
-            // SAFETY: so many elements lie there, which are this launch's.
+            // SAFETY: these elements are there, and belong to this launch.
             unsafe {
                 match sums {
                     NcclSumMode::Fast => launch.all_reduce(values, len, data_type(dtype)),
@@ -202,29 +215,30 @@ impl NcclComm {
         })
     }
 
-    /// Bytes of device memory for what comes from peers.
+    /// Returns the bytes of device memory for elements from peers.
     pub fn room_bytes(&self) -> usize {
         self.0.room_bytes()
     }
 
-    /// Whether collectives from now on know [when](PendingNcclCollective::times) they have run.
+    /// Sets whether later collectives record [the times](PendingNcclCollective::times) at which they ran.
     pub fn keep_times(&self, keep: bool) {
         self.0.keeps_times.store(keep, Ordering::Relaxed);
     }
 
-    /// Gives up: what is under way ends without a result, and the other ranks find out.
+    /// Gives up: collectives in progress end without a result, and the other ranks detect it.
     pub fn abort(&self) {
         self.0.fail(&NcclError::GaveUp { rank: self.rank() });
     }
 
-    /// What comes before a launch, without which the others, who count on this rank, find out.
+    /// Checks a result before a launch. On an error, the communicator fails, so that the other ranks, which wait for
+    /// this one, detect it.
     fn counted_on<T>(&self, result: candle_core::Result<T>) -> Result<T> {
         result.map_err(NcclError::from).inspect_err(|error| self.0.fail(error))
     }
 
-    /// Launches `work` on a buffer, of which `len` elements are the result. It is told the buffer's address; nothing where that has
-    /// no elements. Work on the wire stream may use all of it: it is this launch's, and [`PendingNcclCollective`] keeps it until Candle's stream
-    /// waits for it.
+    /// Launches `work` on a buffer whose first `len` elements are the result. `work` receives the buffer's address, and
+    /// is not called if the buffer has no elements. Work on the wire stream may use the complete buffer: it belongs to
+    /// this launch, and [`PendingNcclCollective`] keeps it until Candle's stream waits for the launch.
     fn launch(
         &self,
         op: &'static str,
@@ -235,12 +249,13 @@ impl NcclComm {
         let NcclMember { device, wire, .. } = &*self.0;
         assert!(buffer.is_of(device), "{op} of a buffer of another device");
         let empty = buffer.len() == 0;
-        // From here on it has the buffer: whatever of this fails, that is let go behind what is on the wire stream.
+        // The launch owns the buffer from here on. If a later step fails, the buffer is released after the work on the
+        // wire stream.
         let mut launched = PendingNcclCollective::new(self.0.clone(), op, buffer, len);
         let mut launch = self.0.begin_launch()?;
         let attempt = || {
             if !empty {
-                // Whatever is on Candle's stream has written what is given.
+                // Earlier work on Candle's stream has written the input.
                 wire.join(&device.cuda_stream()).w()?;
                 launched.begin()?;
                 let (address, _used) = launched.buffer().address_mut(wire)?;
@@ -253,10 +268,11 @@ impl NcclComm {
         Ok(launched)
     }
 
-    /// The sums of all, each formed by one rank and gathered, or each formed by every rank where that is sooner.
+    /// Sums all elements. Either each rank forms a part of the sums and these are gathered, or every rank forms all
+    /// sums if that is faster.
     ///
     /// # Safety
-    /// `len` elements lie at `values`, for this launch alone.
+    /// `len` elements are at `values`, used only by this launch.
     unsafe fn all_reduce_exactly(
         &self,
         launch: &mut NcclLaunch<'_>,
@@ -282,11 +298,12 @@ impl NcclComm {
         }
     }
 
-    /// Sums `count` elements of all ranks in rank order and writes them to `to`. Every rank gives rank r those from the element
-    /// `place(r)` of its `from`; `to` may be any of these places: what is summed at a time has been sent.
+    /// Sums `count` elements of all ranks in rank order and writes them to `to`. Every rank sends rank r the elements
+    /// from element `place(r)` of its `from` on. `to` may be any of these places, because elements that are summed have
+    /// already been sent.
     ///
     /// # Safety
-    /// There are as many elements at `to` and from each place on, for this launch alone.
+    /// There are as many elements at `to` and from each place on, used only by this launch.
     unsafe fn add_exactly(
         &self,
         (launch, op): (&mut NcclLaunch<'_>, &'static str),
@@ -295,13 +312,13 @@ impl NcclComm {
         (from, to): (CUdeviceptr, CUdeviceptr),
         place: impl Fn(usize) -> usize,
     ) -> Result<()> {
-        /// Elements that each peer's begin at a multiple of, as NCCL copies them the fastest.
+        /// The alignment of each peer's elements, with which NCCL copies them fastest.
         const ALIGNMENT: usize = 128;
         if count == 0 {
             return Ok(());
         }
         let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
-        // Before anything is launched: loading may wait for the device.
+        // Before anything is launched, because loading may wait for the device.
         let add = KERNELS.function(&self.0.device, &format!("sum_in_rank_order_{}", suffix(dtype)))?.on(&self.0.wire);
         let peers = size - 1;
         let most = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
@@ -310,9 +327,9 @@ impl NcclComm {
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for start in (0..count).step_by(most) {
             let len = most.min(count - start);
-            // SAFETY: as the caller promises; in the room there are `stride` elements, no fewer than `len`, for each peer. The
-            // wire stream sums a piece before it receives the next in its place, and where `to` is in `from`, it has sent what
-            // the sums are written over.
+            // SAFETY: as the caller promises; the room has `stride` elements, at least `len`, for each peer. The wire
+            // stream sums a piece before it receives the next in its place, and if `to` is in `from`, it has sent the
+            // elements that the sums overwrite.
             unsafe {
                 if peers > 0 {
                     launch.exchange(op, len, data_type(dtype), |peer| {
@@ -329,7 +346,8 @@ impl NcclComm {
 }
 
 /// # Safety
-/// There are `count` elements at the first two addresses, and for each peer so many, `stride` apart, at the third.
+/// There are `count` elements at the first two addresses, and the same number for each peer, `stride` apart, at the
+/// third.
 unsafe fn run_sum(
     add: &KernelFunction,
     count: usize,

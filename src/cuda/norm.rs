@@ -10,19 +10,19 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("norm");
 
-/// What forward learned of each row, for backward.
+/// The statistics of each row that forward computes for backward.
 #[derive(Debug)]
 pub(crate) struct NormStatistics {
     rows: usize,
     width: usize,
-    /// Subtracted from a row; of layer normalization.
+    /// The means that were subtracted from the rows, in layer normalization.
     means: Option<CudaSlice<f32>>,
-    /// Then it was multiplied by that.
+    /// The factors by which the rows were then multiplied.
     factors: CudaSlice<f32>,
 }
 
 impl NormStatistics {
-    /// Of rows as wide as a parameter.
+    /// Allocates the statistics of rows as wide as a parameter.
     fn new(device: &CudaDevice, x: &DeviceFlatRef<'_>, width: usize, centered: bool) -> Result<Self> {
         if width == 0 || !x.len().is_multiple_of(width) {
             bail!("norm: {} elements in rows of {width}", x.len())
@@ -43,7 +43,7 @@ impl NormStatistics {
     }
 }
 
-/// A parameter has the rows' width, and their format or f32.
+/// Checks that a parameter has the width of the rows, and their format or f32.
 fn check_parameter(x: &DeviceFlatRef<'_>, parameter: &DeviceFlatRef<'_>, width: usize) -> Result<()> {
     if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
         bail!("norm: a parameter of {} elements of {:?} for rows of {width}", parameter.len(), parameter.dtype())
@@ -55,7 +55,7 @@ fn is_f32(parameter: &DeviceFlatRef<'_>) -> bool {
     parameter.dtype() == DType::F32
 }
 
-/// (x - mean) / sqrt(variance + eps) * weight + bias of rows as wide as the weight.
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias for rows as wide as the weight.
 pub(crate) fn layer_norm(
     device: &CudaDevice,
     x: &DeviceFlatRef<'_>,
@@ -82,7 +82,7 @@ pub(crate) fn layer_norm(
     Ok((y, statistics))
 }
 
-/// x / sqrt(mean(x^2) + eps) * (weight + one) of rows as wide as the weight.
+/// Computes x / sqrt(mean(x^2) + eps) * (weight + one) for rows as wide as the weight.
 pub(crate) fn rms_norm(
     device: &CudaDevice,
     [x, weight]: [&DeviceFlatRef<'_>; 2],
@@ -106,7 +106,7 @@ pub(crate) fn rms_norm(
     Ok((y, statistics))
 }
 
-/// The input's gradient, written to `dx` or added to it.
+/// Computes the input's gradient and writes it to `dx` or adds it.
 pub(crate) fn input_gradient(
     device: &CudaDevice,
     statistics: &NormStatistics,
@@ -130,7 +130,7 @@ pub(crate) fn input_gradient(
     unsafe { function.run(by_row(*rows, *width), arguments) }
 }
 
-/// The gradients of the weight and of layer normalization's bias.
+/// Computes the gradients of the weight and of layer normalization's bias.
 pub(crate) fn parameter_gradients(
     device: &CudaDevice,
     statistics: &NormStatistics,
@@ -145,7 +145,8 @@ pub(crate) fn parameter_gradients(
         let function = KERNELS.function(device, &format!("norm_parameter_gradients_{}", suffix(x.dtype())))?;
         let (per_chunk, means) = (cut.per_chunk, means.as_ref());
         let arguments = arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut of_weight, of_bias.as_mut()];
-        // SAFETY: the kernel takes rows of this width, cut so, one or two numbers for each, and sums for each column and chunk.
+        // SAFETY: the kernel takes rows of this width, split this way, one or two numbers for each, and sums for each
+        // column and chunk.
         unsafe { function.run(cut.launch(), arguments)? };
     }
     let parts = |sums| PartialColumnSums { cut, sums };

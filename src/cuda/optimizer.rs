@@ -1,4 +1,4 @@
-//! The steps of optimizers: `kernels/optimizer.cu`.
+//! Optimizer steps: `kernels/optimizer.cu`.
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{KernelArgument, arguments};
@@ -8,17 +8,17 @@ use candle_core::{CudaDevice, DType, Result, bail};
 
 const KERNELS: KernelModule = module!("optimizer");
 
-/// Threads of a block.
+/// The threads of a block.
 const THREADS: u32 = 256;
-/// Elements that a block takes: a multiple of the four that a thread takes together.
+/// The elements that a block processes, a multiple of the four that a thread processes together.
 const CHUNK: usize = 4096;
-/// Steps of a launch: more than most models have parameters. Their table has 56 KiB; the driver may make the host wait for a copy
-/// of more than 64.
+/// The maximum number of steps of a launch, more than most models have parameters. The table of the steps has 56 KiB;
+/// for a copy of more than 64 KiB, the driver may make the host wait.
 const MOST_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
-/// It stands in a trait that is public, and has no public name: an optimizer of another crate has no kernel here.
+/// It is part of a public trait but has no public name, because an optimizer of another crate has no kernel here.
 #[derive(Debug, Clone, Copy)]
 pub enum ElementwiseUpdate {
     /// `grad_scale`, both betas, 1 - both, `l2`, `decay`, `step_size`, `root_scale`, `eps`.
@@ -34,7 +34,7 @@ pub enum ElementwiseUpdate {
 }
 
 impl ElementwiseUpdate {
-    /// The kernel's name without dtypes, and its number of states.
+    /// Returns the kernel's name without dtypes, and its number of states.
     fn kernel(&self) -> (&'static str, usize) {
         match self {
             Self::Adam(_) => ("adam", 2),
@@ -45,7 +45,7 @@ impl ElementwiseUpdate {
         }
     }
 
-    /// Whether it has the same kernel and constants of the same bits.
+    /// Returns whether both have the same kernel and constants with the same bits.
     fn is(&self, other: &Self) -> bool {
         let bits = |rule: &Self| rule.constants().iter().map(|constant| constant.to_bits()).collect::<Vec<_>>();
         self.kernel() == other.kernel() && bits(self) == bits(other)
@@ -61,8 +61,8 @@ impl ElementwiseUpdate {
     }
 }
 
-/// The steps of many arrays, each as `Optimizer::update` does it on the host, with the same bits: one launch for all of equal
-/// constants and dtypes, which reads and writes each array once. NaN is NaN, of whatever bits.
+/// The steps of many arrays, each computed as by `Optimizer::update` on the host, with the same bits. One launch covers
+/// all steps of equal constants and dtypes, and reads and writes each array once. The bits of a nan may differ.
 pub(crate) struct MultiTensorStep<'a> {
     device: &'a CudaDevice,
     launches: Vec<MultiTensorLaunch>,
@@ -73,26 +73,27 @@ struct MultiTensorLaunch {
     rule: ElementwiseUpdate,
     grad: DType,
     half: DType,
-    /// Of each step the addresses of its arrays, its elements, and the number of its first chunk, as the kernel has them.
+    /// The addresses of each step's arrays, its number of elements, and the number of its first chunk, in the kernel's
+    /// layout.
     table: Vec<[u64; 7]>,
     chunks: usize,
 }
 
 impl<'a> MultiTensorStep<'a> {
-    /// None yet.
+    /// Creates an empty collection.
     pub fn new(device: &'a CudaDevice) -> Self {
         Self { device, launches: Vec::new() }
     }
 
-    /// Adds a step of one array. `param` and `state`, which are f32, are updated in place; `half` is written. It is fastest where
-    /// all arrays begin with a multiple of four elements.
+    /// Adds a step of one array. `param` and `state`, which are f32, are updated in place, and `half` is written. It is
+    /// fastest if all arrays start at a multiple of four elements.
     ///
     /// # Safety
-    /// Up to [`run`](Self::run), the memory of these elements stays where it is, no other step writes them, and whatever else uses them
-    /// does so in the order of Candle's stream.
+    /// Until [`run`](Self::run) returns, the memory of these elements stays valid, no other step writes them, and any
+    /// other use of them is in the order of Candle's stream.
     ///
     /// # Errors
-    /// Arrays of another dtype, length or number.
+    /// Returns an error if arrays have the wrong dtype, length or number.
     pub unsafe fn add(
         &mut self,
         rule: &ElementwiseUpdate,
@@ -110,7 +111,7 @@ impl<'a> MultiTensorStep<'a> {
         if grad.len() != count {
             bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
         }
-        // Kernels are made for a half copy; it may be missing.
+        // Kernels expect the dtype of a half copy, but the copy may be missing.
         let half_dtype = half.as_ref().map_or(DType::BF16, DeviceFlatMut::dtype);
         if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
             bail!("{kernel}: the half copy is bf16 or f16 and has {count} elements")
@@ -130,7 +131,7 @@ impl<'a> MultiTensorStep<'a> {
         Ok(())
     }
 
-    /// The launch that a step belongs to.
+    /// Returns the launch that a step belongs to.
     fn launch(&mut self, rule: &ElementwiseUpdate, grad: DType, half: DType) -> &mut MultiTensorLaunch {
         let fits = |launch: &MultiTensorLaunch| {
             (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MOST_STEPS
@@ -142,10 +143,10 @@ impl<'a> MultiTensorStep<'a> {
         &mut self.launches[at]
     }
 
-    /// Launches them; the host waits for nothing.
+    /// Launches the steps. The host does not wait.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn run(self) -> Result<()> {
         for MultiTensorLaunch { rule, grad, half, table, chunks } in self.launches {
             let name = format!("{}_{}_{}", rule.kernel().0, suffix(grad), suffix(half));
@@ -158,10 +159,11 @@ impl<'a> MultiTensorStep<'a> {
             };
             let mut arguments = Vec::from(arguments![table.len(), &on_device, CHUNK]);
             arguments.extend(rule.constants().iter().copied().map(KernelArgument::Float));
-            // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a block for
-            // each chunk. `add` has seen to it that a step has a parameter of as many elements as it says, a gradient of the first
-            // dtype in the kernel's name, as many states as the rule has and null for the others, and a half copy of the second
-            // dtype or null; its caller, that their memory is there and this launch's alone.
+            // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a
+            // block for each chunk. `add` has checked that a step has a parameter with the stated number of elements, a
+            // gradient of the first dtype in the kernel's name, as many states as the rule has and null for the others,
+            // and a half copy of the second dtype or null; its caller guarantees that their memory exists and is used
+            // only by this launch.
             unsafe { function.run(threads, arguments)? };
         }
         Ok(())

@@ -10,7 +10,7 @@ use candle_core::{CudaDevice, CudaStorage, Result, bail};
 
 const KERNELS: KernelModule = module!("rotary");
 
-/// Cosines and sines of the angles of positions, `[positions, half]`.
+/// The cosines and sines of the angles of positions, `[positions, half]`.
 #[derive(Debug)]
 pub(crate) struct RotaryAngles {
     half: usize,
@@ -21,7 +21,7 @@ pub(crate) struct RotaryAngles {
 }
 
 impl RotaryAngles {
-    /// Copies angles of pairs of `half` to the device.
+    /// Copies the angles, with `half` pairs per position, to the device.
     pub fn new(device: &CudaDevice, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
         if half == 0 || cos.len() != sin.len() || cos.is_empty() || !cos.len().is_multiple_of(half) {
             bail!("rotary: {} cosines and {} sines of {half} pairs", cos.len(), sin.len())
@@ -30,7 +30,7 @@ impl RotaryAngles {
         Ok(Self { half, positions, cos, sin, device: device.id() })
     }
 
-    /// Whether they lie on a device and reach as far as `positions`.
+    /// Returns whether the angles are on this device and cover `positions`.
     pub fn are_on(&self, device: &CudaDevice, positions: usize) -> bool {
         self.device == device.id() && self.positions >= positions
     }
@@ -38,13 +38,13 @@ impl RotaryAngles {
 
 /// The positions of rows.
 pub(crate) enum RotaryPositions<'a> {
-    /// Row r is at `first + r % time`.
+    /// Row r is at position `first + r % time`.
     From { first: usize, time: usize },
-    /// That of each row; all are below the second.
+    /// A position for each row. All are below the second value.
     Of(&'a CudaSlice<u32>, usize),
 }
 
-/// The rows of `x`, of `width` elements, turned by their angles times `direction`.
+/// Rotates the rows of `x`, of `width` elements, by their angles times `direction`.
 pub(crate) fn rotate(
     device: &CudaDevice,
     angles: &RotaryAngles,
@@ -72,8 +72,8 @@ pub(crate) fn rotate(
         let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
         let RotaryAngles { cos, sin, .. } = angles;
         let arguments = arguments![pairs, half, width, time, first, of_rows, cos, sin, direction, x, y];
-        // SAFETY: the kernel takes pairs of rows of whole heads, at positions that the angles reach, and a result of as many
-        // elements.
+        // SAFETY: the kernel takes pairs of rows of full heads, at positions that the angles cover, and a result of as
+        // many elements.
         unsafe { function.run(over(pairs), arguments) }
     })
 }

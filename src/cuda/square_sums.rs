@@ -10,14 +10,14 @@ use candle_core::{CudaDevice, Result};
 
 const KERNELS: KernelModule = module!("square_sums");
 
-/// Chunks that a block sums: those of a warp.
+/// The chunks that a block sums, which are those of a warp.
 const CHUNKS_PER_BLOCK: usize = 2;
 
-/// The sum of each array's squares, with the bits of [`sum_of_squares`](crate::precision::sum_of_squares) on the host; not
-/// finite exactly when an element is not. One launch for all arrays; waits for the sums.
+/// Returns the sum of each array's squares, with the bits of [`sum_of_squares`](crate::precision::sum_of_squares) on
+/// the host. A sum is finite if and only if all elements are. Uses one launch for all arrays, and waits for the sums.
 ///
 /// # Errors
-/// The driver's.
+/// Returns an error if the driver reports one.
 pub(crate) fn sums_of_squares(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Result<Vec<f64>> {
     let chunks: usize = arrays.iter().map(chunks_of).sum();
     let mut sums = Vec::new();
@@ -38,14 +38,14 @@ fn chunks_of(array: &DeviceFlatRef<'_>) -> usize {
     array.len().div_ceil(SQUARES_CHUNK)
 }
 
-/// Launches the sums of all arrays' chunks, in order; there is at least one.
+/// Launches the sums of all arrays' chunks, in order. There must be at least one chunk.
 pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Result<CudaSlice<f64>> {
     let chunks: usize = arrays.iter().map(chunks_of).sum();
     let stream = device.cuda_stream();
     let (mut table, mut guards, mut first) = (Vec::new(), Vec::new(), 0);
-    // The kernel searches for a chunk's array: each array that it knows has some.
+    // The kernel searches for a chunk's array, so every array in its table has at least one chunk.
     for array in arrays.iter().filter(|array| array.len() > 0) {
-        // The guard tells other streams when the elements have been read: it is dropped after the launch.
+        // The guard notifies other streams when the elements have been read, so it is dropped after the launch.
         let (pointer, guard) = each!(DeviceFlatRef, array, v => v.device_ptr(&stream));
         let format: u64 = match array {
             DeviceFlatRef::F32(_) => 0,
@@ -66,8 +66,8 @@ pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceFlatRef<'_>]) -> Resul
     };
     let function = KERNELS.function(device, "sums_of_squares")?;
     let arguments = arguments![table.len(), &on_device, chunks, SQUARES_CHUNK, &mut sums];
-    // SAFETY: the kernel takes a count of arrays and their table, whose pointers lead to as many elements of a format as it
-    // says, a count of chunks, which is theirs, the elements of a chunk, and room for a sum of each.
+    // SAFETY: the kernel takes a count of arrays and their table, whose pointers lead to the stated number of elements
+    // of a format, the total count of their chunks, the elements of a chunk, and room for a sum of each.
     unsafe { function.run(launch, arguments)? };
     Ok(sums)
 }
@@ -83,12 +83,12 @@ mod tests {
 
     const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-    /// Values of both signs over many magnitudes.
+    /// Returns values of both signs over many magnitudes.
     fn values(len: usize) -> Vec<f32> {
         (0..len as u64).map(|i| ((i * 2741 + 877) % 2001) as f32 - 1000.0).map(|x| x * x * x / 1e6).collect()
     }
 
-    /// The sums of the elements of each buffer from `start` on, on the device.
+    /// Returns the sums of the elements of each buffer from `start` on, computed on the device.
     fn sums_from(device: &CudaDevice, start: usize, flats: &[Flat]) -> Vec<f64> {
         let on_device: Vec<_> = flats.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
         let part = |flat: &DeviceFlat| start.min(flat.len())..flat.len();

@@ -1,15 +1,16 @@
-//! Text of many files as one sequence of bytes: large files are mapped, small ones lie in memory one after the other.
+//! Concatenates the text of many files into one sequence of bytes. Large files are mapped; small ones are copied into
+//! memory one after the other.
 
 use memmap2::{Advice, Mmap};
 
-/// Bytes of a file that is mapped. Ranks of a machine share its pages, and the system takes them back when it needs
-/// them; but a process may have no more than some ten thousand maps.
+/// The size in bytes from which a file is mapped. The ranks of a machine share the pages of a mapped file, and the
+/// system can reclaim them when it needs memory. But a process may have only some ten thousand maps.
 pub(super) const MAP_FROM: u64 = 1 << 20;
 
 /// A sequence of bytes.
 #[derive(Debug, Default)]
 pub(super) struct ConcatenatedText {
-    /// Each with the place of its first byte.
+    /// The segments, each with the offset of its first byte.
     parts: Vec<(usize, TextSegment)>,
     len: usize,
 }
@@ -56,7 +57,7 @@ impl ConcatenatedText {
         self.parts.push((start, TextSegment::Mapped(map)));
     }
 
-    /// The parts that bytes `start .. start + count` lie in, and where there.
+    /// Returns the segments that contain bytes `start .. start + count`, with the range within each segment.
     fn places(&self, start: usize, count: usize) -> impl Iterator<Item = (&TextSegment, usize, usize)> {
         let end = start + count;
         assert!(end <= self.len, "bytes {start} .. {end} of {}", self.len);
@@ -65,16 +66,16 @@ impl ConcatenatedText {
         parts.map(move |(begin, part)| (part, start.saturating_sub(*begin), (end - begin).min(part.bytes().len())))
     }
 
-    /// Bytes `start .. start + count`.
+    /// Returns bytes `start .. start + count`, segment by segment.
     pub fn parts(&self, start: usize, count: usize) -> impl Iterator<Item = &[u8]> {
         self.places(start, count).map(|(part, from, to)| &part.bytes()[from..to])
     }
 
-    /// Tells the system that bytes `start .. start + count` will be wanted.
+    /// Tells the system that bytes `start .. start + count` will be needed soon.
     pub fn will_need(&self, start: usize, count: usize) {
         for (part, from, to) in self.places(start, count) {
             if let TextSegment::Mapped(map) = part {
-                // A hint.
+                // This is only a hint.
                 _ = map.advise_range(Advice::WillNeed, from, to - from);
             }
         }
@@ -96,7 +97,7 @@ mod tests {
             if number % 3 == 1 {
                 let mut file = tempfile::tempfile().unwrap();
                 file.write_all(&bytes).unwrap();
-                // SAFETY: nobody else has the file.
+                // SAFETY: no one else has access to the file.
                 text.append_map(unsafe { Mmap::map(&file) }.unwrap());
             } else {
                 text.append(&bytes);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// A single data file that is not text.
+    /// A single data file is not text.
     #[error(
         "{} is not UTF-8 text (byte {offset}); a file of little-endian 16-bit tokens must end in .bin or .u16",
         path.display()
@@ -14,10 +14,10 @@ pub enum DataError {
     NotText {
         /// The file.
         path: PathBuf,
-        /// Where the text ends.
+        /// The offset at which the text ends.
         offset: usize,
     },
-    /// A data folder without a text file.
+    /// A data folder contains no text file.
     #[error(
         "{} holds no text (files that are not UTF-8: {skipped}); hidden files and folders named target are not \
          read, and token files (.bin, .u16) are given by their own path",
@@ -26,10 +26,10 @@ pub enum DataError {
     NoText {
         /// The folder.
         path: PathBuf,
-        /// Files that are not text.
+        /// The number of files that are not text.
         skipped: usize,
     },
-    /// A file of 16-bit tokens with half a token at its end.
+    /// A file of 16-bit tokens ends in half a token.
     #[error(
         "{} has {bytes} bytes; 16-bit tokens need an even number: is it a token file, and complete?",
         path.display()
@@ -37,37 +37,37 @@ pub enum DataError {
     OddTokenFile {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// The size of the file in bytes.
         bytes: usize,
     },
-    /// Fewer tokens than one sample has.
+    /// The data has fewer tokens than one sample needs.
     #[error(
         "{data} has {tokens} tokens; a sample of context {ctx} needs {needed}: give more data or take a shorter context"
     )]
     TooShort {
-        /// Name of the data.
+        /// The name of the data.
         data: String,
-        /// Its tokens.
+        /// The number of tokens in the data.
         tokens: usize,
-        /// Input tokens of a sample.
+        /// The number of input tokens per sample.
         ctx: usize,
-        /// Tokens that the first sample needs.
+        /// The number of tokens that the first sample needs.
         needed: usize,
     },
-    /// A micro batch that no forward can take.
+    /// A micro batch is too large for any forward.
     #[error(
         "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; give a smaller \
          train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"
     )]
     BatchTooLarge {
-        /// Samples of a micro batch on one rank.
+        /// The number of samples in a micro batch on one rank.
         samples: usize,
-        /// Tokens of a sample.
+        /// The number of tokens per sample.
         ctx: usize,
-        /// The most tokens.
+        /// The maximum number of tokens.
         most: usize,
     },
-    /// A token that the model has no embedding for.
+    /// The model has no embedding for a token of the data.
     #[error(
         "token {token} at position {position} of {data} is out of the model's vocabulary of {vocab}; allowed is \
          0 to {}: use data of that vocabulary, or a model with a vocabulary of {} or more", vocab - 1, token + 1
@@ -75,11 +75,11 @@ pub enum DataError {
     TokenOutOfVocabulary {
         /// The token.
         token: u32,
-        /// Its index in the data.
+        /// The index of the token in the data.
         position: usize,
-        /// Size of the model's vocabulary.
+        /// The size of the model's vocabulary.
         vocab: usize,
-        /// Name of the data.
+        /// The name of the data.
         data: String,
     },
 }

@@ -1,10 +1,10 @@
-//! Batches of one rank, in the order of the steps.
+//! Serves the batches of one rank, in the order of the steps.
 //!
-//! A batch is made when it is asked for, on the thread that asks: 8 samples of 256 tokens that are in memory take 2
-//! microseconds, and to hand the work to another thread and take the result back cost 6. What can take long is a token
-//! file that is not in memory: then a batch waited for the disk, at worst 45 milliseconds. So the loader tells the
-//! system which tokens the next batch will want, and they are read while the step runs: at worst 0.2 milliseconds, for
-//! half a microsecond per sample. (Figures of a virtual machine with two AMD Zen 5 cores.)
+//! A batch is made on request, on the thread that requests it: 8 samples of 256 tokens that are in memory take 2
+//! microseconds, whereas handing the work to another thread and taking the result back took 6. The slow case is a token
+//! file that is not in memory: a batch then waited for the disk, at worst 45 milliseconds. So the loader tells the
+//! system which tokens the next batch will need, and they are read while the step runs: at worst 0.2 milliseconds, for
+//! half a microsecond per sample. (Measured on a virtual machine with two AMD Zen 5 cores.)
 
 use super::{SampleOrder, Sampler, TokenData};
 use crate::Result;
@@ -13,40 +13,40 @@ use crate::error::DataError;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
 
-/// The most tokens of one micro batch.
+/// The maximum number of tokens in one micro batch.
 const MOST_TOKENS: usize = 1 << 31;
 
 /// One micro batch of one rank.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
-    /// Tokens, u32 `[micro, ctx]`.
+    /// The input tokens, u32 `[micro, ctx]`.
     pub inputs: Tensor,
-    /// The token after each of them, u32 `[micro, ctx]`.
+    /// The token that follows each input token, u32 `[micro, ctx]`.
     pub targets: Tensor,
 }
 
-/// How samples are dealt to steps, accumulation and ranks.
+/// The distribution of samples over steps, accumulation and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchShape {
-    /// Samples per rank and forward.
+    /// The number of samples per rank and forward.
     pub micro: usize,
-    /// Micro batches per optimizer step.
+    /// The number of micro batches per optimizer step.
     pub accumulation: usize,
-    /// Number of ranks.
+    /// The number of ranks.
     pub world: usize,
     /// This rank.
     pub rank: usize,
 }
 
 impl BatchShape {
-    /// The configured batch, for one rank.
+    /// Returns the configured batch shape for one rank.
     pub fn new(batch: &BatchConfig, world: usize, rank: usize) -> Self {
         let (micro, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
         Self { micro, accumulation, world, rank }
     }
 
-    /// The number of this rank's sample `j` of a micro batch, counted over all ranks and steps:
-    /// step x global batch + accumulation index x (micro x world) + rank x micro + j.
+    /// Returns the global number of this rank's sample `j` of a micro batch, counted over all ranks and steps: step x
+    /// global batch + accumulation index x (micro x world) + rank x micro + j.
     pub fn global_sample(&self, step: u64, accumulation_index: usize, j: usize) -> u64 {
         let over_ranks = self.micro * self.world;
         let in_step = accumulation_index * over_ranks + self.rank * self.micro + j;
@@ -75,21 +75,22 @@ pub struct Loader {
     vocab: usize,
     device: Device,
     position: u64,
-    /// Number of the first sample at position 0.
+    /// The number of the first sample at position 0.
     first: u64,
 }
 
 impl Loader {
-    /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
+    /// Creates a loader of batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start of the
+    /// data.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] when `data` does not hold one sample; [`DataError::BatchTooLarge`];
-    /// [`DataError::TokenOutOfVocabulary`] for data of at most 64 Mi
-    /// tokens with one that the model does not know. In longer data it is found when it is used.
+    /// [`DataError::TooShort`] if `data` does not contain one full sample; [`DataError::BatchTooLarge`];
+    /// [`DataError::TokenOutOfVocabulary`] if data of at most 64 Mi tokens contains a token that the model does not
+    /// know. In longer data such a token is found when it is used.
     ///
     /// # Panics
     ///
-    /// If `ctx` or an entry of `shape` that counts is 0, or if the rank is not below the number of ranks.
+    /// If `ctx` or a count in `shape` is 0, or if the rank is not below the number of ranks.
     pub fn new(
         data: impl Into<Arc<TokenData>>,
         order: SampleOrder,
@@ -110,48 +111,48 @@ impl Loader {
         Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0, first: 0 })
     }
 
-    /// Micro batches delivered so far, since the start or since it was [resumed](Self::resume).
+    /// Returns the number of micro batches delivered so far, since the start or since the loader was
+    /// [resumed](Self::resume).
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Goes to a place that [`position`](Self::position) told, at no cost. The first micro batch of optimizer step
-    /// s (from 0) is at s x accumulation.
+    /// Moves to a position that [`position`](Self::position) returned, at no cost. The first micro batch of optimizer
+    /// step s (from 0) is at s x accumulation.
     pub fn set_position(&mut self, position: u64) {
         self.position = position;
     }
 
-    /// Goes on after `samples` samples of all ranks together, as [`LoadedCheckpoint::global_samples`] says: no sample twice, none
-    /// lost, whatever the number of ranks and the batch were.
+    /// Resumes after `samples` samples of all ranks together, as returned by [`LoadedCheckpoint::global_samples`]. No
+    /// sample is repeated or lost, even if the number of ranks and the batch size were different.
     ///
     /// [`LoadedCheckpoint::global_samples`]: crate::checkpoint::LoadedCheckpoint::global_samples
     pub fn resume(&mut self, samples: u64) {
         (self.first, self.position) = (samples, 0);
     }
 
-    /// The sampler behind the batches.
+    /// Returns the sampler that chooses the samples of the batches.
     pub fn sampler(&self) -> &Sampler {
         &self.sampler
     }
 
-    /// Where the samples of a micro batch start.
+    /// Returns the first token of each sample of a micro batch.
     fn starts(&self, step: u64, accumulation_index: usize) -> impl Iterator<Item = usize> + '_ {
         let sample = move |j| self.first + self.shape.global_sample(step, accumulation_index, j);
         (0..self.shape.micro).map(move |j| self.sampler.start(sample(j)) as usize)
     }
 
-    /// The optimizer step of the micro batch at `position`, and its number among the step's.
+    /// Returns the optimizer step of the micro batch at `position`, and its accumulation index within the step.
     fn place(&self, position: u64) -> (u64, usize) {
         let accumulation = self.shape.accumulation as u64;
         (position / accumulation, (position % accumulation) as usize)
     }
 
-    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0, counted from where it was
-    /// [resumed](Self::resume).
+    /// Returns this rank's micro batch `accumulation_index` of optimizer step `step`, both counted from 0 at the point
+    /// where the loader was [resumed](Self::resume).
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`]; Candle's error when the
-    /// device is out of memory.
+    /// [`DataError::TokenOutOfVocabulary`]; Candle's error if the device is out of memory.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<TokenBatch> {
         let (micro, ctx) = (self.shape.micro, self.ctx);
         let mut inputs = Vec::with_capacity(micro * ctx);
@@ -170,7 +171,7 @@ impl Loader {
 impl Iterator for Loader {
     type Item = Result<TokenBatch>;
 
-    /// The next micro batch; there is always one. An error does not move the position.
+    /// Returns the next micro batch; there is always one. An error does not move the position.
     fn next(&mut self) -> Option<Self::Item> {
         let (step, accumulation_index) = self.place(self.position);
         let batch = self.batch(step, accumulation_index);

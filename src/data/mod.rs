@@ -1,9 +1,9 @@
-//! Training data: tokens, which sample comes when, and batches of them.
+//! Training data: tokens, their order as samples, and batches of them.
 //!
-//! The way of a token: [`TokenData`] (a file, a folder of text, or the corpus embedded in this library) ->
-//! [`Sampler`] (where does sample i start?) -> [`Loader`] (tensors for one rank and one micro batch).
-//! Everything is index arithmetic: which tokens a step sees follows from its number alone, so a resumed run needs
-//! nothing but that number, and the global order of samples does not depend on the number of ranks.
+//! Tokens pass through three types: [`TokenData`] (a file, a folder of text, or the corpus embedded in this library) ->
+//! [`Sampler`] (where does sample i start?) -> [`Loader`] (tensors for one rank and one micro batch). Everything is
+//! index arithmetic: the tokens of a step follow from the step's number only. So a resumed run needs nothing but that
+//! number, and the global order of samples does not depend on the number of ranks.
 
 mod concatenated_text;
 pub(crate) mod error;

@@ -1,43 +1,43 @@
-//! Which sample comes when: integer arithmetic, no data.
+//! Determines the order of samples by integer arithmetic, without reading data.
 
 use super::TokenData;
 use crate::error::{DataError, Result};
 use crate::util::{mix, permute};
 
-/// Order of the samples.
+/// The order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleOrder {
     /// Global sample i starts at token (i x context) mod (tokens - context - 1).
     Sequential,
-    /// The data is cut into samples of one context each; every epoch visits each of them once, in an order that the
-    /// seed and the epoch's number make.
+    /// The data is cut into samples of one context each; every epoch visits each of them once, in an order determined
+    /// by the seed and the epoch number.
     Shuffled {
-        /// Seed of the order.
+        /// The seed of the order.
         seed: u64,
     },
 }
 
-/// Where the samples of a token sequence start.
+/// Maps sample numbers to their first tokens in a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
     order: SampleOrder,
     ctx: u64,
-    /// Sequential: the modulus. Shuffled: samples per epoch.
+    /// The modulus (sequential), or the number of samples per epoch (shuffled).
     period: u64,
 }
 
 impl Sampler {
-    /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
+    /// Creates a sampler of the samples in `data`. Each has `ctx` input tokens and as many targets, shifted by one.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] when it does not hold one.
+    /// [`DataError::TooShort`] if `data` does not contain one full sample.
     ///
     /// # Panics
     ///
     /// If `ctx` is 0.
     pub fn new(order: SampleOrder, data: &TokenData, ctx: usize) -> Result<Self> {
         assert!(ctx > 0, "a sample has at least one token");
-        // A sample is ctx inputs and one target more. The sequential rule's modulus must not be 0 either.
+        // A sample is ctx inputs and one more target. The modulus of the sequential order must not be 0 either.
         let needed = ctx + 1 + usize::from(order == SampleOrder::Sequential);
         if data.len() < needed {
             return Err(DataError::TooShort { data: data.name().into(), tokens: data.len(), ctx, needed }.into());
@@ -53,8 +53,8 @@ impl Sampler {
         Self { order, ctx, period }
     }
 
-    /// The first token of global sample `i`. Its inputs are the `ctx` tokens from there, its targets those from the
-    /// next one.
+    /// Returns the first token of global sample `i`. The inputs are the `ctx` tokens from there; the targets start at
+    /// the token after it.
     pub fn start(&self, i: u64) -> u64 {
         match self.order {
             SampleOrder::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,
@@ -65,21 +65,21 @@ impl Sampler {
         }
     }
 
-    /// Samples in an epoch: as many as fit without overlap (shuffled), or before the start repeats at the latest
-    /// (sequential).
+    /// Returns the number of samples in an epoch: as many as fit without overlap (shuffled), or as many as come before
+    /// the start repeats at the latest (sequential).
     pub fn epoch_len(&self) -> u64 {
         self.period
     }
 }
 
-/// Samples that each of `world` ranks gets of a data set of `samples`, as DeepSpeed's loader counts: the last ones are
-/// filled up by repetition.
+/// Returns the number of samples that each of `world` ranks gets from a data set of `samples`, as DeepSpeed's data
+/// loader counts them: the last ranks are padded with repeated samples.
 pub fn samples_per_rank(samples: usize, world: usize) -> usize {
     samples.div_ceil(world)
 }
 
-/// Micro batches per rank and epoch, as DeepSpeed's loader counts. `drop_last` leaves out an incomplete last one
-/// (`dataloader_drop_last`).
+/// Returns the number of micro batches per rank and epoch, as DeepSpeed's data loader counts them. `drop_last` drops an
+/// incomplete last one (`dataloader_drop_last`).
 pub fn batches_per_rank(samples: usize, world: usize, micro: usize, drop_last: bool) -> usize {
     let samples = samples_per_rank(samples, world);
     if drop_last { samples / micro } else { samples.div_ceil(micro) }
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn every_place_is_reached_about_equally_often() {
-        // 2000 seeds, 10 places: 200 each; five standard deviations are 67.
+        // 2000 seeds, 10 positions: 200 each; five standard deviations are 67.
         let mut counts = [0i32; 10];
         for seed in 0..2000 {
             counts[Sampler::of_len(SampleOrder::Shuffled { seed }, 11, 1).start(0) as usize] += 1;

@@ -1,4 +1,4 @@
-//! Where tokens come from: text as bytes, files of 16-bit tokens, or the embedded corpus.
+//! Token sources: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
 use super::concatenated_text::{ConcatenatedText, MAP_FROM};
 use crate::error::{DataError, Error, Result};
@@ -10,25 +10,27 @@ use std::hash::Hasher;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Vocabulary of byte-level text.
+/// The vocabulary size of byte-level text.
 const BYTES: usize = 256;
 
-/// Tokens that are compared with a vocabulary before the first is used: so many take some hundredths of a second.
+/// The maximum number of tokens that are compared with the vocabulary before the first one is used. Checking this many
+/// takes some hundredths of a second.
 const CHECKED_AT_ONCE: usize = 64 << 20;
 
-/// Tokens of a piece of which a fingerprint is made, and how many pieces there are of much data.
+/// The number of tokens in each piece that goes into the fingerprint, and the number of pieces if there is much data.
 const SAMPLES: usize = 4 << 10;
 const PIECES: usize = 256;
 
-/// The default data: sources and documents of this project as they were on one day. Frozen, so that the losses of a
-/// first training run, and the tables made from them, change with the code that trains and not with every edited line.
+/// The default data: sources and documents of this project as they were on one day. They are frozen so that the losses
+/// of a first training run, and the tables made from them, change only with the training code and not with every edited
+/// line.
 const CORPUS: &str = include_str!("corpus.txt");
 
 /// A sequence of tokens.
 #[derive(Debug)]
 pub struct TokenData {
     tokens: TokenStorage,
-    /// Its name in messages.
+    /// The name that messages use.
     name: String,
     files: usize,
     skipped_files: usize,
@@ -36,27 +38,27 @@ pub struct TokenData {
 
 #[derive(Debug)]
 enum TokenStorage {
-    /// Each byte is a token.
+    /// Text in which each byte is a token.
     Text(ConcatenatedText),
-    /// A mapped file of little-endian u16.
+    /// A mapped file of little-endian u16 tokens.
     U16(Mmap),
 }
 
 impl TokenData {
     /// Opens `path`:
     ///
-    /// - a file ending in `.bin` or `.u16`: little-endian 16-bit tokens, mapped, not read. It must not be shortened
-    ///   while it is in use.
-    /// - any other file: UTF-8 text, each byte a token. One of 1 MiB or more is mapped, so that the ranks of a machine
-    ///   share its memory, and must not be shortened while it is in use either.
-    /// - a folder: all UTF-8 text files below it in the order of their paths, each ending in a newline. Hidden
-    ///   entries, folders named `target` and links to folders are left out; other files that are not UTF-8 are
-    ///   skipped and counted.
+    /// - a file ending in `.bin` or `.u16`: little-endian 16-bit tokens, mapped, not read. The file must not be
+    ///   shortened while it is in use.
+    /// - any other file: UTF-8 text, each byte a token. A file of 1 MiB or more is mapped, so that the ranks of a
+    ///   machine share its memory, and must not be shortened while it is in use either.
+    /// - a folder: all UTF-8 text files below it, in the order of their paths, each ending in a newline. Hidden
+    ///   entries, folders named `target` and links to folders are left out; other files that are not UTF-8 are skipped
+    ///   and counted.
     /// - `None`: the sources and documents of this library.
     ///
     /// # Errors
     /// [`Error::Io`]; [`DataError::NotText`] for a single file that is not UTF-8; [`DataError::NoText`] for a folder
-    /// without text; [`DataError::OddTokenFile`] for half a token.
+    /// without text; [`DataError::OddTokenFile`] for a file that ends in half a token.
     pub fn open(path: Option<&Path>) -> Result<Self> {
         let Some(path) = path else { return Ok(Self::embedded()) };
         let name = path.display().to_string();
@@ -78,7 +80,7 @@ impl TokenData {
         Ok(Self { tokens, name, files: 1, skipped_files: 0 })
     }
 
-    /// The corpus inside this library: 2 MB of Rust and Markdown, the same in every version.
+    /// Returns the corpus embedded in this library: 2 MB of Rust and Markdown, the same in every version.
     pub fn embedded() -> Self {
         let tokens = TokenStorage::Text(ConcatenatedText::of_static(CORPUS));
         Self { tokens, name: "the embedded corpus".into(), files: 1, skipped_files: 0 }
@@ -108,7 +110,7 @@ impl TokenData {
         Ok(Self { tokens: TokenStorage::Text(text), name, files, skipped_files })
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         match &self.tokens {
             TokenStorage::Text(text) => text.len(),
@@ -116,38 +118,38 @@ impl TokenData {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether each token is a byte of text.
+    /// Returns whether each token is a byte of text.
     pub fn is_byte_level(&self) -> bool {
         matches!(self.tokens, TokenStorage::Text(_))
     }
 
-    /// The name of this data in messages: its path, or that it is embedded.
+    /// Returns the name of this data in messages: its path, or a note that it is embedded.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Files that the tokens come from.
+    /// Returns the number of files that the tokens come from.
     pub fn files(&self) -> usize {
         self.files
     }
 
-    /// Files of a folder that were left out because they are not UTF-8 text.
+    /// Returns the number of files of a folder that were skipped because they are not UTF-8 text.
     pub fn skipped_files(&self) -> usize {
         self.skipped_files
     }
 
-    /// A number that changes with the number of tokens and with the content: of at most 1 Mi tokens with that of all, of more
-    /// with that of samples all over it, so that long files are not read.
+    /// Returns a number that changes with the number of tokens and with their content. It covers all of at most 1 Mi
+    /// tokens, and evenly spread samples of more, so that long files are not read.
     pub fn fingerprint(&self) -> u64 {
         let (len, piece) = (self.len(), SAMPLES.min(self.len()));
         let mut hash = twox_hash::XxHash3_64::with_seed(len as u64);
         let mut tokens = Vec::with_capacity(piece);
-        // All of it, or pieces at even distances from the first token to the last.
+        // All tokens, or pieces at even distances from the first token to the last.
         let pieces = if len <= PIECES * SAMPLES { len.div_ceil(piece.max(1)) } else { PIECES };
         for i in 0..pieces {
             let start = if pieces < PIECES { i * piece } else { (len - piece) * i / (PIECES - 1) };
@@ -172,8 +174,8 @@ impl TokenData {
         }
     }
 
-    /// Tells the system that tokens `start .. start + count` will be wanted, so that those of a file that are not in
-    /// memory are read while this goes on.
+    /// Tells the system that tokens `start .. start + count` will be needed soon, so that those of a file that are not
+    /// in memory are read in the background.
     ///
     /// # Panics
     ///
@@ -181,14 +183,14 @@ impl TokenData {
     pub(super) fn will_need(&self, start: usize, count: usize) {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
         match &self.tokens {
-            // A hint: without it the tokens are read when they are touched.
+            // This is only a hint: without it the tokens are read when they are first touched.
             TokenStorage::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
             TokenStorage::Text(text) => text.will_need(start, count),
         }
     }
 
-    /// The smallest vocabulary that holds every token: 256 for text, else the largest token + 1. Reads a token file
-    /// once from end to end.
+    /// Returns the smallest vocabulary that contains every token: 256 for text, otherwise the largest token + 1. Reads
+    /// a complete token file once.
     pub fn vocab_needed(&self) -> usize {
         match &self.tokens {
             TokenStorage::Text(_) => BYTES,
@@ -198,10 +200,10 @@ impl TokenData {
         }
     }
 
-    /// Checks that all tokens are below `vocab`, where that takes no time worth mentioning.
+    /// Checks that all tokens are below `vocab`, if the check takes negligible time.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
     pub(super) fn check_all(&self, vocab: usize) -> Result<()> {
         const PIECE: usize = 1 << 16;
         if self.is_byte_level() && vocab >= BYTES || self.len() > CHECKED_AT_ONCE {
@@ -219,9 +221,9 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`] with the first that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first token that is not.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
-        // The largest is found in vectors; only an error is worth a search for the first.
+        // Finding the maximum is vectorized; only an error is worth a search for the first bad token.
         let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));
         if (largest as usize) < vocab {
             return Ok(());
@@ -243,7 +245,7 @@ fn token(bytes: &[u8]) -> u32 {
     u32::from(u16::from_le_bytes([bytes[0], bytes[1]]))
 }
 
-/// The bytes of a file of text.
+/// The bytes of a text file.
 enum FileBytes {
     Read(Vec<u8>),
     Mapped(Mmap),
@@ -267,7 +269,7 @@ impl AsRef<[u8]> for FileBytes {
     }
 }
 
-/// Reads a file of text, or maps it where it is large.
+/// Reads a text file, or maps it if it is large.
 fn open(path: &Path) -> Result<FileBytes> {
     let wrong = |source| io("read", path, source);
     let mut file = files::open(path).map_err(wrong)?;

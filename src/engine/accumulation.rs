@@ -1,21 +1,22 @@
-//! Gradient accumulation: how far it is, micro steps without reduction, and what is changed between two accumulations.
+//! Gradient accumulation: its progress, micro steps without reduction, and settings that change between accumulations.
 
 use super::{AccumulatedLoss, Engine, MicroStepPhase};
 use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 
 impl<M> Engine<M> {
-    /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`): inside of `run` each rank adds its own
-    /// up, whole, in the dtype of `data_types.grad_accum_dtype`. The first backward outside reduces their sum together
-    /// with its own gradients; where none comes, the step that updates the weights does. That saves a reduction for
-    /// each micro step inside, and costs memory for a whole gradient, which [`memory_report`](Self::memory_report)
-    /// counts. All ranks call it for the same micro steps.
+    /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`). Inside `run` each rank accumulates its
+    /// own full gradients, in the dtype of `data_types.grad_accum_dtype`. The first backward outside reduces their sum
+    /// together with its own gradients; if there is none, the step that updates the weights reduces it. This saves one
+    /// reduction per micro step inside, and costs memory for a full gradient, which
+    /// [`memory_report`](Self::memory_report) counts. All ranks must call it for the same micro steps.
     ///
-    /// Inside, [`step`](Self::step) is refused, as in DeepSpeed: it is called after `no_sync`, or left out. Without it
+    /// As in DeepSpeed, [`step`](Self::step) is refused inside: call it after `no_sync`, or omit it. If it is omitted,
     /// the backwards of several micro steps count as one: each is divided by `gradient_accumulation_steps`, and the
     /// reported loss is their sum.
     ///
-    /// The sum has other last bits than without `no_sync`: ranks are added up last instead of micro steps.
+    /// The sum differs in its last bits from that without `no_sync`, because it is accumulated over micro steps first
+    /// and over ranks last.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -41,8 +42,8 @@ impl<M> Engine<M> {
     /// ```
     ///
     /// # Errors
-    /// [`EngineError::NoSyncStage`] at stages 2 and 3; [`EngineError::NoSyncInside`] inside of `no_sync`; what `run`
-    /// returns.
+    /// [`EngineError::NoSyncStage`] at stages 2 and 3; [`EngineError::NoSyncInside`] inside `no_sync`; the error of
+    /// `run`.
     pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.not_stopped()?;
         let stage = self.config.zero.stage;
@@ -63,15 +64,16 @@ impl<M> Engine<M> {
         self.core.hold_unreduced(on);
     }
 
-    /// Drops the gradients of the accumulation under way, and its losses; also those that
-    /// [`no_sync`](Self::no_sync) holds. All ranks call it at the same place.
+    /// Drops the gradients and losses of the current accumulation, including those held by [`no_sync`](Self::no_sync).
+    /// All ranks must call it at the same point.
     ///
-    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come. After a backward
-    /// without a step the micro step is as if it had not begun, and forward comes next; a loss whose backward has not
-    /// run may still be used. [`step`](Self::step) drops gradients by itself after an update.
+    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come. If called
+    /// between backward and step, the micro step counts as not begun, and forward comes next; a loss whose backward has
+    /// not run may still be used. [`step`](Self::step) drops the gradients after an update, so this call is not needed
+    /// there.
     ///
     /// # Errors
-    /// A file of offloaded gradients that cannot be written; [`EngineError::Stopped`].
+    /// A file of offloaded gradients cannot be written; [`EngineError::Stopped`].
     pub fn zero_grad(&mut self) -> Result<()> {
         self.attempt(|engine| engine.core.zero_grad())?;
         self.losses = AccumulatedLoss::default();
@@ -82,12 +84,12 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Changes the samples per optimizer step of all ranks together, from the next accumulation on, as DeepSpeed does
-    /// it: `gradient_accumulation_steps` becomes `train_batch_size / (micro batch x ranks)`. Collective.
+    /// Changes the number of samples per optimizer step over all ranks, from the next accumulation on. As in DeepSpeed,
+    /// `gradient_accumulation_steps` becomes `train_batch_size / (micro batch x ranks)`. Collective.
     ///
     /// # Errors
-    /// [`EngineError::BatchSize`] if that is no whole number above 0; [`EngineError::MidAccumulation`] in the middle of
-    /// an accumulation; [`EngineError::ArgumentsDiffer`] between ranks. Then nothing has changed.
+    /// [`EngineError::BatchSize`] if that is not an integer above 0; [`EngineError::MidAccumulation`] in the middle of
+    /// an accumulation; [`EngineError::ArgumentsDiffer`] between ranks. In all these cases nothing has changed.
     pub fn set_train_batch_size(&mut self, train_batch_size: usize) -> Result<()> {
         self.same_on_all_ranks("set_train_batch_size", &[train_batch_size as f64])?;
         self.between_steps("set_train_batch_size")?;
@@ -101,12 +103,12 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Changes the samples per rank and forward, from the next accumulation on, as DeepSpeed does it:
-    /// `train_batch_size` follows, `gradient_accumulation_steps` stays. The caller makes batches of the new size.
+    /// Changes the number of samples per rank and forward, from the next accumulation on. As in DeepSpeed,
+    /// `train_batch_size` follows and `gradient_accumulation_steps` stays. The caller makes batches of the new size.
     /// Collective.
     ///
     /// # Errors
-    /// As [`set_train_batch_size`](Self::set_train_batch_size).
+    /// The same as [`set_train_batch_size`](Self::set_train_batch_size).
     pub fn set_train_micro_batch_size(&mut self, micro_batch: usize) -> Result<()> {
         self.same_on_all_ranks("set_train_micro_batch_size", &[micro_batch as f64])?;
         self.between_steps("set_train_micro_batch_size")?;
@@ -120,23 +122,24 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Sets the learning rate of all parameter groups. As in DeepSpeed and PyTorch a schedule overwrites it after the
-    /// next update; without one it holds until the next call. A checkpoint has it: a run that goes on from it, on any
-    /// number of ranks, goes on with this rate and not with that of its configuration, unless it is set again after the
-    /// load. Collective.
+    /// Sets the learning rate of all param groups. As in DeepSpeed and PyTorch, a schedule overwrites it after the
+    /// next update; without a schedule it holds until the next call. Checkpoints store it: a run that resumes from one,
+    /// on any number of ranks, uses this rate instead of the one in its configuration, unless the rate is set again
+    /// after the load. Collective.
     ///
     /// # Errors
-    /// [`EngineError::LearningRate`] for one that is negative or not finite; [`EngineError::ArgumentsDiffer`] between
-    /// ranks. Then nothing has changed.
+    /// [`EngineError::LearningRate`] if it is negative or not finite; [`EngineError::ArgumentsDiffer`] between ranks.
+    /// In both cases nothing has changed.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         let groups = self.get_lr().len();
         self.set_lr_of("set_lr", &vec![lr; groups])
     }
 
-    /// The same with a rate for each parameter group, in the order of [`get_lr`](Self::get_lr).
+    /// Sets the learning rate of each param group, in the order of [`get_lr`](Self::get_lr); otherwise the same as
+    /// [`set_lr`](Self::set_lr).
     ///
     /// # Errors
-    /// As [`set_lr`](Self::set_lr); [`EngineError::LearningRates`] for another number of them.
+    /// The same as [`set_lr`](Self::set_lr); [`EngineError::LearningRates`] for a wrong number of rates.
     pub fn set_lr_of_groups(&mut self, lr: &[f64]) -> Result<()> {
         self.set_lr_of("set_lr_of_groups", lr)
     }
@@ -154,10 +157,10 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Collective: an error on all ranks unless all have given a call the same numbers.
+    /// Collective: returns an error on all ranks unless all have passed the same numbers to `call`.
     pub(super) fn same_on_all_ranks(&mut self, call: &'static str, values: &[f64]) -> Result<()> {
         let bits: Vec<u8> = values.iter().flat_map(|value| value.to_bits().to_le_bytes()).collect();
-        // As many numbers on every rank, however many values a caller gives.
+        // Every rank sends two numbers, however many values its caller gave.
         let own = [values.len() as f64, f64::from(crate::util::fnv1a(&bits) as u32)];
         let all = self.attempt(|engine| engine.gather_f64(&own))?;
         match all.iter().position(|theirs| theirs[..] != own) {
@@ -166,12 +169,12 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Whether there are gradients that no step has ended the micro step of, also where a forward has come since.
+    /// Returns whether there are gradients of a micro step that no step has ended, even if a forward has come since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
         self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
     }
 
-    /// An error in the middle of an accumulation, whose gradients are no part of a checkpoint.
+    /// Returns an error in the middle of an accumulation, whose gradients checkpoints do not contain.
     pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         let of = self.config.batch.gradient_accumulation_steps as u64;

@@ -1,4 +1,4 @@
-//! An engine's options.
+//! The options of an engine.
 
 use super::Engine;
 use super::config_comparison::SharedContent;
@@ -18,7 +18,7 @@ use candle_nn::VarBuilder;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Options of an engine besides its configuration.
+/// Options of an engine that are not part of its configuration.
 #[derive(Default)]
 pub struct EngineBuilder {
     communicator: Option<Arc<dyn Communicator>>,
@@ -45,50 +45,51 @@ pub struct EngineBuilder {
 }
 
 impl Engine<()> {
-    /// An engine with options.
+    /// Returns a builder for an engine with options.
     pub fn builder() -> EngineBuilder {
         EngineBuilder::default()
     }
 }
 
 impl EngineBuilder {
-    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun; on one host torchrun's
-    /// variables, whoever has set them).
+    /// Sets the job to take part in. Default: the one that the environment describes (zerorun, mpirun, srun; on one
+    /// host also torchrun's variables, whatever has set them).
     ///
-    /// A process may have several engines, at the same time or one after the other: a GAN, a teacher beside a student.
-    /// Those of a job share its communicator, by default or given to each of them, so all ranks make and call them in
-    /// the same order, and from one thread. An error that stops one of them stops the others, and
-    /// [`Engine::comm_report`] counts what all of them did.
+    /// A process may have several engines, at the same time or one after the other: a GAN, or a teacher and a student.
+    /// Engines of one job share its communicator, by default or because each of them was given it, so all ranks must
+    /// build and call them in the same order, and from one thread. An error that stops one engine stops the others, and
+    /// [`Engine::comm_report`] counts the collectives of all of them.
     #[must_use]
     pub fn communicator(mut self, communicator: Arc<dyn Communicator>) -> Self {
         self.communicator = Some(communicator);
         self
     }
 
-    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number, and more
-    /// ranks than GPUs share them.
+    /// Sets the device that the model computes on. Default: the CPU; with feature `cuda`, the GPU whose index is the
+    /// local rank. If there are more ranks than GPUs, ranks share GPUs.
     #[must_use]
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
     }
 
-    /// Seed of the initial weights. Default: the configuration's `seed`, 42 without one.
+    /// Sets the seed of the initial weights. Default: the configuration's `seed`, or 42 without one.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
     }
 
-    /// Safetensors files with exactly the model's parameters, instead of random ones: a file, an index of several
-    /// (`model.safetensors.index.json`), or a folder of Hugging Face with either. Each rank reads the parts that it keeps.
+    /// Reads the initial weights from safetensors files that contain exactly the model's parameters, instead of
+    /// initializing them randomly. `path` is a file, an index of several (`model.safetensors.index.json`), or a Hugging
+    /// Face folder with either. Each rank reads only the parts that it keeps.
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
         self
     }
 
-    /// The parameters that `values` has begin with these, the others at random. Takes precedence over
+    /// Initializes the parameters that `values` contains with these, and the others randomly. Takes precedence over
     /// [`EngineBuilder::init_from`].
     #[must_use]
     pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
@@ -96,25 +97,25 @@ impl EngineBuilder {
         self
     }
 
-    /// Weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
-    /// `bf16_optimizer_states`) are rounded up or down by chance after a step, so that small changes are not lost. The
-    /// chances follow from the seed, the parameter's name, the element and the step: they are the same at all stages and
-    /// numbers of ranks. A checkpoint has the seed, so a run that goes on from it has the same chances whatever its own
-    /// seed is. Must be the same on all ranks. Default false: to nearest.
+    /// Rounds weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
+    /// `bf16_optimizer_states`) stochastically after each step, so that small changes are not lost. The random numbers
+    /// are derived from the seed, the parameter's name, the element and the step: they are the same at all stages and
+    /// numbers of ranks. A checkpoint stores the seed, so a run that resumes from it draws the same numbers regardless
+    /// of its own seed. Must be the same on all ranks. Default: false, which rounds to nearest.
     #[must_use]
     pub fn stochastic_rounding(mut self, stochastic_rounding: bool) -> Self {
         self.stochastic_rounding = stochastic_rounding;
         self
     }
 
-    /// How files of offloaded state are accessed. Default: what is fastest for their size.
+    /// Sets how files of offloaded state are accessed. Default: the fastest access for their size.
     #[must_use]
     pub fn disk_access(mut self, access: DiskAccess) -> Self {
         self.disk_access = Some(access);
         self
     }
 
-    /// A learning-rate schedule of your own, the same on all ranks. It takes precedence over the configuration's
+    /// Sets a custom learning-rate schedule, the same on all ranks. It takes precedence over the configuration's
     /// `scheduler`.
     #[must_use]
     pub fn schedule(mut self, schedule: impl LrSchedule + 'static) -> Self {
@@ -122,15 +123,15 @@ impl EngineBuilder {
         self
     }
 
-    /// The values of `"auto"` in the configuration.
+    /// Sets the values that replace `"auto"` in the configuration.
     #[must_use]
     pub fn run_values(mut self, values: RunValues) -> Self {
         self.run_values = values;
         self
     }
 
-    /// A monitor besides those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
-    /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is
+    /// Adds a monitor to those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
+    /// [`Prometheus`](crate::monitor::Prometheus), or a custom one. `open` is called only on rank 0, when the engine is
     /// built.
     #[must_use]
     pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + Send + 'static) -> Self {
@@ -138,36 +139,36 @@ impl EngineBuilder {
         self
     }
 
-    /// An optimizer of your own, the same on all ranks. It takes precedence over the configuration's
-    /// `optimizer`. At stage 1 to 3 the configuration has to allow it: `zero_allow_untested_optimizer`, as in
-    /// DeepSpeed.
+    /// Sets a custom optimizer, the same on all ranks. It takes precedence over the configuration's `optimizer`. At
+    /// stages 1 to 3 the configuration must allow it with `zero_allow_untested_optimizer`, as in DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
         self.optimizer = Some(Arc::new(optimizer));
         self
     }
 
-    /// Parameters with a learning rate, a weight decay or betas of their own, the same on all ranks. The first group
-    /// that selects a parameter has it; what none selects forms a last group.
+    /// Sets param groups with their own learning rate, weight decay or betas, the same on all ranks. A parameter
+    /// belongs to the first group that selects it; parameters that no group selects form a last group.
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
         self.parameter_groups = groups;
         self
     }
 
-    /// Tensors that the model changes itself, or that are not trained: `rule` says by name and shape which tensors of
-    /// the `VarBuilder` are buffers. Besides them are buffers: all tensors of integers, and those whose last part of the
-    /// name is `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
+    /// Selects buffers, by name and shape, among the tensors of the `VarBuilder`: tensors that the model changes itself
+    /// or that are not trained. The following are always buffers: all integer tensors, and tensors whose name ends with
+    /// the component `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
     ///
-    /// A buffer is whole on every rank and stays a variable of the dtype that was asked for (running statistics in a
-    /// 16-bit model are f32). It has no gradient and is no parameter, and is saved, loaded and exported with them.
+    /// Every rank keeps a full copy of a buffer, as a variable of the dtype that was asked for (running statistics in a
+    /// 16-bit model are f32). A buffer has no gradient and is not a parameter; it is saved, loaded and exported with
+    /// the parameters.
     #[must_use]
     pub fn buffers(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + 'static) -> Self {
         self.buffer_rule = Some(Box::new(rule));
         self
     }
 
-    /// The rule by which ranks have the same buffers. Default: [`BufferSync::FromRankZero`], as in PyTorch's
+    /// Sets the rule that keeps buffers equal on all ranks. Default: [`BufferSync::FromRankZero`], as in PyTorch's
     /// `DistributedDataParallel`.
     #[must_use]
     pub fn buffer_sync(mut self, sync: BufferSync) -> Self {
@@ -175,35 +176,36 @@ impl EngineBuilder {
         self
     }
 
-    /// A parameter that no backward reaches has a gradient of zeros in place of an error; rank 0 names those of the
-    /// first step once. Ranks may miss different parameters in one step. The same as
+    /// Treats the missing gradient of a parameter that no backward reaches as zero instead of an error; rank 0 reports
+    /// the parameters that the first step missed, once. Ranks may miss different parameters in one step. The same as
     /// `zero_optimization.ignore_unused_parameters: true`.
     ///
-    /// What will not come is known only when backward is over. So gradients are held until then, at every stage, as
-    /// stage 1 always does: a rank's memory then has its whole gradient once per micro step.
+    /// Missing gradients are known only when backward has finished. Therefore gradients are held until then at every
+    /// stage, as stage 1 always does: a rank then has its full gradient in memory once per micro step.
     #[must_use]
     pub fn ignore_unused_parameters(mut self) -> Self {
         self.ignore_unused_parameters = true;
         self
     }
 
-    /// Whether the gradient of the first step is compared with how the loss changes when the weights are moved a little up and
-    /// down, which costs two forwards once. A graph that is cut in part, a backward that is wrong and a term of second order that
-    /// is dropped end the step with [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any
-    /// weight changes. Default: `gradient_check` of the configuration, true without it.
+    /// Sets whether the gradient of the first step is compared with the change of the loss when the weights are moved
+    /// slightly up and down, which costs two extra forwards once. If the graph is cut in part, a backward is wrong or a
+    /// second-order term is dropped, the step fails with
+    /// [`EngineError::WrongGradient`](crate::error::EngineError::WrongGradient) before any weight changes. Default: the
+    /// configuration's `gradient_check`, or true without it.
     #[must_use]
     pub fn gradient_check(mut self, gradient_check: bool) -> Self {
         self.gradient_check = Some(gradient_check);
         self
     }
 
-    /// Trains only the parameters of which `rule` says so, by name and shape, and freezes all others; the same on all
-    /// ranks. Frozen parameters are sharded, gathered and offloaded as all others, and have no gradient, master weights
-    /// or optimizer states. [`Engine::set_trainable`] changes it between steps. Default: all are trained, but for those
-    /// of [frozen groups](ParameterGroup::frozen).
+    /// Trains only the parameters for which `rule`, given name and shape, returns true, and freezes all others; the
+    /// same on all ranks. Frozen parameters are sharded, gathered and offloaded like all others, and have no gradient,
+    /// master weights or optimizer states. [`Engine::set_trainable`] changes the selection between steps. Default: all
+    /// parameters are trained except those of [frozen groups](ParameterGroup::frozen).
     ///
-    /// A unit whose parameters are all frozen keeps no graph where its input has none. Outside of units, operations of
-    /// Candle's own still compute gradients of frozen parameters, which are dropped; those of
+    /// A unit whose parameters are all frozen keeps no graph if its input has none. Outside of units, Candle's own
+    /// operations still compute gradients of frozen parameters, which are dropped; those of
     /// [`candle_zero::nn`](crate::nn) do not.
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
@@ -211,19 +213,20 @@ impl EngineBuilder {
         self
     }
 
-    /// Marks units as leaves, as [`Unit::leaf`](crate::zero::Unit::leaf) does: by their names, or by endings of names
-    /// after a `*`, as in `*.moe`. A unit's name is the prefix of the `VarBuilder` that it was built from. What names no
-    /// unit is an error.
+    /// Marks units as leaves, as [`Unit::leaf`](crate::zero::Unit::leaf) does: by their names, or by name endings after
+    /// a `*`, such as `*.moe`. A unit's name is the prefix of the `VarBuilder` that it was built from. A name that
+    /// matches no unit is an error.
     #[must_use]
     pub fn leaf_units<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
         self.leaf_units.extend(names.into_iter().map(Into::into));
         self
     }
 
-    /// Quantizes the frozen parameters of which `rule` says so, by name and shape; the same on all ranks. At stage 3 a
-    /// rank's share is packed in memory and in files, packed bytes are gathered, and a unit's parameters are unpacked
-    /// while the unit needs them. Below stage 3, where parameters stay whole, the model computes with the same values,
-    /// and memory is that of the model's precision. Takes precedence over `zero_quantized_nontrainable_weights`.
+    /// Quantizes the frozen parameters for which `rule`, given name and shape, returns a format; the same on all ranks.
+    /// At stage 3 a rank's share is packed in memory and in files, packed bytes are gathered, and a unit's parameters
+    /// are unpacked while the unit needs them. Below stage 3, where every rank keeps full parameters, the model
+    /// computes with the same values but uses the memory of its own precision. Takes precedence over
+    /// `zero_quantized_nontrainable_weights`.
     ///
     /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
     #[must_use]
@@ -236,18 +239,19 @@ impl EngineBuilder {
         self
     }
 
-    /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the
-    /// last engine of the process that records into it is dropped. Ranks that are processes write a file each, `file`
-    /// with the rank's number in its name; `zerorun --timeline` makes one of all, and takes precedence. Default: the
-    /// file that the environment variable `CANDLE_ZERO_TIMELINE` names, nothing without it.
+    /// Records a timeline of this rank as a trace for Perfetto (ui.perfetto.dev) in `file`, which is written when the
+    /// last engine of the process that records into it is dropped. Ranks that are processes write one file each, with
+    /// the rank's number added to the name of `file`. `zerorun --timeline` writes one file for all ranks, and takes
+    /// precedence. Default: the file that the environment variable `CANDLE_ZERO_TIMELINE` names; nothing without it.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         self.timeline = Some(file.into());
         self
     }
 
-    /// All ranks must have the same of this, by a number of its content ([`TokenData::fingerprint`], say): data, a tokenizer.
-    /// Where one has another, every rank's error names both. May be called several times, in the same order on all ranks.
+    /// Requires all ranks to have the same content of `what` (data or a tokenizer, for example), given as a hash such
+    /// as [`TokenData::fingerprint`]. If two ranks differ, every rank's error names both. May be called several times,
+    /// in the same order on all ranks.
     ///
     /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
     #[must_use]
@@ -259,8 +263,8 @@ impl EngineBuilder {
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
-    /// A configuration, environment or weight file that cannot be used; a model that differs between ranks; what
-    /// `build` returns.
+    /// A configuration, environment or weight file that cannot be used; a model that differs between ranks; the error
+    /// of `build`.
     pub fn initialize<M>(
         self,
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
@@ -302,12 +306,12 @@ impl EngineBuilder {
 }
 
 impl<M> Engine<M> {
-    /// Builds the model and partitions it among the ranks that the environment names. Collective.
+    /// Builds the model and partitions it among the ranks that the environment describes. Collective.
     ///
     /// `config` is a path, a JSON text, a `serde_json::Value` or a [`Config`].
     ///
     /// # Errors
-    /// As [`EngineBuilder::initialize`].
+    /// The same as [`EngineBuilder::initialize`].
     pub fn initialize(
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
         config: impl Into<ConfigSource>,

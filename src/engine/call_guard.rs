@@ -1,4 +1,4 @@
-//! One guard over a call of a micro step: its time, its events in timeline and profile, its memory lines.
+//! A guard around each call of a micro step: its duration, its timeline and profile events, its memory report.
 
 use super::Engine;
 use super::step_clock::{CallGuard, MicroStepCall};
@@ -8,7 +8,7 @@ use crate::timeline::{self, TimelineRecorder, TimelineSpan};
 use std::time::Instant;
 
 impl<M> Engine<M> {
-    /// Watches a call until [`end_watch`](Self::end_watch).
+    /// Starts watching a call, until [`end_watch`](Self::end_watch).
     pub(super) fn watch(&mut self, call: MicroStepCall) -> CallGuard {
         if call == MicroStepCall::Forward {
             self.report_memory("before forward", self.global_steps + 1);
@@ -28,7 +28,7 @@ impl<M> Engine<M> {
         CallGuard { call, start, waited: self.core.comm().report().waited_s, profile, span, during }
     }
 
-    /// The call has succeeded.
+    /// Ends the watch of a call that has succeeded.
     pub(super) fn end_watch(
         &mut self,
         CallGuard { call, start, waited, profile, span: _span, during: _during }: CallGuard,
@@ -55,13 +55,13 @@ impl<M> Engine<M> {
         }
     }
 
-    /// A call in the timeline, from now on.
+    /// Starts a call's span in the timeline.
     pub(super) fn span(&self, name: &'static str) -> TimelineSpan {
         let span = TimelineRecorder::span(self.recorder.as_ref(), timeline::EventCategory::Engine, name);
         span.with("step", self.global_steps).with("micro_step", self.micro_steps)
     }
 
-    /// Records a half of a micro step for `flops_profiler`, until the result is dropped.
+    /// Records one half of a micro step for `flops_profiler`, until the result is dropped.
     fn record(&self, half: MicroStepHalf) -> Option<spans::ProfilerSpan> {
         let profiler = self.config.monitoring.flops_profiler.as_ref()?;
         let first = self.accumulation.micro_steps == 0;

@@ -18,18 +18,19 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 impl<M> Engine<M> {
-    /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
-    /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective:
-    /// every rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
-    /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint. With `checkpoint.upload_to` an
-    /// object store gets it from there while training goes on; the next save waits for that.
+    /// Saves the complete state of the training run as checkpoint `tag` in folder `dir`, points `latest` to it, and
+    /// returns the checkpoint's folder. If `checkpoint.writer.decoupled` is set, it is written in the background.
+    /// Without a tag it is named `global_stepN`. Collective: every rank must call it with the same arguments;
+    /// `client_state` is taken from rank 0. If the tags differ between ranks, `checkpoint.tag_validation` decides what
+    /// happens. With `checkpoint.upload_to`, the checkpoint is uploaded to an object store while training continues;
+    /// the next save waits for the upload.
     ///
     /// # Errors
-    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation, whose gradients no checkpoint has, before
-    /// anything is written; a file cannot be written, or [another job](crate::error::CheckpointError::Busy) saves into
-    /// the folder: on all ranks, the engine can go on and earlier checkpoints are untouched; the error of an earlier
-    /// save in the background, or [of an object store](crate::error::CheckpointError::Store) that should get one; a failed
-    /// collective.
+    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation,
+    /// whose gradients checkpoints do not contain, before anything is written. A file cannot be written, or [another
+    /// job](crate::error::CheckpointError::Busy) saves into the folder: reported on all ranks; the engine can continue,
+    /// and earlier checkpoints are untouched. The error of an earlier background save or of an earlier
+    /// [upload](crate::error::CheckpointError::Store). A failed collective.
     pub fn save_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -40,11 +41,13 @@ impl<M> Engine<M> {
         self.save_checkpoint_with(dir, tag, client_state, &options)
     }
 
-    /// The same with options. A save in the background ends in the next [`step`](Self::step) that changes weights, in
+    /// Saves a checkpoint with options; otherwise the same as [`save_checkpoint`](Self::save_checkpoint). A background
+    /// save finishes in the next [`step`](Self::step) that changes weights, in
     /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
     ///
     /// # Errors
-    /// As [`save_checkpoint`](Self::save_checkpoint). A failure of a save in the background is reported where it ends.
+    /// The same as [`save_checkpoint`](Self::save_checkpoint). The failure of a background save is reported where it
+    /// finishes.
     pub fn save_checkpoint_with(
         &mut self,
         dir: impl AsRef<Path>,
@@ -83,10 +86,10 @@ impl<M> Engine<M> {
         Ok(path)
     }
 
-    /// Ends a save in the background, if there is one. Collective.
+    /// Waits for a background save, if there is one. Collective.
     ///
     /// # Errors
-    /// The failure of the save: the checkpoints before it are untouched, and the engine can continue.
+    /// The failure of the save: earlier checkpoints are untouched, and the engine can continue.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
@@ -97,11 +100,12 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Waits until the object store of `checkpoint.upload_to` has the last checkpoint whole. Collective.
+    /// Waits until the last checkpoint is completely uploaded to the object store of `checkpoint.upload_to`.
+    /// Collective.
     ///
     /// # Errors
-    /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) with the object that could not be written, on all
-    /// ranks: the checkpoint is whole on disk, and the engine can continue. A failed collective.
+    /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) with the object that could not be written, on
+    /// all ranks: the checkpoint is complete on disk, and the engine can continue. A failed collective.
     pub fn wait_for_upload(&mut self) -> Result<()> {
         let _call = during("wait_for_upload");
         match self.upload.take() {
@@ -110,7 +114,7 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Begins to send a checkpoint that was saved. Collective.
+    /// Starts the upload of a saved checkpoint. Collective.
     fn start_upload(&mut self, sending: Option<UploadRequest>) -> std::result::Result<(), CollectiveFailure> {
         if let Some(sending) = sending {
             let url = sending.url.clone();
@@ -119,15 +123,15 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Whether [`save_checkpoint`](Self::save_checkpoint) can save into the folder `dir`: to know now what a save would
-    /// say after hours of training. The folder is created where it is missing, and belongs to this job from now on, as
-    /// after a save: until the engine is dropped no other job can save into it. What killed jobs have left unfinished in
-    /// it is removed. Collective.
+    /// Checks whether [`save_checkpoint`](Self::save_checkpoint) can save into folder `dir`, so that a problem shows up
+    /// now instead of after hours of training. A missing folder is created. As after a save, this job locks the folder
+    /// until the engine is dropped: no other job can save into it. Unfinished leftovers of killed jobs in it are
+    /// removed. Collective.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks where one of them cannot
-    /// write there; [`CheckpointError::Busy`](crate::error::CheckpointError::Busy) where another job saves into it; a
-    /// failed collective.
+    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if any of them cannot write
+    /// there; [`CheckpointError::Busy`](crate::error::CheckpointError::Busy) if another job saves into it; a failed
+    /// collective.
     pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
@@ -136,9 +140,9 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Refuses, before training, a file that [`export_safetensors`](Self::export_safetensors) could not write in the end: a
-    /// folder that is not there or is read-only, something else under that name, a disk
-    /// without room. Not collective: of use on rank 0, which writes.
+    /// Returns an error, before training, if [`export_safetensors`](Self::export_safetensors) could not write `path` in
+    /// the end: the folder does not exist or is read-only, the name is taken by something else, or the disk has too
+    /// little space. Not collective: call it on rank 0, which writes the file.
     ///
     /// # Errors
     /// [`OutputError`](crate::error::OutputError); [`Error::Io`](crate::Error::Io).
@@ -147,19 +151,21 @@ impl<M> Engine<M> {
     }
 
     /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
-    /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no checkpoint
-    /// there. `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`), whose newest whole
-    /// checkpoint comes into a folder of the user's cache first. Collective.
+    /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
+    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); its newest complete checkpoint
+    /// is first downloaded into a folder of the user's cache. Collective.
     ///
-    /// Everything that is needed is checked before anything changes. With the optimizer's states come the learning rates
-    /// that [`set_lr`](Self::set_lr) had given (DeepSpeed's `param_groups`); where it had not been called, those of this
-    /// engine's configuration hold. The data goes on where
-    /// [`LoadedCheckpoint::global_samples`] says: see [`crate::data::Loader::resume`].
+    /// Everything needed is checked before anything changes. With the optimizer states come the learning rates that
+    /// were set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
+    /// engine's configuration apply. To resume the data at [`LoadedCheckpoint::global_samples`], see
+    /// [`crate::data::Loader::resume`].
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
-    /// damaged or belongs to another model or optimizer, or where none is named and there are some: the engine is as it
-    /// was; where an update was delayed, it has ended, and a forward without a backward does not count. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a failed collective.
+    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
+    /// or belongs to another model or optimizer, or if the folder has checkpoints but none is named. In that case the
+    /// engine is unchanged, except that a delayed update has been completed and a forward without a backward no longer
+    /// counts. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an
+    /// accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -175,13 +181,13 @@ impl<M> Engine<M> {
                 return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
             };
             match fetch(core.comm(), url, tag)? {
-                // It is locked until all ranks have loaded it.
+                // It stays locked until all ranks have loaded it.
                 Some(fetched) => checkpoint::load(core, trainer, &fetched.dir, Some(&fetched.tag), options, true),
                 None => Ok(None),
             }
         };
         if self.core.is_behind() {
-            // The update that is delayed ends before weights are loaded: they would change after.
+            // A delayed update is completed before weights are loaded, because it would change them afterwards.
             self.forget_forward();
         }
         let Some(checkpoint) = self.settled(load)? else { return Ok(None) };
@@ -200,46 +206,47 @@ impl<M> Engine<M> {
         Ok(Some(checkpoint.into_loaded()))
     }
 
-    /// Collective: writes whole f32 parameters (master weights where there are any) to `path` as safetensors, from
-    /// rank 0, one parameter in memory at a time. The file appears when it is complete.
+    /// Collective: writes full f32 parameters (master weights, if there are any) to `path` as safetensors, from rank 0,
+    /// with one parameter in memory at a time. The file appears when it is complete.
     ///
     /// # Errors
-    /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
+    /// The file cannot be written, on all ranks: the engine can continue, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let _call = during("export_safetensors");
         self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
     }
 
-    /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32
-    /// model's stay f32) to `file_name` in `dir`, which is created, as safetensors, at every stage and without a key
-    /// that asks for gathering. Otherwise as [`export_safetensors`](Self::export_safetensors).
+    /// Collective: writes full parameters in the model's compute precision (DeepSpeed's call; an f32 model's parameters
+    /// stay f32) as safetensors to `file_name` in `dir`, which is created. It works at every stage, without a
+    /// configuration key that enables gathering. Otherwise the same as
+    /// [`export_safetensors`](Self::export_safetensors).
     ///
     /// # Errors
-    /// As [`export_safetensors`](Self::export_safetensors).
+    /// The same as [`export_safetensors`](Self::export_safetensors).
     pub fn save_16bit_model(&mut self, dir: impl AsRef<Path>, file_name: &str) -> Result<()> {
         let _call = during("save_16bit_model");
         let dtype = self.dtype();
         let path = dir.as_ref().join(file_name);
         if self.rank() == 0 {
-            // Where that fails, so does the file, which says why for all ranks.
+            // If this fails, writing the file fails too, with an error for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
         self.attempt(|engine| engine.core.export(&path, dtype))
     }
 
-    /// Names of the parameters, in order of registration.
+    /// Returns the parameters' names, in order of registration.
     #[doc(hidden)]
     pub fn parameter_names(&self) -> Vec<String> {
         self.core.params().iter().map(|param| param.name.clone()).collect()
     }
 
-    /// Collective: a whole parameter in f32, by its place among the names.
+    /// Collective: returns a full parameter in f32, by its index among the names.
     #[doc(hidden)]
     pub fn whole_parameter(&self, param: usize) -> Result<Flat> {
         self.core.whole_f32(param)
     }
 
-    /// Ends a save in the background before weights change; if that failed, the step returns the error after it has
+    /// Finishes a background save before weights change. If the save failed, the step returns the error after it has
     /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
@@ -282,7 +289,7 @@ impl<M> Engine<M> {
         (self.grad_norm, self.was_applied) = (None, false);
     }
 
-    /// The learning rates of `set_lr` are those of the run that was saved.
+    /// Restores the learning rates that were set with `set_lr` in the saved run.
     fn go_on_with_rates(&mut self, manifest: &Manifest) {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
@@ -295,7 +302,7 @@ impl<M> Engine<M> {
         ));
     }
 
-    /// There was no forward since the last step: its loss is that of other weights.
+    /// Discards the last forward: its loss belongs to other weights.
     pub(super) fn forget_forward(&mut self) {
         self.phase = MicroStepPhase::Ready;
         self.losses = AccumulatedLoss::default();

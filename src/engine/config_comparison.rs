@@ -1,4 +1,4 @@
-//! What each rank was given for an engine, key by key: so that an error can name what differs between two of them.
+//! Compares the configurations of two ranks key by key, so that an error can name the keys that differ.
 
 use crate::comm::Communicator;
 use crate::comm::agree::texts;
@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Keys that an error names at most.
+/// The maximum number of keys in an error.
 const NAMED: usize = 3;
-/// The most characters of a value that an error shows.
+/// The maximum number of characters of a value in an error.
 const SHOWN: usize = 48;
 
-/// Parts of the user's own that stand in for those of the configuration.
+/// The user's custom components that replace those of the configuration.
 #[derive(Debug, Clone, Copy)]
 #[allow(dead_code, reason = "compared between ranks as text")]
 pub(super) struct CustomComponents {
@@ -25,14 +25,14 @@ pub(super) struct CustomComponents {
     pub buffer_sync: BufferSync,
 }
 
-/// Something whose content is the same on all ranks, by its name and a hash.
+/// The name and the hash of content that must be the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SharedContent {
     pub(super) what: String,
     pub(super) content: u64,
 }
 
-/// A rank's configuration with DeepSpeed's keys, what stands in for its parts, and data.
+/// A rank's configuration with DeepSpeed's keys, its custom components, and its data.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankConfig {
     keys: BTreeMap<String, String>,
@@ -54,12 +54,12 @@ impl RankConfig {
         Self { keys, data: data.to_vec() }
     }
 
-    /// The data as a number. How it is called does not count: each host may have it somewhere else.
+    /// Returns a hash of the data. Names are not included, because hosts may store it in different places.
     pub(super) fn data_hash(data: &[SharedContent]) -> u64 {
         fnv1a(&data.iter().flat_map(|shared| shared.content.to_le_bytes()).collect::<Vec<u8>>())
     }
 
-    /// Collective: the error where this rank and `other` differ.
+    /// Collective: returns the error that describes how this rank and `other` differ.
     ///
     /// # Errors
     /// A failed collective.
@@ -102,7 +102,7 @@ impl RankConfig {
     }
 }
 
-/// The leaves of a tree by their paths.
+/// Collects the leaves of a JSON tree by their paths.
 fn flatten(path: &str, value: &Value, to: &mut BTreeMap<String, String>) {
     match value {
         Value::Object(entries) if !entries.is_empty() => {
@@ -132,7 +132,7 @@ mod tests {
         })
     }
 
-    /// What each of two ranks is told with its configuration and its data.
+    /// Returns the error messages of two ranks, each given its configuration and its data.
     fn told(rank: impl Fn(usize) -> (Value, Vec<(String, u64)>) + Sync) -> [String; 2] {
         let ranks = threads::run(2, |comm| {
             let (config, data) = rank(comm.rank());

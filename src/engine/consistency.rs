@@ -1,4 +1,4 @@
-//! What all ranks must have in common when training begins.
+//! Checks that all ranks start training with the same model, configuration, data and weights.
 
 use super::config_comparison::{CustomComponents, RankConfig, SharedContent};
 use crate::comm::agree::gather_u64;
@@ -10,12 +10,12 @@ use crate::util::fnv1a;
 use crate::zero::rank_core::RankCore;
 use candle_nn::Init;
 
-/// The parts of an engine that all ranks must have in common, as numbers.
+/// Hashes and sizes of everything in an engine that must be the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EngineFingerprint {
     parameters: u64,
     elements: u64,
-    /// Hashes.
+    /// Hashes, from here to the last field.
     model: u64,
     config: u64,
     weights: u64,
@@ -47,15 +47,15 @@ impl EngineFingerprint {
         format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
     }
 
-    /// The same without initial values, which are compared one by one where only they differ.
+    /// Returns the fingerprint without initial values, which are compared one by one if only they differ.
     fn of_all_else(self) -> Self {
         Self { inits: 0, buffers: 0, ..self }
     }
 }
 
-/// Collective: an error where ranks built different models, read different configurations or `data`, begin with different
-/// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
-/// groups, round states otherwise, or compute at another level of SIMD.
+/// Collective: returns an error if ranks built different models, read different configurations or `data`, start from
+/// different `weights` (a hash), initializers (`inits`) or buffers, have a different optimizer, schedule or param
+/// groups, round states differently, or compute at different SIMD levels.
 pub(super) fn check_same_on_all_ranks(
     core: &RankCore,
     config: &Config,
@@ -98,13 +98,13 @@ pub(super) fn check_same_on_all_ranks(
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
     if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
-        // All ranks come here.
+        // All ranks get here.
         return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
     }
     let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
     let same_models = all.iter().all(|theirs| model(*theirs) == model(mine));
     if same_models && all.iter().any(|theirs| theirs.config != all[0].config) {
-        // All ranks come here.
+        // All ranks get here.
         let other = (0..all.len()).find(|r| all[*r].config != mine.config).unwrap_or(other);
         let config = RankConfig::new(config, custom, trainer, &groups, data);
         return Err(config.differs(core.comm(), other)?);
@@ -128,7 +128,7 @@ fn of_all(hashes: &[u64]) -> u64 {
     fnv1a(&hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<u8>>())
 }
 
-/// Collective: the error with the first parameter or buffer whose `hashes` differ between ranks.
+/// Collective: returns an error that names the first parameter or buffer whose `hashes` differ between ranks.
 fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Result<crate::Error> {
     let all = gather_u64(core.comm(), hashes)?;
     let rank = core.comm().rank();

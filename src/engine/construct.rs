@@ -1,4 +1,4 @@
-//! How an engine comes to be.
+//! Construction of an engine.
 //!
 //! ```text
 //!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
@@ -158,7 +158,7 @@ impl<M> Engine<M> {
     }
 }
 
-/// Where updates are to be delayed and cannot be, rank 0 says why.
+/// Reports on rank 0 why updates that should be delayed are not.
 fn report_delay(core: &RankCore, config: &Config) {
     let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
     if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
@@ -166,7 +166,7 @@ fn report_delay(core: &RankCore, config: &Config) {
     }
 }
 
-/// The configuration's notes, and which of its sections are not used.
+/// Reports the configuration's notes, and the sections that are not used.
 fn report_notes(config: &Config, own: CustomComponents) {
     config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
     let sections = [
@@ -178,7 +178,7 @@ fn report_notes(config: &Config, own: CustomComponents) {
     }
 }
 
-/// The optimizer, the user's own or that of the configuration, with the user's parameter groups.
+/// Returns the optimizer, the user's or that of the configuration, with the user's param groups.
 fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
@@ -199,13 +199,13 @@ fn grouping(
     Ok(Arc::new(grouping.quantized(quantized)))
 }
 
-/// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
+/// Returns the rule of `zero_quantized_nontrainable_weights`: int8 for all matrices that are frozen at the start.
 fn frozen_matrices(grouping: &ParameterGrouping) -> (WeightPacking, TrainableFilter) {
     let trains = grouping.trains_rule();
     (WeightPacking::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
 
-/// An optimizer of the user's own, if the configuration lets it train.
+/// Returns the user's optimizer, if the configuration allows it.
 fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
     let stage = config.zero.stage;
     if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
@@ -214,7 +214,7 @@ fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer
     Ok(own)
 }
 
-/// The files of what is offloaded.
+/// Opens the files for offloaded state.
 fn open_offload(
     config: &Config,
     comm: &dyn Communicator,
@@ -223,13 +223,14 @@ fn open_offload(
 ) -> Result<Option<Arc<OffloadStore>>> {
     let offload = OffloadStore::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
-        // Nothing is written before the first rank has locked the folders, and all know what is free in them.
+        // Nothing is written before the first rank has locked the folders and all ranks know how much space is free in
+        // them.
         comm.barrier().wait()?;
     }
     Ok(offload)
 }
 
-/// Builds the model; its parameters are shared among the ranks as they are registered.
+/// Builds the model. Its parameters are partitioned among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
     registry: ParamRegistry,
@@ -242,7 +243,7 @@ fn build_model<M>(
     Ok((model, registry.finish()?))
 }
 
-/// Marks the units that the configuration and the builder name.
+/// Marks the units that the configuration and the builder name as leaves.
 fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
     let RegisteredModel { units, leaves, .. } = registered;
     for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
@@ -261,7 +262,7 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, named: &[S
     Ok(())
 }
 
-/// Groups of `mics_shard_size` lie on one host each, or there is one of all ranks.
+/// Returns an error unless each group of `mics_shard_size` ranks is on one host, or one group contains all ranks.
 fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     let (mesh, here) = (config.zero.mesh(config.world_size), comm.ranks_here());
     match mesh.copies() == 1 || lie_on_one_host(mesh.shards(), &here) {
@@ -270,7 +271,7 @@ fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
     }
 }
 
-/// Whether groups of `ranks` neighbours lie on one host each, as far as the ranks `here` see it.
+/// Returns whether each group of `ranks` neighbours is on one host, as far as can be seen from the ranks `here`.
 fn lie_on_one_host(ranks: usize, here: &Range<usize>) -> bool {
     here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks)
 }
@@ -279,7 +280,7 @@ fn not_on_one_host(key: &'static str, found: usize, here: Range<usize>) -> Error
     EngineError::GroupAcrossHosts { key, found, first: here.start, last: here.end - 1 }.into()
 }
 
-/// Ranks of a group that keeps a second copy of gathered parameters; 1: none does.
+/// Returns the size of the groups that keep a second copy of gathered parameters; 1 if there is no second copy.
 fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     let (ranks, here) = (config.zero.hpz_partition_size, comm.ranks_here());
     if ranks == 1 {
@@ -300,7 +301,7 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     Ok(1)
 }
 
-/// Says where `compress_between_hosts_only` leaves nothing to compress.
+/// Reports if `compress_between_hosts_only` leaves nothing to compress.
 fn note_compression(config: &Config, comm: &dyn Communicator) {
     let (compresses, all_here) =
         (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
@@ -311,7 +312,7 @@ fn note_compression(config: &Config, comm: &dyn Communicator) {
     }
 }
 
-/// Everything has its place in the files, on all ranks: chooses how they are accessed.
+/// Checks that all ranks have disk space for everything in the files, and chooses how files are accessed.
 fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> {
     offload.check_space(comm)?;
     let access = offload.choose_access(comm.size());
@@ -321,7 +322,7 @@ fn choose_access(offload: &OffloadStore, comm: &dyn Communicator) -> Result<()> 
     Ok(())
 }
 
-/// Settles the parameter groups.
+/// Assigns parameters to their param groups and makes the optimizer.
 fn trainer(
     grouping: Arc<ParameterGrouping>,
     registered: &mut RegisteredModel,

@@ -1,6 +1,6 @@
 //! Errors of training.
 
-/// What to do about numbers that are not finite in optimizer step `step`.
+/// Returns advice about non-finite numbers in optimizer step `step`.
 fn after(step: u64) -> &'static str {
     match step {
         0 => {
@@ -15,15 +15,16 @@ fn after(step: u64) -> &'static str {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// Engine methods out of order.
+    /// Engine methods were called out of order.
     #[error("{call} was called {when}; the order of a micro step is forward, backward, step")]
     OutOfOrder {
         /// The method.
         call: &'static str,
-        /// The event before it.
+        /// The preceding event.
         when: &'static str,
     },
-    /// A checkpoint has no gradients, so none is made of an accumulation that has begun; batch sizes stay in it too.
+    /// A call that is not possible in the middle of an accumulation: checkpoints do not contain gradients, and batch
+    /// sizes cannot change there.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
          updates the weights; these gradients would be lost; call it when \
@@ -32,12 +33,12 @@ pub enum EngineError {
     MidAccumulation {
         /// The method.
         call: &'static str,
-        /// Backwards of this accumulation.
+        /// The number of backwards in this accumulation so far.
         backwards: u64,
-        /// Its micro steps.
+        /// The number of micro steps of this accumulation.
         of: u64,
     },
-    /// `no_sync` where gradients are sharded.
+    /// `no_sync` was called at a stage that shards gradients.
     #[error(
         "no_sync is offered at stages 0 and 1, and this engine is at stage {stage}: there a gradient is reduced as soon \
          as it is made, and no rank has room for whole ones; leave no_sync out, or choose stage 1"
@@ -46,63 +47,63 @@ pub enum EngineError {
         /// The stage.
         stage: u8,
     },
-    /// `no_sync` inside of `no_sync`.
+    /// `no_sync` was called inside `no_sync`.
     #[error(
         "no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends"
     )]
     NoSyncInside,
-    /// Groups of ranks that do not lie on one host each.
+    /// A group of ranks spans several hosts.
     #[error(
         "zero_optimization.{key} is {found}, and one host has the ranks {first} to {last}: groups of {found} ranks, counted \
          from rank 0, must each lie on one host; give a number that divides the ranks of each host"
     )]
     GroupAcrossHosts {
-        /// The key of `zero_optimization` that makes them.
+        /// The key of `zero_optimization` that defines the groups.
         key: &'static str,
-        /// Ranks of a group.
+        /// The number of ranks in a group.
         found: usize,
         /// The first rank of this host.
         first: usize,
-        /// Its last rank.
+        /// The last rank of this host.
         last: usize,
     },
-    /// A batch size that the ranks cannot share.
+    /// A batch size that cannot be divided among the ranks.
     #[error(
         "a train_batch_size of {train_batch_size} is not possible: it must be a multiple, above 0, of \
          train_micro_batch_size_per_gpu x ranks = {micro_batch} x {ranks}; give such a number"
     )]
     BatchSize {
-        /// Samples per optimizer step.
+        /// The number of samples per optimizer step.
         train_batch_size: usize,
-        /// Samples per rank and forward.
+        /// The number of samples per rank and forward.
         micro_batch: usize,
-        /// Number of ranks.
+        /// The number of ranks.
         ranks: usize,
     },
-    /// A learning rate that no optimizer can take.
+    /// A learning rate that is negative or not finite.
     #[error("a learning rate of {lr} is not possible; give a finite number of at least 0")]
     LearningRate {
         /// The rate.
         lr: f64,
     },
-    /// Learning rates for another number of groups.
+    /// The number of learning rates differs from the number of param groups.
     #[error("{found} learning rates were given for {groups} parameter groups; give one for each, in get_lr's order")]
     LearningRates {
-        /// How many.
+        /// The number of learning rates given.
         found: usize,
-        /// The number of groups.
+        /// The number of param groups.
         groups: usize,
     },
-    /// A gradient is set that there is not.
+    /// An attempt to set a gradient that does not exist.
     #[error(
         "parameter {name} has no gradient now: there is one from backward to the step that updates the weights, reduced \
          and not frozen"
     )]
     GradientAbsent {
-        /// The parameter.
+        /// The parameter's name.
         name: String,
     },
-    /// A part of a parameter is set where every rank has the whole.
+    /// An attempt to set a rank's part of a parameter at a stage where every rank has the full parameter.
     #[error(
         "{call} sets a rank's part of a parameter, and at stage 0 every rank has all of it; call {full} on all ranks \
          with the same value, or choose stage 1, 2 or 3"
@@ -110,28 +111,28 @@ pub enum EngineError {
     NotSharded {
         /// The method.
         call: &'static str,
-        /// The method for whole parameters.
+        /// The method for full parameters.
         full: &'static str,
     },
-    /// A rank that there is not.
+    /// A rank that does not exist.
     #[error("{call} is to run on rank {rank}, and the ranks are 0 to {}; give one of them", ranks - 1)]
     NoSuchRank {
         /// The method.
         call: &'static str,
         /// The rank.
         rank: usize,
-        /// Number of ranks.
+        /// The number of ranks.
         ranks: usize,
     },
-    /// What all ranks do together failed on another one.
+    /// A collective call that failed on another rank.
     #[error("{call} has changed nothing: {why}")]
     Elsewhere {
         /// The method.
         call: &'static str,
-        /// The rank that failed.
+        /// The other rank and its reason.
         why: String,
     },
-    /// Ranks gave a call different arguments.
+    /// Ranks passed different arguments to a call.
     #[error("rank {rank} called {call} with other arguments than rank {other}; every rank must give the same")]
     ArgumentsDiffer {
         /// The method.
@@ -141,13 +142,13 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
-    /// `backward` on something that is no scalar.
+    /// `backward` on a tensor that is not a scalar.
     #[error("backward needs a loss of one element, and got a tensor of shape {shape:?}; reduce it first (mean_all)")]
     LossShape {
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// `backward` on a loss that no parameter has a part in.
+    /// `backward` on a loss that depends on no trained parameter.
     #[error(
         "the loss reaches no parameter that is trained: it was computed without them, detached (Tensor::detach, eval), or made by \
          operations without a backward alone; make it from what engine.forward returns"
@@ -160,10 +161,10 @@ pub enum EngineError {
         if *.is_old { "before the last update of the weights" } else { "which backward has run on already" }
     )]
     OldLoss {
-        /// The weights have changed since.
+        /// Whether the weights have changed since that forward.
         is_old: bool,
     },
-    /// The gradient is not that of the loss.
+    /// The gradient does not match the loss.
     #[error(
         "{what}: moving the weights a little changes the loss by {by_difference:.4e}, and by the gradient that backward gave it \
          would be {by_gradient:.4e}: the model would learn something else than the loss says; the usual causes: an operation \
@@ -179,69 +180,69 @@ pub enum EngineError {
     WrongGradient {
         /// The parameters, as far as they are known.
         what: String,
-        /// The change of the loss along a direction, by the gradient.
+        /// The change of the loss along a direction, according to the gradient.
         by_gradient: f64,
-        /// The same, by running forward there.
+        /// The change of the loss along the same direction, measured by running forward there.
         by_difference: f64,
     },
-    /// A run that was to check gradients alone.
+    /// The end of a run whose only purpose was to check gradients.
     #[error("the run ends here: it was to check the gradients of the first step (zerorun verify)")]
     GradientsChecked,
-    /// NaN or infinity in the loss.
+    /// The loss is NaN or infinite.
     #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", after(*step))]
     NonFiniteLoss {
-        /// The value.
+        /// The loss.
         loss: f64,
         /// The rank.
         rank: usize,
-        /// Optimizer step, from 0.
+        /// The optimizer step, from 0.
         step: u64,
-        /// Micro step, from 0.
+        /// The micro step, from 0.
         micro_step: u64,
     },
-    /// NaN or infinity in a gradient of f32 training.
+    /// A gradient is NaN or infinite in f32 training.
     #[error(
         "{where_} in optimizer step {step}; the weights are unchanged; {}",
         after(*step)
     )]
     NonFiniteGradient {
-        /// Parameter and rank as far as this rank can see.
+        /// The parameter and the rank, as far as this rank knows them.
         where_: String,
-        /// Optimizer step, from 0.
+        /// The optimizer step, from 0.
         step: u64,
     },
-    /// Gradients overflow although the dynamic loss scale is as small as it may be.
+    /// Gradients overflow although the dynamic loss scale is at its minimum.
     #[error(
         "a gradient is not finite at optimizer step {step}, and the loss scale cannot fall below {scale} \
          (fp16.min_loss_scale): training diverges; lower the learning rate, look for NaN in data and loss, \
          train in bf16, or lower fp16.min_loss_scale"
     )]
     LossScaleAtMinimum {
-        /// The scale, equal to its minimum.
+        /// The loss scale, equal to its minimum.
         scale: f64,
-        /// Optimizer steps so far, skipped ones and this one included.
+        /// The number of optimizer steps so far, including skipped ones and this one.
         step: u64,
     },
-    /// A constant loss scale with which every gradient overflows.
+    /// Every gradient overflows with a constant loss scale.
     #[error(
         "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} \
          (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), give a smaller one, \
          or train in bf16"
     )]
     StaticLossScaleTooLarge {
-        /// The scale.
+        /// The loss scale.
         scale: f64,
-        /// Steps that were skipped in a row, this one included.
+        /// The number of consecutive skipped steps, including this one.
         steps: u32,
     },
-    /// Signals could not be listened to.
+    /// Signal handlers could not be installed.
     #[error("cannot listen to the signals that ask a program to end: {source}")]
     Signals {
-        /// The system's reason.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// Parameters that no backward of the first optimizer step has reached, on any rank.
+    /// No backward of the first optimizer step reached these parameters, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
          without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
@@ -251,12 +252,12 @@ pub enum EngineError {
          EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
-        /// How many.
+        /// The number of parameters.
         count: usize,
-        /// The first few.
+        /// The names of the first few parameters.
         names: String,
     },
-    /// A unit that recomputes gave another output when backward ran it again.
+    /// A recomputed unit produced a different output in backward.
     #[error(
         "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
          Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
@@ -267,7 +268,7 @@ pub enum EngineError {
         /// The unit's name.
         unit: String,
     },
-    /// Ranks want to train different parameters.
+    /// Ranks train different parameters.
     #[error(
         "rank {rank} trains other parameters than rank {other}; every rank must call set_trainable with the same rule"
     )]
@@ -277,7 +278,7 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
-    /// Ranks read different configurations, or have different schedules of their own.
+    /// Ranks read different configurations, or have different custom components.
     #[error(
         "rank {rank} reads another configuration than rank {other}: {keys}; every rank must be given the same file or value, \
          and the same schedule"
@@ -287,10 +288,10 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
-        /// The first keys that differ, with both values where they are short.
+        /// The first keys that differ, with both values if these are short.
         keys: String,
     },
-    /// Ranks have different data, or something else that was to be the same.
+    /// Ranks have different data, or other content that must be the same.
     #[error(
         "the content of {mine} on rank {rank} is not that of {theirs} on rank {other}; every rank must read the same: copy the \
          files to all hosts, or put them where all hosts see them"
@@ -300,9 +301,9 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
-        /// Its name here.
+        /// The name of the content on this rank.
         mine: String,
-        /// Its name there.
+        /// The name of the content on the other rank.
         theirs: String,
     },
     /// Ranks built different models.
@@ -317,7 +318,7 @@ pub enum EngineError {
         other: usize,
         /// This rank's model.
         mine: String,
-        /// The other's.
+        /// The other rank's model.
         theirs: String,
     },
     /// Ranks ran different units, or had gradients of different parameters.
@@ -330,14 +331,14 @@ pub enum EngineError {
     PartsDiverged {
         /// This rank.
         rank: usize,
-        /// The part and the collective that it is in.
+        /// The unit and the collective that this rank is in.
         here: String,
         /// The other rank.
         peer: usize,
-        /// The part and the collective that the other rank is in.
+        /// The unit and the collective that the other rank is in.
         there: String,
     },
-    /// Ranks begin with different weights.
+    /// Ranks start from different weights.
     #[error(
         "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank \
          must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
@@ -348,7 +349,7 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
-    /// Ranks round the states that are kept in 16 bits in different ways.
+    /// Ranks use different rounding for states that are kept in 16 bits.
     #[error(
         "rank {rank} rounds otherwise than rank {other}: one of them to nearest and one by chance, or with another seed; \
          every rank must be given the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
@@ -359,22 +360,22 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
-    /// A parameter or buffer does not begin with the same values on all ranks.
+    /// A parameter or buffer starts with different values on different ranks.
     #[error(
         "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed, \
          the name and the shape, and not on the rank"
     )]
     InitialValuesDiffer {
-        /// Parameter or buffer, with its name.
+        /// "parameter" or "buffer", and its name.
         what: String,
         /// This rank.
         rank: usize,
         /// Another rank.
         other: usize,
-        /// What this rank asked for, where it is known.
+        /// The initialization that this rank asked for, if it is known.
         hint: String,
     },
-    /// A GPU without enough memory.
+    /// A GPU ran out of memory.
     #[error(
         "the GPU of rank {rank} has no memory left; of this model it holds {held}, and activations, gradients under way or other \
          programs have the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters \
@@ -383,27 +384,27 @@ pub enum EngineError {
     DeviceMemory {
         /// This rank.
         rank: usize,
-        /// What the ledger holds there, by kind.
+        /// The memory use recorded in the ledger, by kind.
         held: String,
     },
-    /// A run that changed nothing.
+    /// A run in which every step was skipped.
     #[error(
         "nothing was learned: {} skipped, because gradients were not finite; {}, or train in bf16",
         if *steps == 1 { "the only step was".into() } else { format!("all {steps} steps were") },
         remedy_of_overflow(*adapts)
     )]
     NothingLearned {
-        /// Its steps.
+        /// The number of steps of the run.
         steps: u64,
-        /// Whether the loss scale adapts itself.
+        /// Whether the loss scale is dynamic.
         adapts: bool,
     },
-    /// An earlier error ended the job.
+    /// An earlier error has ended the job.
     #[error("the engine stopped after an earlier error: {0}")]
     Stopped(String),
 }
 
-/// What helps where all gradients overflow.
+/// Returns advice for runs in which all gradients overflow.
 fn remedy_of_overflow(adapts: bool) -> &'static str {
     match adapts {
         true => {

@@ -1,4 +1,4 @@
-//! An instance of the model of its own for evaluations.
+//! A separate instance of the model for evaluation.
 
 use super::Engine;
 use crate::error::Result;
@@ -7,12 +7,13 @@ use crate::zero::gather::unit::building;
 use candle_nn::VarBuilder;
 
 impl<M> Engine<M> {
-    /// Builds the model once more, for evaluation: from now on [`eval`](Self::eval) gives its closure this instance.
-    /// It has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
-    /// keeps nothing of its operations, so that an evaluation takes no more memory than a model without variables.
+    /// Builds the model again, for evaluation: from now on [`eval`](Self::eval) passes this instance to its closure. It
+    /// has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
+    /// keeps no activations of its operations, so that evaluation needs no more memory than a model without variables.
     ///
-    /// `build` is what the engine was initialized with. What an instance keeps besides its parameters, as counters or
-    /// running statistics in variables that it did not take from its `VarBuilder`, it keeps for itself.
+    /// `build` is the closure that the engine was initialized with. State that an instance keeps in addition to its
+    /// parameters, such as counters or running statistics in variables that did not come from its `VarBuilder`, is not
+    /// shared between the two instances.
     ///
     /// ```
     /// # use candle_core::{Device, Tensor};

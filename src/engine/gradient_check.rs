@@ -1,16 +1,16 @@
-//! The check of gradients: in the first step unless the configuration says no, and of every parameter if it is asked for.
+//! The gradient check: in the first step unless the configuration disables it, and of every parameter on request.
 //!
 //! ```text
-//!   forward    run with all weights moved a little up | down | run       -> how the output changes
+//!   forward    run with all weights perturbed up | down | run            -> how the output changes
 //!   backward   gradient of the output x that change                      -> how the loss changes
-//!              gradients of the parameters x their moves                 -> how it should change, if they are right
+//!              gradients of the parameters x their perturbations         -> how it should change, if they are right
 //!   step       both are added up over ranks and compared, before any weight changes
 //! ```
 //!
-//! Both are numbers of one direction in which each element of each trained parameter goes up or down by chance
-//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a term that is dropped makes them differ by
-//! about as much as the missing part is long. What kinks of the loss and rounding explain too is looked at again in the next steps,
-//! each along another direction (`gradient_report.rs`).
+//! Both are numbers for one direction in which each element of each trained parameter randomly goes up or down
+//! (`zero/check/perturbation.rs`). A part of the graph that is cut off, a wrong backward or a dropped term makes them
+//! differ by about the norm of the missing part. Differences that kinks of the loss or rounding may also explain are
+//! checked again in the next steps, each time along another direction (`gradient_report.rs`).
 
 use super::Engine;
 use super::gradient_check_state::{
@@ -27,32 +27,32 @@ use crate::zero::check::gradient_check_state::{
 };
 use candle_core::{DType, Tensor};
 
-/// Bytes that the changes of one output may take while every parameter is looked at.
+/// The maximum number of bytes for the changes of one output while every parameter is checked separately.
 const ROOM: usize = 1 << 30;
-/// How much further a parameter is moved that has hardly changed the output.
+/// The factor by which the perturbation of a parameter grows if it hardly changes the output.
 const LARGER: f64 = 8.0;
-/// How far a parameter is moved at most, as a part of its size.
+/// The maximum perturbation of a parameter, relative to its size.
 const LARGEST: f64 = 0.3;
-/// A change so many times what rounding may make is large enough.
+/// A change is large enough if it exceeds the possible rounding error by this factor.
 const ENOUGH: f64 = 8000.0;
-/// Steps after which a check is given up whose gradients were never finite.
+/// The number of steps after which a check is abandoned if gradients were never finite.
 const TRIES: u32 = 64;
 
 /// A forward that a check repeats.
 struct RepeatedForward<'a, M> {
-    /// Its number in this thread.
+    /// The number of the forward in this thread.
     forward: u64,
-    /// The place of its draws.
+    /// The position in the random number stream where the forward begins.
     stream: u64,
-    /// How often it has been repeated.
+    /// The number of repetitions so far.
     repetition: u64,
-    /// Ranks did something together in a repetition.
+    /// Whether a repetition called a collective.
     is_together: bool,
     run: &'a mut dyn FnMut(&M) -> candle_core::Result<Tensor>,
 }
 
 impl<M> RepeatedForward<'_, M> {
-    /// The output with parameters moved.
+    /// Runs the forward again with perturbed parameters and returns its output.
     fn again(&mut self, engine: &Engine<M>, moves: &Perturbation<'_>) -> Result<Tensor> {
         self.repetition += 1;
         let around = CurrentForward { forward: self.forward, repetition: self.repetition };
@@ -64,23 +64,24 @@ impl<M> RepeatedForward<'_, M> {
     }
 }
 
-/// The outputs of a forward with each group of parameters moved up, and down.
+/// The outputs of a forward with each group of parameters perturbed up and down.
 #[derive(Default)]
 struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
-    /// That without a move, where each parameter is looked at by itself.
+    /// The output without perturbation, if each parameter is checked separately.
     unmoved: Option<Tensor>,
 }
 
 impl<M> Engine<M> {
-    /// Checks the gradient of every trained parameter in the coming micro step: each forward runs twice more for each of them,
-    /// with that parameter moved a little up and down, and the coming optimizer step compares how the loss changes with the
-    /// gradients that backward gave. Those that remain unclear are looked at again in the next steps, in eight at most.
-    /// [`gradient_report`](Self::gradient_report) then has the result. As soon as a gradient is known to be wrong, the step ends with an
-    /// error. Collective.
+    /// Checks the gradient of every trained parameter in the next micro step. Each forward runs two more times per
+    /// parameter, with that parameter moved slightly up and down, and the next optimizer step compares the change of
+    /// the loss with the gradients from backward. Unclear parameters are checked again in the next steps, in at most
+    /// eight. Then [`gradient_report`](Self::gradient_report) returns the result. As soon as a gradient is known to be
+    /// wrong, the step ends with an error. Collective.
     ///
-    /// The first step of a run does the same with all parameters at once, for two forwards, unless `gradient_check` of the
-    /// configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check) says no.
+    /// The first step of a run does the same with all parameters at once, for two extra forwards, unless
+    /// `gradient_check` in the configuration or [`EngineBuilder::gradient_check`](crate::EngineBuilder::gradient_check)
+    /// disables it.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and step.
@@ -91,8 +92,8 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// What the last check of gradients has found: that of the first step, or of
-    /// [`check_gradients`](Self::check_gradients). Nothing before it is over.
+    /// Returns the result of the last gradient check: that of the first step, or of
+    /// [`check_gradients`](Self::check_gradients); `None` until a check has finished.
     pub fn gradient_report(&self) -> Option<&GradientReport> {
         self.check.report.as_ref()
     }
@@ -104,7 +105,7 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Begins to look at forwards, if there is something to be checked.
+    /// Starts observing forwards, if there is something to check.
     pub(super) fn arm(&mut self) {
         if !matches!(self.check.phase, CheckPhase::Armed) || !self.trainer.can_train() {
             return;
@@ -112,7 +113,8 @@ impl<M> Engine<M> {
         self.core.arm_check(self.check.looks);
     }
 
-    /// The place of the draws of a forward that another engine's is around; nothing where none is.
+    /// Returns the random stream position of a forward that runs inside another engine's forward; `None` if it does
+    /// not.
     pub(super) fn stream_inside(&mut self) -> Option<u64> {
         let around = AROUND.get();
         if around.forward == 0 {
@@ -130,13 +132,13 @@ impl<M> Engine<M> {
         Some(own)
     }
 
-    /// Whether this thread repeats the forward of another engine.
+    /// Returns whether this thread repeats the forward of another engine.
     pub(super) fn is_repeating() -> bool {
         AROUND.get().repetition > 0
     }
 
-    /// Runs `run` as the forward of this engine; while a check wants it, first with moved parameters, so that what `run` leaves
-    /// behind is that of the forward that counts.
+    /// Runs `run` as the forward of this engine. During a check, perturbed forwards run first, so that side effects of
+    /// `run` are those of the real forward.
     pub(super) fn run_forward(
         &mut self,
         stream: u64,
@@ -164,7 +166,7 @@ impl<M> Engine<M> {
         Ok(output)
     }
 
-    /// The forward of this engine inside of another one's that is repeated.
+    /// Runs the forward of this engine inside a repeated forward of another engine.
     pub(super) fn repeat_inside(
         &mut self,
         stream: u64,
@@ -173,7 +175,7 @@ impl<M> Engine<M> {
         draw_from((stream, 0), || self.cast(|| self.core.forward_again(&Perturbation::NONE, || run(&self.model))))
     }
 
-    /// The outputs of the coming forward with parameters moved, group by group.
+    /// Returns the outputs of the coming forward with parameters perturbed, group by group.
     fn try_moves(&mut self, repeat: &mut RepeatedForward<'_, M>) -> Result<Option<PerturbedOutputs>> {
         let mut tried = PerturbedOutputs::default();
         if self.check.of_each {
@@ -195,8 +197,8 @@ impl<M> Engine<M> {
         Ok(Some(tried))
     }
 
-    /// The outputs with one group moved up and down, and how far. One that hardly changes the output `unmoved` is moved further, as
-    /// long as the output goes straight on.
+    /// Returns the size of a group's perturbation and the outputs with the group moved up and down. If the output
+    /// `unmoved` hardly changes, the perturbation is enlarged as long as the output changes linearly.
     fn try_group(
         &self,
         params: &[ParamId],
@@ -222,7 +224,7 @@ impl<M> Engine<M> {
                 norm(&differs) <= 0.5 * limits.allowed * change / LARGER + rounding
             });
             let is_enough = change > rounding * ENOUGH || norm(&bend) > limits.bends * change + rounding * 4.0;
-            // Where ranks do something together in it, they repeat it equally often.
+            // If the forward calls collectives, all ranks must repeat it equally often.
             let any_rank = |own: bool| if repeat.is_together { self.any_rank(own) } else { Ok(own) };
             let (is_bent, is_last) = (any_rank(!is_straight)?, any_rank(is_enough)?);
             if let Some((size, up, down, _)) = smaller.take().filter(|_| is_bent) {
@@ -236,13 +238,13 @@ impl<M> Engine<M> {
         }
     }
 
-    /// What rounding may make of an output's elements.
+    /// Returns the possible rounding error of an output.
     fn rounding_of(&self, output: &Tensor, value: &[f32]) -> f64 {
         let largest = value.iter().fold(0f32, |largest, value| largest.max(value.abs()));
         f64::from(largest) * unit_of(output.dtype()).max(self.limits().noise)
     }
 
-    /// Keeps with the output of a forward how moves have changed it.
+    /// Stores with the output of a forward how perturbations changed it.
     fn keep_probe(&mut self, PerturbedOutputs { moved, unmoved }: PerturbedOutputs, output: &Tensor) -> Result<()> {
         let about = self.core.last_output();
         if about.is_none() && output.track_op() {
@@ -273,14 +275,14 @@ impl<M> Engine<M> {
         Ok(())
     }
 
-    /// Collective: whether any rank says so.
+    /// Collective: returns whether `own` is true on any rank.
     pub(super) fn any_rank(&self, own: bool) -> Result<bool> {
         let all = self.gather_f64(&[f64::from(u8::from(own))])?;
         Ok(all.iter().any(|rank| rank.first() != Some(&0.0)))
     }
 
-    /// What is moved together: every parameter by itself if that is asked for and there is room for the changes of the output,
-    /// else those of a unit; all of them otherwise.
+    /// Returns the groups of parameters to perturb together: each parameter separately if that was requested and the
+    /// changes of the output fit in memory, otherwise those of each unit, or else all of them.
     fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);
@@ -300,7 +302,7 @@ impl<M> Engine<M> {
         vec![PerturbedGroup::new("all parameters".into(), trained().map(|(id, _)| id).collect())]
     }
 
-    /// The backward of a micro step is about to begin: whether it is measured.
+    /// Starts measuring the coming backward if a check wants it; returns whether it is measured.
     pub(super) fn begin_measuring(&mut self) -> bool {
         let measures = matches!(self.check.phase, CheckPhase::Armed);
         if measures {
@@ -309,7 +311,7 @@ impl<M> Engine<M> {
         measures
     }
 
-    /// It is over.
+    /// Ends measuring after the backward.
     pub(super) fn end_measuring(&mut self) {
         let MeasuredGradients { mut outputs, along, unprobed } = self.core.end_measuring();
         if self.check.groups.is_empty() {
@@ -335,7 +337,8 @@ impl<M> Engine<M> {
         self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
-    /// Collective: compares what all ranks have measured. `overflow`: a gradient is not finite, and the step is skipped.
+    /// Collective: compares the measurements of all ranks. `overflow`: a gradient is not finite, and the step is
+    /// skipped.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
         if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < TRIES {
             self.check.phase = CheckPhase::Armed;
@@ -362,7 +365,7 @@ impl<M> Engine<M> {
         for (at, number) in self.check.open(&limits).into_iter().enumerate() {
             let [by_difference, bend, bend_squares, noise, by_gradient, expected] =
                 std::array::from_fn(|field| sum(1 + 6 * at + field));
-            // Bends of kinks are by chance and may cancel each other, where those of the whole loss add up.
+            // Bends caused by kinks are random and may cancel each other; those of the whole loss add up.
             let bend = bend.abs().max(bend_squares.sqrt());
             let [by_difference, by_gradient, bend, noise, expected] =
                 [by_difference, by_gradient, bend, noise, expected].map(|value| value / factor);
@@ -382,7 +385,7 @@ impl<M> Engine<M> {
         let is_open = report.not_judged.is_none() && !self.check.open(&limits).is_empty();
         let is_over = !is_open || (report.wrong().next().is_some() && self.check.ends_run.is_none());
         if let (Some(file), 0) = (&self.check.ends_run, self.rank()) {
-            // The script may end before the last look.
+            // The script may end before the last check.
             let text = serde_json::to_string(&report).unwrap_or_default();
             std::fs::write(file, text).map_err(|source| Error::Io { action: "write", path: file.clone(), source })?;
         }
@@ -394,7 +397,7 @@ impl<M> Engine<M> {
         self.conclude(report)
     }
 
-    /// The check is over.
+    /// Ends the check with a report.
     fn conclude(&mut self, report: GradientReport) -> Result<()> {
         let steps = match self.check.looks {
             1 => "the first step".to_string(),
@@ -413,7 +416,7 @@ impl<M> Engine<M> {
             by_difference: first.by_difference,
         });
         if self.rank() == 0 {
-            // In 16 bits a small difference is all that one look can show.
+            // In 16 bits, a single check can show no more than a small difference.
             let cannot_tell = |row: &GradientRow| {
                 let difference = (row.by_difference - row.by_gradient).abs();
                 row.verdict == GradientVerdict::CannotTell && difference > 0.25 * row.expected
@@ -434,7 +437,7 @@ impl<M> Engine<M> {
         error.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// What comes of repeating a forward: where the model fails at it, there is no check.
+    /// Abandons the check if the model fails in a repeated forward.
     fn or_give_up<T: Default>(&mut self, probed: Result<T>) -> Result<T> {
         let Err(Error::Candle(error)) = probed else { return probed };
         let why = without_backtrace(&error.to_string());
@@ -447,12 +450,12 @@ fn norm(values: &[f32]) -> f64 {
     values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt()
 }
 
-/// The values of an output in f32.
+/// Returns the values of an output in f32.
 fn values(output: &Tensor) -> Result<Vec<f32>> {
     Ok(output.detach().to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// What a format loses of a number at most, as a part of it.
+/// Returns the maximum relative rounding error of a format.
 fn unit_of(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-9),

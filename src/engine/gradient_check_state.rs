@@ -1,4 +1,4 @@
-//! The state of a check of gradients.
+//! The state of a gradient check.
 
 use super::gradient_report::{DirectionSamples, GradientReport, GradientTolerance};
 use crate::param::ParamId;
@@ -6,23 +6,23 @@ use crate::zero::check::gradient_check_state::DirectionalChange;
 use std::cell::Cell;
 use std::path::PathBuf;
 
-/// The environment variable that has the first step look at every parameter, write what it finds into the file that it names,
-/// and end the run.
+/// The environment variable that makes the first step check every parameter, write the report into the file that the
+/// variable names, and end the run.
 #[doc(hidden)]
 pub const CHECK_GRADIENTS: &str = "CANDLE_ZERO_CHECK_GRADIENTS";
 
 thread_local! {
-    /// The forward of an engine that this thread runs, and which of its repetitions.
+    /// The engine forward that this thread runs, and the number of its repetition.
     pub(super) static AROUND: Cell<CurrentForward> = const { Cell::new(CurrentForward { forward: 0, repetition: 0 }) };
     pub(super) static FORWARDS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Where in the forward of an engine this thread is.
+/// The position of this thread relative to an engine's forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CurrentForward {
-    /// Its number; 0: in none.
+    /// The number of the forward; 0 outside of any forward.
     pub(super) forward: u64,
-    /// 0: the one that counts; else for a check.
+    /// 0 for the real forward; otherwise the number of a repetition for a check.
     pub(super) repetition: u64,
 }
 
@@ -39,47 +39,48 @@ impl CurrentForward {
     }
 }
 
-/// The check of an engine.
+/// The gradient check of an engine.
 #[derive(Debug, Default)]
 pub(super) struct GradientChecker {
     pub(super) phase: CheckPhase,
-    /// Every parameter is looked at by itself.
+    /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
-    /// Writes the report into this file when it is there, and ends the run.
+    /// The file that the report is written to once it exists. The run ends after that.
     pub(super) ends_run: Option<PathBuf>,
     pub(super) tries: u32,
-    /// Directions that have been looked along.
+    /// The number of directions checked so far.
     pub(super) looks: u64,
-    /// Why there is no verdict.
+    /// The reason why there is no verdict.
     pub(super) why_not: Option<String>,
     pub(super) groups: Vec<PerturbedGroup>,
-    /// Forwards of this engine inside of another one's: that forward, and the place of the draws where it began.
+    /// Forwards of this engine inside another engine's forward: that forward, and the random stream positions of the
+    /// first and the next one.
     pub(super) inside: Option<(CurrentForward, u64, u64)>,
     pub(super) report: Option<GradientReport>,
 }
 
 #[derive(Debug, Default)]
 pub(super) enum CheckPhase {
-    /// Nothing to be done.
+    /// Nothing is checked.
     #[default]
     Idle,
     /// Forwards are repeated until a backward comes.
     Armed,
-    /// The backward has come; all ranks compare at the coming step. With the factor that gradients have.
+    /// The backward has run; all ranks compare in the coming step. The last field is the factor that gradients contain.
     Measured(Vec<DirectionalChange>, Vec<DirectionalDerivative>, f64),
 }
 
-/// What is moved together.
+/// A group of parameters that are perturbed together.
 #[derive(Debug)]
 pub(super) struct PerturbedGroup {
     pub(super) name: String,
     pub(super) params: Vec<ParamId>,
-    /// How far, as a part of the size of each parameter; chosen in the first forward.
+    /// The perturbation relative to the size of each parameter; chosen in the first forward.
     pub(super) step: Option<f64>,
     pub(super) looks: DirectionSamples,
 }
 
-/// This rank's part of the gradient along a direction.
+/// This rank's contribution to the gradient along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct DirectionalDerivative {
     pub(super) product: f64,
@@ -93,7 +94,7 @@ impl PerturbedGroup {
 }
 
 impl GradientChecker {
-    /// The groups that need another look, by number.
+    /// Returns the indices of the groups that need another check.
     pub(super) fn open(&self, limits: &GradientTolerance) -> Vec<usize> {
         let is_open = |group: &PerturbedGroup| group.looks.verdict(limits).is_none();
         (0..self.groups.len()).filter(|number| is_open(&self.groups[*number])).collect()
@@ -109,7 +110,7 @@ impl GradientChecker {
         GradientReport { step, rows: rows.collect(), not_judged }
     }
 
-    /// The check of a first step.
+    /// Returns the check of a first step.
     pub(super) fn of_first_step(is_wanted: bool) -> Self {
         let ends_run = std::env::var_os(CHECK_GRADIENTS).map(PathBuf::from);
         let of_each = ends_run.is_some();

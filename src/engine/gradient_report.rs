@@ -1,44 +1,44 @@
-//! What a check of gradients has measured, and what it makes of it.
+//! The measurements of a gradient check, and the verdict on them.
 //!
 //! ```text
-//!   gap     the change of the loss by two forwards, less that by the gradient
-//!   bend    how far the mean of both forwards is from the one between them
+//!   gap     the change of the loss by two forwards, minus the change by the gradient
+//!   bend    the difference between the mean of both perturbed forwards and the unperturbed one
 //! ```
 //!
-//! Both are zero for a straight loss with a true gradient. Rounding, draws and kinks (ReLU, max pooling) make one as large as the
-//! other, each by chance, along every direction anew. A mistake makes the gap large and leaves the bend alone. So a gap that is too
-//! large is a mistake as soon as chance hardly makes gaps so much larger than bends along so many directions.
+//! Both are zero for a linear loss with a correct gradient. Rounding, random draws and kinks (ReLU, max pooling) make
+//! both equally large, randomly and independently in every direction. A wrong gradient makes the gap large and does not
+//! affect the bend. A large gap is therefore a mistake as soon as chance is unlikely to make gaps this much larger than
+//! bends along this many directions.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Directions along which a gap is looked at before the loss counts as one that cannot be judged.
+/// The maximum number of directions; after these, the loss counts as one that cannot be judged.
 const LOOKS: u32 = 8;
-/// A gap is a mistake if chance makes one with such bends more seldom than this.
+/// A gap counts as a mistake if the probability of such a gap by chance, given the bends, is below this.
 const SELDOM: f64 = 1e-4;
-/// A gap larger than this, as a part of the change that is expected, is not that of a gradient with a part missing: it needs more
-/// looks.
+/// A relative gap above this is not explained by a missing part of the gradient: it needs more directions.
 const LARGEST: f64 = 4.0;
 
-/// How exact a comparison is in a format.
+/// The tolerances of a comparison for a format.
 pub(super) struct GradientTolerance {
-    /// The size of moves, as a part of a parameter's values.
+    /// The perturbation, relative to a parameter's values.
     pub step: f64,
-    /// The gap that needs an explanation, as a part of the expected change of the loss.
+    /// The gap that needs an explanation, relative to the expected change of the loss.
     pub allowed: f64,
-    /// What the rounding of a whole forward makes of its output, as a part of it.
+    /// The relative rounding error of a full forward in its output.
     pub noise: f64,
-    /// A move bends the output by more than this part of its change: a longer one says no more.
+    /// The limit of the output's bend relative to its change; above it, a larger perturbation adds no information.
     pub bends: f64,
-    /// Kinks seldom make a gap of this part of the expected change,
+    /// Kinks rarely make a gap as large as this fraction of the expected change.
     large: f64,
-    /// so for those this is seldom enough.
+    /// The probability threshold for gaps above `large`.
     seldom: f64,
 }
 
 impl GradientTolerance {
-    /// Those of a model that computes in `format`.
+    /// Returns the tolerances for a model that computes in `format`.
     pub fn of(format: DType) -> Self {
         match format {
             DType::BF16 => {
@@ -52,53 +52,53 @@ impl GradientTolerance {
     }
 }
 
-/// What became of comparing a gradient with differences of the loss.
+/// The result of comparing a gradient with differences of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GradientVerdict {
-    /// Both agree.
+    /// The gradient and the differences agree.
     Right,
     /// They differ by more than the format, the bend of the loss and chance explain.
     Wrong,
-    /// The loss changes too little, or bends too much, to tell.
+    /// The loss changes too little, or bends too much, for a verdict.
     CannotTell,
 }
 
 /// One row of a [`GradientReport`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct GradientRow {
-    /// The parameter, or what was moved together.
+    /// The name of the parameter, or of the group that was perturbed together.
     pub name: String,
-    /// How the loss changes along the direction, by the gradient that backward gave. Of several directions that with the largest
-    /// difference counts, here and below.
+    /// The change of the loss along the direction, according to the gradient from backward. If several directions were
+    /// checked, this and the following fields are those of the largest difference.
     pub by_gradient: f64,
-    /// The same by running forward with the parameters moved.
+    /// The change of the loss, measured by running forward with perturbed parameters.
     pub by_difference: f64,
-    /// What the two may differ by.
+    /// The allowed difference between the two.
     pub allowed: f64,
-    /// The size that such a change has, for a gradient of this length.
+    /// The expected size of the change for a gradient of this norm.
     pub expected: f64,
-    /// What rounding may make of the difference.
+    /// The part of the difference that rounding may cause.
     pub noise: f64,
-    /// Directions that were tried, each in a step of its own.
+    /// The number of directions that were checked, each in a separate step.
     pub directions: u32,
-    /// What came of it.
+    /// The verdict.
     pub verdict: GradientVerdict,
 }
 
-/// What a check of gradients has found: see [`Engine::check_gradients`](crate::Engine::check_gradients).
+/// The result of a gradient check: see [`Engine::check_gradients`](crate::Engine::check_gradients).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct GradientReport {
-    /// The optimizer step, from 0; the last, if there were several.
+    /// The optimizer step, from 0; the last one, if there were several.
     pub step: u64,
     /// One row for all parameters, or one for each.
     pub rows: Vec<GradientRow>,
-    /// Why nothing could be compared.
+    /// The reason why nothing could be compared.
     pub not_judged: Option<String>,
 }
 
 impl GradientReport {
-    /// The rows whose gradient is wrong.
+    /// Returns the rows whose gradient is wrong.
     pub fn wrong(&self) -> impl Iterator<Item = &GradientRow> {
         self.rows.iter().filter(|row| row.verdict == GradientVerdict::Wrong)
     }
@@ -123,7 +123,7 @@ impl fmt::Display for GradientReport {
     }
 }
 
-/// What was measured along one direction, added up over ranks.
+/// The measurements along one direction, added up over ranks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct DirectionSample {
     pub by_difference: f64,
@@ -142,18 +142,18 @@ impl DirectionSample {
         (self.by_difference - self.by_gradient).abs()
     }
 
-    /// The size of the change that counts.
+    /// Returns the size of the change that differences are compared with.
     fn size(&self) -> f64 {
         self.expected.max(self.by_difference.abs() / 8.0)
     }
 
-    /// The gap that the format and the bend explain.
+    /// Returns the gap that the format and the bend explain.
     fn allowed(&self, limits: &GradientTolerance) -> f64 {
         limits.allowed * self.size() + 4.0 * self.noise + 1.25 * self.bend
     }
 }
 
-/// The looks at one group of parameters so far, each along another direction.
+/// The samples of one group of parameters so far, each along another direction.
 #[derive(Debug, Clone, Default)]
 pub(super) struct DirectionSamples(Vec<DirectionSample>);
 
@@ -162,9 +162,9 @@ impl DirectionSamples {
         self.0.push(look);
     }
 
-    /// What they say together; nothing if another one is needed.
+    /// Returns the verdict on all samples together, or `None` if another sample is needed.
     pub fn verdict(&self, limits: &GradientTolerance) -> Option<GradientVerdict> {
-        // As parts of the size of each change: those of later steps are of other gradients.
+        // Relative to the size of each change, because samples of later steps belong to other gradients.
         let squares = |of: &dyn Fn(&DirectionSample) -> f64| {
             self.0.iter().map(|look| (of(look) / look.size().max(f64::MIN_POSITIVE)).powi(2)).sum::<f64>()
         };
@@ -181,7 +181,7 @@ impl DirectionSamples {
         let looks = self.0.len() as u32;
         let seldom = match (is_large, looks) {
             (true, 1) => limits.seldom,
-            // Each look is another chance to be mistaken.
+            // Each sample is another chance of a false alarm.
             (true, _) => limits.seldom / 3.0,
             (false, _) => SELDOM,
         };
@@ -192,7 +192,7 @@ impl DirectionSamples {
         }
     }
 
-    /// The row of a report.
+    /// Returns the row of a report.
     pub fn row(&self, name: String, limits: &GradientTolerance) -> GradientRow {
         let excess = |look: &DirectionSample| look.gap() / look.allowed(limits);
         let look = self.0.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).copied();
@@ -210,10 +210,11 @@ impl DirectionSamples {
     }
 }
 
-/// How seldom the squares of `looks` gaps add up to so much more than those of their bends that the second are this part
-/// of the first, if both are by chance, normal and of one size: the lower tail of the F distribution, near 0.
+/// Returns the probability that the squares of `looks` gaps exceed those of their bends so much that the latter are
+/// only `part` of the former, if both are random, normally distributed and of one size: the lower tail of the F
+/// distribution, near 0.
 fn by_chance(looks: u32, part: f64) -> f64 {
-    // 1 / (k B(k, k)), k = looks / 2, from those for 1 and 2.
+    // 1 / (k B(k, k)), k = looks / 2, by recurrence from the values for looks 1 and 2.
     let first = if looks % 2 == 1 { (1, std::f64::consts::FRAC_2_PI) } else { (2, 1.0) };
     let steps = (first.0..looks).step_by(2).map(|n| 4.0 * f64::from(n + 1) / f64::from(n + 2));
     steps.fold(first.1, |factor, step| factor * step) * part.powf(f64::from(looks) / 2.0)
@@ -224,7 +225,7 @@ mod tests {
     use super::*;
     use crate::util::mix;
 
-    /// Numbers as a normal distribution has them.
+    /// Generates normally distributed numbers.
     struct Normal(u64);
 
     impl Normal {
@@ -236,8 +237,8 @@ mod tests {
         }
     }
 
-    /// The verdict on losses whose kinks make gaps and bends of `kinks` times the change that is expected, and whose gradient
-    /// leaves out `missing` of it, with the looks that it took.
+    /// Returns the verdict on losses whose kinks make gaps and bends of `kinks` times the expected change, and whose
+    /// gradient lacks `missing` of it, and the number of samples needed.
     fn judged(numbers: &mut Normal, limits: &GradientTolerance, kinks: f64, missing: f64) -> (GradientVerdict, usize) {
         let mut looks = DirectionSamples::default();
         loop {

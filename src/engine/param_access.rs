@@ -1,5 +1,5 @@
-//! One parameter by its name: values, gradient and optimizer states, as DeepSpeed's `safe_get_*` and `safe_set_*`, and
-//! parameters gathered outside of a forward.
+//! Access to single parameters by name: values, gradients and optimizer states, like DeepSpeed's `safe_get_*` and
+//! `safe_set_*`, and parameters gathered outside of a forward.
 
 use super::{Engine, MicroStepPhase};
 use crate::comm::agree::{agree, rank_failed};
@@ -11,8 +11,8 @@ use crate::zero::share::state_access::ParamStateKind;
 use candle_core::{DType, Device, Tensor};
 
 impl<M> Engine<M> {
-    /// Collective: the values of parameter `name` with all their digits (master weights where there are any), whole, in
-    /// f32 and the parameter's shape, at every stage and offload.
+    /// Collective: returns the full values of parameter `name` at full precision (those of the master weights, if there
+    /// are any), in f32 and the parameter's shape, at every stage and offload.
     ///
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
@@ -22,27 +22,27 @@ impl<M> Engine<M> {
         self.shaped(param, whole)
     }
 
-    /// Collective: the gradient of parameter `name`, whole, in f32 and the parameter's shape, as the coming
+    /// Collective: returns the full gradient of parameter `name`, in f32 and the parameter's shape, as the coming
     /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
-    /// accumulation so far, each divided by `gradient_accumulation_steps`, loss scale divided out.
+    /// accumulation so far, each divided by `gradient_accumulation_steps`, with the loss scale divided out.
     ///
-    /// There is one from the first backward of an accumulation to its step; nothing is the result at other times, for a
-    /// frozen parameter, and while [`no_sync`](Self::no_sync) keeps all that there is.
+    /// A gradient exists from the first backward of an accumulation to its step. The result is `None` at other times,
+    /// for a frozen parameter, and while [`no_sync`](Self::no_sync) holds all gradients.
     ///
     /// # Errors
-    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
+    /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
     pub fn safe_get_full_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
         let param = self.agreed_param("safe_get_full_grad", name, "", None)?;
         let whole = self.attempt(|engine| engine.core.whole_gradient(param))?;
         whole.map(|whole| self.unscaled(whole)).map(|whole| self.shaped(param, whole)).transpose()
     }
 
-    /// Collective: the optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of parameter `name`,
-    /// whole, in f32 and the parameter's shape. Before the first update it is zeros.
+    /// Collective: returns the full optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of
+    /// parameter `name`, in f32 and the parameter's shape. Before the first update it is zero.
     ///
     /// # Errors
-    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for a frozen
-    /// parameter, which has none.
+    /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for
+    /// a frozen parameter, which has no states.
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
         let state = self.state_of(param, key)?;
@@ -50,13 +50,13 @@ impl<M> Engine<M> {
         self.shaped(param, whole)
     }
 
-    /// Collective: sets the values of parameter `name`, wherever they are: master weights, shards and whole tensors.
-    /// Optimizer states stay. All ranks give the same `value`, of the parameter's shape, in any dtype.
+    /// Collective: sets the values of parameter `name` everywhere: master weights, shards and full tensors. Optimizer
+    /// states stay. All ranks must give the same `value`, in the parameter's shape and any dtype.
     ///
     /// # Errors
-    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
-    /// [`EngineError::OutOfOrder`] between forward and backward, whose graph has the old values. Then nothing has
-    /// changed.
+    /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
+    /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values. In all
+    /// these cases nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         let values = self.values_of(CALL, value)?;
@@ -69,11 +69,11 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Collective: sets a gradient that there is: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next
-    /// backward of the accumulation is added to it. All ranks give the same `value`.
+    /// Collective: sets an existing gradient: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next backward
+    /// of the accumulation adds to it. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
     pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_grad";
         let mut values = self.values_of(CALL, value)?;
@@ -84,10 +84,10 @@ impl<M> Engine<M> {
         is_set(is_there, name)
     }
 
-    /// Collective: sets the optimizer state `key` of parameter `name`. All ranks give the same `value`.
+    /// Collective: sets the optimizer state `key` of parameter `name`. All ranks must give the same `value`.
     ///
     /// # Errors
-    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
+    /// The same as [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
     pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_full_optimizer_state";
         let values = self.values_of(CALL, value)?;
@@ -98,8 +98,8 @@ impl<M> Engine<M> {
         self.settled(|engine| engine.core.set_state(state, param, &values))
     }
 
-    /// This rank's part of parameter `name`, in f32 and one dimension: its shard where optimizer states are sharded, at
-    /// stage 0 all of it. Not collective, as the other `safe_get_local_*`.
+    /// Returns this rank's part of parameter `name`, flattened, in f32: its shard if optimizer states are sharded, the
+    /// full parameter at stage 0. Like the other `safe_get_local_*` methods, it is not collective.
     ///
     /// # Errors
     /// [`ParamError::Unknown`]; a file that cannot be read.
@@ -109,20 +109,21 @@ impl<M> Engine<M> {
         self.flat(own)
     }
 
-    /// This rank's part of what [`safe_get_full_grad`](Self::safe_get_full_grad) gives.
+    /// Returns this rank's part of the result of [`safe_get_full_grad`](Self::safe_get_full_grad).
     ///
     /// # Errors
-    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
+    /// The same as [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
     pub fn safe_get_local_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
         let param = self.param(name)?;
         let own = self.attempt(|engine| engine.core.own_gradient(param))?;
         own.map(|own| self.unscaled(own)).map(|own| self.flat(own)).transpose()
     }
 
-    /// This rank's part of what [`safe_get_full_optimizer_state`](Self::safe_get_full_optimizer_state) gives.
+    /// Returns this rank's part of the result of
+    /// [`safe_get_full_optimizer_state`](Self::safe_get_full_optimizer_state).
     ///
     /// # Errors
-    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param); [`ParamError::UnknownState`].
+    /// The same as [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param); [`ParamError::UnknownState`].
     pub fn safe_get_local_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.param(name)?;
         let state = self.state_of(param, key)?;
@@ -130,14 +131,14 @@ impl<M> Engine<M> {
         self.flat(own)
     }
 
-    /// Collective: sets this rank's part of the values of parameter `name`, wherever they are: master weights, shards
-    /// and the whole tensors of all ranks. Each rank gives its own part, in one dimension and any dtype, as long as the
-    /// one that [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param) gives.
+    /// Collective: sets this rank's part of the values of parameter `name` everywhere: master weights, shards and the
+    /// full tensors of all ranks. Each rank gives its own part, in one dimension and any dtype, with the length of the
+    /// result of [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
     ///
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward. Then nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.is_sharded(CALL, "safe_set_full_fp32_param")?;
@@ -153,8 +154,8 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Sets this rank's part of a gradient that there is: see
-    /// [`safe_get_local_grad`](Self::safe_get_local_grad). Not collective.
+    /// Sets this rank's part of an existing gradient: see [`safe_get_local_grad`](Self::safe_get_local_grad). Not
+    /// collective.
     ///
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`ParamError::LocalShape`];
@@ -173,7 +174,7 @@ impl<M> Engine<M> {
     /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
     ///
     /// # Errors
-    /// As [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`].
+    /// The same as [`safe_set_local_grad`](Self::safe_set_local_grad); [`ParamError::UnknownState`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
         self.is_sharded(CALL, "safe_set_full_optimizer_state")?;
@@ -184,9 +185,10 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.set_own_moment(state, param, &own))
     }
 
-    /// Runs `run` while the parameters `names` are whole: what [`model`](Self::model) gives may then be read outside of
-    /// a forward (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut) changes them).
-    /// They have the model's dtype. Collective at stage 3; at other stages all parameters are whole at any time.
+    /// Runs `run` while the parameters `names` are gathered, so that the parameters of [`model`](Self::model) can be
+    /// read outside of a forward (DeepSpeed's `GatheredParameters`, for reading; [`gathered_mut`](Self::gathered_mut)
+    /// changes them). They have the model's dtype. Collective at stage 3; at other stages every rank always has all
+    /// full parameters.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -198,8 +200,8 @@ impl<M> Engine<M> {
     /// ```
     ///
     /// # Errors
-    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`, after which
-    /// the engine can go on; a failed collective.
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`, after which the
+    /// engine can continue; a failed collective.
     pub fn gathered<T>(&mut self, names: &[&str], run: impl FnOnce(&M) -> candle_core::Result<T>) -> Result<T> {
         if self.core.shards_params() {
             self.same_on_all_ranks("gathered", &[hash(names.join("\n").as_bytes())])?;
@@ -211,9 +213,9 @@ impl<M> Engine<M> {
     }
 
     /// Collective: lets rank `modifier_rank` change the parameters `names` (DeepSpeed's `GatheredParameters` with a
-    /// `modifier_rank`). There `run` gets their values in this order, whole, with all their digits, in f32, and what it
-    /// leaves in their places becomes the parameters' value on every rank, at every stage and offload. On other ranks it does
-    /// not run. Optimizer states stay.
+    /// `modifier_rank`). On that rank `run` gets their full values, in this order, at full precision in f32. The
+    /// tensors that it leaves there become the parameters' values on every rank, at every stage and offload. On other
+    /// ranks it does not run. Optimizer states stay.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -230,7 +232,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward. Then nothing has changed, and the engine can go on.
+    /// [`EngineError::OutOfOrder`] between forward and backward. In all these cases nothing has changed, and the engine
+    /// can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],
@@ -263,9 +266,9 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.refresh())
     }
 
-    /// Releases all gathered parameters at stage 3, also those that `stage3_param_persistence_threshold` keeps, until
-    /// the next forward or backward needs them (DeepSpeed's call): memory for an evaluation elsewhere, say. At every stage a GPU's
-    /// driver gets back what is free. All ranks call it at the same place.
+    /// Releases all gathered parameters at stage 3, including those kept by `stage3_param_persistence_threshold`, until
+    /// the next forward or backward needs them (DeepSpeed's call), for example to free memory for an evaluation
+    /// elsewhere. At every stage a GPU's driver gets free memory back. All ranks must call it at the same point.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.
@@ -274,7 +277,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.empty_cache())
     }
 
-    /// The place of parameter `name`.
+    /// Returns the index of parameter `name`.
     fn param(&self, name: &str) -> Result<ParamId> {
         self.not_stopped()?;
         let params = self.core.params();
@@ -286,7 +289,7 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Collective: the same, if all ranks mean the same of it, and give the same value.
+    /// Collective: returns the index of parameter `name` if all ranks pass the same arguments and the same value.
     fn agreed_param(
         &mut self,
         call: &'static str,
@@ -302,7 +305,7 @@ impl<M> Engine<M> {
         self.param(name)
     }
 
-    /// The values of parameters as `run` leaves them.
+    /// Returns the values of parameters as `run` leaves them.
     fn modified(
         &self,
         params: &[ParamId],
@@ -319,13 +322,13 @@ impl<M> Engine<M> {
         values.collect()
     }
 
-    /// Collective: what this rank has made, if every rank has made it.
+    /// Collective: returns this rank's result if the call has succeeded on every rank.
     fn agreed<T>(&mut self, call: &'static str, own: Result<T>) -> Result<T> {
         let elsewhere = |rank| EngineError::Elsewhere { call, why: rank_failed(rank) }.into();
         self.attempt(|engine| agree(engine.core.comm(), own, elsewhere))
     }
 
-    /// An error where every rank has the whole of what others set part by part.
+    /// Returns an error if every rank has full parameters, so that they cannot be set part by part.
     fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
         match self.config.zero.stage.placement().optim.is_sharded() {
             true => Ok(()),
@@ -333,7 +336,7 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Values for this rank's part of a parameter, on the host.
+    /// Returns the values for this rank's part of a parameter, in host memory.
     fn own_values_of(&self, call: &'static str, param: ParamId, value: &Tensor) -> Result<Vec<f32>> {
         let values = self.values_of(call, value)?;
         let len = self.core.owned(param).len();
@@ -354,13 +357,13 @@ impl<M> Engine<M> {
         })
     }
 
-    /// Values to be set, on the host.
+    /// Returns the values to be set, in host memory.
     fn values_of(&self, call: &'static str, value: &Tensor) -> Result<Vec<f32>> {
         self.not_between_passes(call)?;
         on_host(value)
     }
 
-    /// An error where a graph waits for its backward.
+    /// Returns an error if a graph waits for its backward.
     fn not_between_passes(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         match self.phase {
@@ -380,13 +383,13 @@ impl<M> Engine<M> {
         Err(ParamError::ValueShape { name, found, expected }.into())
     }
 
-    /// A gradient gets the loss scale.
+    /// Multiplies a gradient by the loss scale.
     fn scale(&self, grad: &mut [f32]) {
         let scale = self.scaler.scale() as f32;
         grad.iter_mut().for_each(|value| *value *= scale);
     }
 
-    /// A gradient without the loss scale.
+    /// Returns a gradient with the loss scale divided out.
     fn unscaled(&self, mut grad: Flat) -> Flat {
         let scale = self.scaler.scale();
         if scale != 1.0 {
@@ -399,7 +402,7 @@ impl<M> Engine<M> {
         Ok(self.flat(values)?.reshape(&self.core.params()[param].shape)?)
     }
 
-    /// f32 values in one dimension, where the model computes.
+    /// Returns f32 values as a one-dimensional tensor on the model's device.
     fn flat(&self, values: Flat) -> Result<Tensor> {
         let Flat::F32(values) = values else { unreachable!("states are read in f32") };
         let len = values.len();
@@ -407,17 +410,17 @@ impl<M> Engine<M> {
     }
 }
 
-/// An error unless there was a gradient to be set.
+/// Returns an error if there was no gradient to set.
 fn is_set(is_there: bool, name: &str) -> Result<()> {
     if is_there { Ok(()) } else { Err(EngineError::GradientAbsent { name: name.into() }.into()) }
 }
 
-/// The values of a tensor in f32.
+/// Returns the values of a tensor in f32.
 fn on_host(value: &Tensor) -> Result<Vec<f32>> {
     Ok(value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// A hash that a control message carries exactly.
+/// Returns a hash that a control message can carry exactly.
 fn hash(bytes: &[u8]) -> f64 {
     f64::from(fnv1a(bytes) as u32)
 }

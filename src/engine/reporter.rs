@@ -1,4 +1,4 @@
-//! The monitors and logs that an engine reports to, and what they are told next.
+//! The monitors and logs that an engine reports to, and values for the next report.
 
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
@@ -14,20 +14,20 @@ use std::time::Instant;
 pub(super) struct EngineReporter {
     pub monitors: Monitors,
     pub throughput: ThroughputTimer,
-    /// When this micro step's forward began.
+    /// The time at which this micro step's forward began.
     pub micro_step: Option<Instant>,
-    /// Mean loss of the last optimizer step, over ranks and micro steps.
+    /// The mean loss of the last optimizer step, over ranks and micro steps.
     pub loss: f64,
-    /// Micro steps with another order of units that have been told.
+    /// The number of reported micro steps with a changed order of units.
     pub order_changes: u64,
-    /// `flops_profiler`, after its step.
+    /// The result of `flops_profiler`, after the profiled step.
     pub profile: Option<FlopsProfile>,
-    /// `comms_logger`.
+    /// The log of `comms_logger`.
     pub comm_log: Option<Arc<CommLog>>,
 }
 
 impl EngineReporter {
-    /// Opens the monitors, on rank 0, and the log of collectives.
+    /// Opens the monitors on rank 0, and the log of collectives.
     pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<MonitorOpener>) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {

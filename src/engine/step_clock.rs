@@ -1,4 +1,4 @@
-//! The calls of a micro step, and the time that they take.
+//! The calls of a micro step, and their durations.
 
 use crate::comm::engine_call::EngineCallGuard;
 use crate::profiler::{StepTimings, spans};
@@ -13,35 +13,35 @@ pub(super) enum MicroStepCall {
     Step,
 }
 
-/// A call under way. One that fails is not counted.
+/// The guard of a running call. A call that fails is not counted.
 pub(super) struct CallGuard {
     pub call: MicroStepCall,
     pub start: Instant,
-    /// Seconds waited for collectives until then.
+    /// The seconds waited for collectives before the call.
     pub waited: f64,
     /// The span of `flops_profiler`.
     pub profile: Option<spans::ProfilerSpan>,
     /// The span in the timeline.
     pub span: TimelineSpan,
-    /// The call, for what its collectives say where ranks have diverged.
+    /// The name of the call, which collectives report if ranks have diverged.
     pub during: EngineCallGuard,
 }
 
-/// Times of the optimizer step under way, and of the last one.
+/// The times of the current and of the last optimizer step.
 #[derive(Default)]
 pub(super) struct StepClock {
     pub forward: Duration,
     pub backward: Duration,
     pub step: Duration,
-    /// Seconds waited for collectives in backward.
+    /// The seconds waited for collectives in backward.
     pub backward_wait: f64,
-    /// Seconds waited for collectives, and for files, until the last boundary.
+    /// The seconds waited for collectives and files until the last boundary.
     waited: WaitSeconds,
     pub last: StepTimings,
     pub last_backward_wait_ms: f64,
 }
 
-/// Seconds waited since the start.
+/// The seconds waited since the start.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct WaitSeconds {
     pub collectives: f64,
@@ -49,7 +49,7 @@ pub(super) struct WaitSeconds {
 }
 
 impl StepClock {
-    /// An optimizer step is over.
+    /// Ends an optimizer step.
     pub fn boundary(&mut self, waited: WaitSeconds) {
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         self.last = StepTimings {

@@ -1,22 +1,22 @@
-//! Which parameters are trained, while an engine runs: gradual unfreezing.
+//! Changes to the set of trained parameters while an engine runs, for gradual unfreezing.
 
 use super::Engine;
 use crate::error::{ParamError, Result};
 
 impl<M> Engine<M> {
-    /// Trains the parameters of which `rule` says so, by name and shape, and freezes all others, from the next forward
-    /// on. Collective, with the same rule on all ranks.
+    /// Trains the parameters for which `rule`, given name and shape, returns true, and freezes all others, from the
+    /// next forward on. Collective, with the same rule on all ranks.
     ///
-    /// A parameter that is thawed begins with fresh optimizer states, and its first update counts as its first. One that
-    /// is frozen loses them; in 16 bits it goes on from its 16-bit weights. Shares are laid out anew: meanwhile this
-    /// rank's share is in memory, or in the files, twice.
+    /// A parameter that is unfrozen starts with fresh optimizer states, and its next update counts as its first. A
+    /// parameter that is frozen loses them; in 16 bits it continues from its 16-bit weights. Shares are laid out again:
+    /// meanwhile this rank's share exists twice, in memory or in the files.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
-    /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for one that
-    /// trains a quantized parameter;
-    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) where ranks have different rules;
-    /// a file that gets no space. In all these cases nothing has changed. A failed collective.
+    /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for a rule
+    /// that trains a quantized parameter;
+    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules; a
+    /// file for which there is no space. In all these cases nothing has changed. A failed collective.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
         self.wait_for_checkpoint()?;
         self.between_steps("set_trainable")?;
@@ -38,7 +38,7 @@ impl<M> Engine<M> {
         self.settled(|engine| engine.core.set_trained(&trained, updates))
     }
 
-    /// Names of the parameters that are trained, in order of registration.
+    /// Returns the names of the parameters that are trained, in order of registration.
     pub fn trainable_parameters(&self) -> Vec<String> {
         self.core.params().iter().filter(|param| param.is_trained()).map(|param| param.name.clone()).collect()
     }

@@ -1,4 +1,4 @@
-//! Output of an engine that trains, from rank 0: printed lines, and events for monitors.
+//! Output of a training engine on rank 0: printed lines, and events for monitors.
 
 use super::Engine;
 use super::step_clock::WaitSeconds;
@@ -14,8 +14,8 @@ use crate::util::counted;
 use std::io::Write as _;
 
 impl<M> Engine<M> {
-    /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
-    /// nothing. The engine's own events are at [`global_samples`](Self::global_samples).
+    /// Writes custom values to the monitors, like DeepSpeed's `monitor.write_events`. On ranks other than 0 it does
+    /// nothing. The engine's own events use [`global_samples`](Self::global_samples) as their step.
     ///
     /// ```
     /// # use candle_zero::Engine;
@@ -37,18 +37,18 @@ impl<M> Engine<M> {
         self.reporter.monitors.write(events);
     }
 
-    /// The collectives of this rank so far by kind and size, where `comms_logger` is on; rank 0 prints them when the
-    /// engine is dropped. As DeepSpeed's `log_summary`.
+    /// Returns this rank's collectives so far by kind and size, if `comms_logger` is enabled, like DeepSpeed's
+    /// `log_summary`. Rank 0 prints them when the engine is dropped.
     pub fn comm_summary(&self) -> Option<CommSummary> {
         self.reporter.comm_log.as_ref().map(|log| log.summary())
     }
 
-    /// Operations and time of the step that `flops_profiler` names, after it, on rank 0.
+    /// Returns the operations and times of the step that `flops_profiler` selects, after that step, on rank 0.
     pub fn flops_profile(&self) -> Option<&FlopsProfile> {
         self.reporter.profile.as_ref()
     }
 
-    /// Ends the profile after its step. Collective there: rank 0 measures the machine while the others wait.
+    /// Ends the profile after its step. Collective in that step: rank 0 measures the machine while the others wait.
     fn end_profile(&mut self) -> Result<()> {
         let Some(profiler) = self.config.monitoring.flops_profiler.as_ref() else { return Ok(()) };
         if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
@@ -78,14 +78,14 @@ impl<M> Engine<M> {
         self.core.comm().barrier().wait()
     }
 
-    /// The engine is dropped.
+    /// Prints the final reports when the engine is dropped.
     pub(super) fn report_at_end(&self) {
         if let (0, Some(summary)) = (self.rank(), self.comm_summary()) {
             say(&format!("collectives of rank 0\n{summary}"));
         }
     }
 
-    /// An optimizer step is over. Collective in the step that `flops_profiler` names.
+    /// Reports a finished optimizer step. Collective in the step that `flops_profiler` selects.
     pub(super) fn tell(&mut self) -> Result<()> {
         let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
         self.clock.boundary(waited);
@@ -94,7 +94,7 @@ impl<M> Engine<M> {
         self.end_profile()
     }
 
-    /// `log_trace_cache_warnings`.
+    /// Reports changes of the units' order, for `log_trace_cache_warnings`.
     fn report_order(&mut self) {
         let changes = self.core.order_changes();
         let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
@@ -137,7 +137,7 @@ impl<M> Engine<M> {
         }
     }
 
-    /// `steps_per_print`. Learning rate and momentum are those of the coming step, as DeepSpeed prints them.
+    /// Returns the line of `steps_per_print`. As in DeepSpeed, learning rate and momentum are those of the coming step.
     fn progress_line(&self) -> String {
         let momentum = |momentum: &Momentum| match momentum {
             Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),
@@ -148,7 +148,7 @@ impl<M> Engine<M> {
         format!("step={step}, skipped={skipped}, lr={lr:?}, mom=[{}]", mom.join(", "))
     }
 
-    /// `wall_clock_breakdown`.
+    /// Returns the line of `wall_clock_breakdown`.
     fn time_line(&self) -> String {
         let t = self.clock.last;
         let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
@@ -157,7 +157,7 @@ impl<M> Engine<M> {
         format!("time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}{files}")
     }
 
-    /// The optimizer step's events under DeepSpeed's tags.
+    /// Returns the optimizer step's events under DeepSpeed's tags.
     fn events(&self) -> Vec<MonitorEvent> {
         let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.get_lr()[0])];
         if let Precision::Fp16(_) = self.config.precision {
@@ -179,14 +179,15 @@ impl<M> Engine<M> {
         values.into_iter().map(event).collect()
     }
 
-    /// A micro step's step is over.
+    /// Ends the reports of a micro step.
     pub(super) fn end_micro_step(&mut self) {
         if let Some(start) = self.reporter.micro_step.take() {
             self.reporter.throughput.add(start.elapsed());
         }
     }
 
-    /// `memory_breakdown`, in the rhythm of `steps_per_print`; `step` is the number of this optimizer step, from 1.
+    /// Reports memory for `memory_breakdown`, as often as `steps_per_print`; `step` is the number of this optimizer
+    /// step, from 1.
     pub(super) fn report_memory(&self, edge: &str, step: u64) {
         let every = self.config.steps_per_print;
         let due = every.is_none_or(|n| step.is_multiple_of(n));
@@ -201,7 +202,7 @@ impl<M> Engine<M> {
         say(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
     }
 
-    /// `dump_state`.
+    /// Prints the configuration and parameters for `dump_state`.
     pub(super) fn dump_state(&self) {
         if !self.config.monitoring.dump_state || self.rank() != 0 {
             return;

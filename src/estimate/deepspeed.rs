@@ -1,25 +1,26 @@
-//! The figures of DeepSpeed's estimators for a model: `estimate_zero2_model_states_mem_needs` and
-//! `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8, to compare with.
+//! The figures of DeepSpeed's own estimators for a model, for comparison: `estimate_zero2_model_states_mem_needs` and
+//! `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8.
 //!
-//! They are rules of thumb. No activations, buckets and prefetched parameters are counted, and 18 bytes per parameter
-//! (16-bit gradients beside f32 ones) are DeepSpeed's need; [`Estimate`](super::Estimate) has this engine's.
+//! They are rules of thumb. They do not count activations, buckets and prefetched parameters, and their 18 bytes per
+//! parameter (16-bit gradients in addition to f32 ones) are what DeepSpeed needs; [`Estimate`](super::Estimate) counts
+//! what this engine needs.
 
 use serde::Serialize;
 
 /// The machines of a job.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Machines {
-    /// GPUs of each.
+    /// The number of GPUs per machine.
     pub gpus_per_node: u64,
-    /// How many.
+    /// The number of machines.
     pub nodes: u64,
-    /// By what memory of the host is multiplied, for what is not counted (`additional_buffer_factor`). DeepSpeed's
+    /// The factor applied to host memory to allow for what is not counted (`additional_buffer_factor`). DeepSpeed's
     /// default is 1.5.
     pub buffer_factor: f64,
 }
 
 impl Machines {
-    /// An estimator with DeepSpeed's own factor.
+    /// Describes the machines, with DeepSpeed's default factor.
     pub fn new(gpus_per_node: u64, nodes: u64) -> Self {
         Self { gpus_per_node, nodes, buffer_factor: 1.5 }
     }
@@ -29,27 +30,27 @@ impl Machines {
     }
 }
 
-/// The parts that go to the host's memory at stage 3.
+/// The parts that are offloaded to host memory at stage 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offloaded {
     /// Nothing.
     Nothing,
     /// Optimizer states and gradients.
     Optimizer,
-    /// Parameters as well.
+    /// Optimizer states, gradients and parameters.
     OptimizerAndParameters,
 }
 
 /// The figures of an estimator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct MemoryNeeds {
-    /// Bytes of the host's memory, for each machine.
+    /// The bytes of host memory on each machine.
     pub cpu_bytes: u64,
-    /// Bytes of each GPU's memory.
+    /// The bytes of memory on each GPU.
     pub gpu_bytes: u64,
 }
 
-/// `estimate_zero2_model_states_mem_needs` of a model with `parameters` parameters.
+/// Returns the result of `estimate_zero2_model_states_mem_needs` for a model with `parameters` parameters.
 pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> MemoryNeeds {
     let (p, all) = (parameters as f64, machines.gpus());
     let (cpu, gpu) = if cpu_offload {
@@ -60,8 +61,9 @@ pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> MemoryNe
     MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: gpu as u64 }
 }
 
-/// `estimate_zero3_model_states_mem_needs` of a model with `parameters` parameters, `largest_layer` of them in its
-/// largest layer. `zero_init`: parameters are partitioned as they are made, and no machine ever holds all of them.
+/// Returns the result of `estimate_zero3_model_states_mem_needs` for a model with `parameters` parameters,
+/// `largest_layer` of them in its largest layer. With `zero_init`, parameters are partitioned as they are created, and
+/// no machine ever has all of them.
 pub fn zero3(
     parameters: u64,
     largest_layer: u64,
@@ -71,7 +73,7 @@ pub fn zero3(
 ) -> MemoryNeeds {
     let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
     let here = 1.0 / machines.nodes as f64;
-    // Every process of a machine makes a whole model first.
+    // Every process of a machine creates the full model first.
     let copies = 4.0 * machines.gpus_per_node as f64;
     let held = |bytes: f64| if zero_init { bytes * here } else { f64::max(copies, bytes * here) };
     let (cpu, gpu) = match offloaded {

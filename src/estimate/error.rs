@@ -6,38 +6,38 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EstimateError {
-    /// Ranks that cannot be divided among the hosts.
+    /// The ranks cannot be divided evenly among the hosts.
     #[error(
         "{ranks} ranks cannot be divided among {hosts} hosts; give a number of ranks that is a multiple of {hosts}"
     )]
     Hosts {
-        /// The ranks of the job.
+        /// The number of ranks in the job.
         ranks: usize,
-        /// The hosts.
+        /// The number of hosts.
         hosts: usize,
     },
-    /// A network that is written in a way that is not known.
+    /// The description of a network cannot be parsed.
     #[error(
         "the network is \"{found}\", but must be a rate and a latency, such as 25Gbit,50us or 3GB/s,1ms: {allowed}"
     )]
     Network {
-        /// The text.
+        /// The description as given.
         found: String,
-        /// What is allowed in place of the wrong part.
+        /// The allowed form of the part that is wrong.
         allowed: &'static str,
     },
-    /// A step that takes no time, or a time that is no number.
+    /// The time of a step is not a number above 0.
     #[error("the step takes {found} s, but must take more than 0 s")]
     Step {
-        /// The seconds.
+        /// The time in seconds.
         found: f64,
     },
-    /// A file of metrics without steps that could be used.
+    /// A metrics file has no steps that can be used.
     #[error("{}: {problem}; give the metrics of a run, as train_gpt's --metrics writes them", path.display())]
     Metrics {
         /// The file.
         path: PathBuf,
-        /// What was found.
+        /// The problem found.
         problem: String,
     },
 }

@@ -1,7 +1,9 @@
-//! How long a step takes on several hosts: that of one host, and what the cables between them add.
+//! Predicts the time of a step on several hosts: the time on one host plus the time that the network between hosts
+//! adds.
 //!
-//! The trace of a step is simulated: see `step_trace.rs`. Computing takes the measured time, collectives take what their messages
-//! between hosts take on the network. What they take inside of a host is a part of the measured time.
+//! The trace of a step is simulated; see `step_trace.rs`. Computation takes the measured time, and collectives take the
+//! time that their messages between hosts need on the network. The time of collectives within a host is part of the
+//! measured time.
 
 use super::network::{Network, TransferTime};
 use super::step_trace::{SimulatedStep, StepTrace};
@@ -12,37 +14,37 @@ use crate::error::{EstimateError, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Ranks up to which [`Estimate::weak_scaling`] goes.
+/// The maximum number of ranks in [`Estimate::weak_scaling`].
 const MOST_RANKS: usize = 1024;
 
-/// Collectives of one kind in a step, and their bytes between hosts.
+/// The collectives of one kind in a step, and the bytes they send between hosts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct InterHostTraffic {
-    /// Collectives.
+    /// The number of collectives.
     pub calls: u64,
-    /// Bytes into the host that gets most.
+    /// The bytes into the host that receives most.
     pub bytes_in: u64,
-    /// Bytes out of the host that sends most.
+    /// The bytes out of the host that sends most.
     pub bytes_out: u64,
 }
 
 /// A step on several hosts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Forecast {
-    /// Hosts.
+    /// The number of hosts.
     pub hosts: usize,
-    /// Ranks of all hosts.
+    /// The number of ranks on all hosts.
     pub ranks: usize,
-    /// By kind of collective; kinds that do not occur are missing.
+    /// The traffic between hosts by kind of collective; kinds that do not occur are missing.
     pub between: BTreeMap<CollectiveKind, InterHostTraffic>,
-    /// Seconds in which messages are on their way between hosts, where nothing is computed beside them.
+    /// The seconds that messages between hosts take if nothing is computed at the same time.
     pub wire_s: f64,
-    /// Seconds of a step, where that of one host is known.
+    /// The seconds of a step, if the time on one host is known.
     pub step_s: Option<f64>,
 }
 
 impl Forecast {
-    /// Bytes between hosts, of all kinds.
+    /// Returns the bytes between hosts, summed over all kinds.
     pub fn bytes(&self) -> InterHostTraffic {
         let add = |a: InterHostTraffic, b: &InterHostTraffic| InterHostTraffic {
             calls: a.calls.saturating_add(b.calls),
@@ -53,24 +55,24 @@ impl Forecast {
     }
 }
 
-/// A row of a table of weak scaling.
+/// A row of a weak scaling table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScalingRow {
-    /// The step.
+    /// The forecast of a step.
     #[serde(flatten)]
     pub forecast: Forecast,
-    /// Of one host's step, as a share of this one's: 1 where more hosts cost no time.
+    /// The time of a step on one host divided by the time of this step: 1 if more hosts cost no time.
     pub efficiency: Option<f64>,
-    /// Model state of a rank in memory, at most, as in [`Estimate::host_bytes`] and [`Estimate::device_bytes`].
+    /// The maximum model state of a rank in memory, as in [`Estimate::host_bytes`] and [`Estimate::device_bytes`].
     pub rank_bytes: usize,
 }
 
 impl Estimate {
-    /// The step on so many hosts with as many ranks each, where a step of one host with as many ranks as each of them has
-    /// takes as long as `measured`.
+    /// Predicts a step on `hosts` hosts with equally many ranks each, given that a step on a single host with that many
+    /// ranks takes as long as `measured`.
     ///
     /// # Errors
-    /// [`EstimateError::Hosts`]: the ranks cannot be divided so.
+    /// [`EstimateError::Hosts`] if the ranks cannot be divided evenly.
     pub fn forecast(&self, hosts: usize, network: &Network, measured: Option<&MeasuredStep>) -> Result<Forecast> {
         let ranks = self.memory.world_size;
         if hosts == 0 || !ranks.is_multiple_of(hosts) {
@@ -80,7 +82,7 @@ impl Estimate {
         let mut between = BTreeMap::<CollectiveKind, InterHostTraffic>::new();
         for (c, times) in self.step_trace.collectives() {
             let entry = between.entry(c.kind).or_default();
-            // The number of micro steps may be anything.
+            // The number of micro steps is not bounded.
             let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
             add(&mut entry.calls, 1);
             for transfer in all.transfers(c.kind, c.wire, c.dtype, c.elements) {
@@ -92,11 +94,11 @@ impl Estimate {
         Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
     }
 
-    /// Steps of 1, 2, 4 ... hosts with `each` ranks, and of those `hosts`, up to 1,024 ranks: each rank has the batch that it
-    /// has in `config`.
+    /// Predicts steps on 1, 2, 4 ... hosts with `each` ranks, and on `hosts` hosts, up to 1,024 ranks. Each rank has
+    /// the batch that it has in `config`.
     ///
     /// # Errors
-    /// As [`Estimate::with`].
+    /// The errors of [`Estimate::with`].
     pub fn weak_scaling(
         shapes: &Shapes,
         config: &Config,
@@ -123,14 +125,14 @@ impl Estimate {
     }
 }
 
-/// The configuration for another number of ranks, with as many samples for each.
+/// Returns the configuration for another number of ranks with the same number of samples per rank.
 fn with_ranks(config: &Config, ranks: usize) -> Config {
     let of_rank = config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
     let batch = BatchConfig { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };
     Config { world_size: ranks, batch, ..config.clone() }
 }
 
-/// Simulates a step. Where nothing is known of computing, it takes no time.
+/// Simulates a step. If the computing time is unknown, computation takes no time.
 fn simulate(
     step_trace: &StepTrace,
     hosts: &UniformHosts,
@@ -189,7 +191,7 @@ mod tests {
     fn where_the_wire_costs_nothing_the_step_is_that_of_one_host() {
         for zero in settings() {
             let all = estimate(4, zero.clone());
-            // A byte takes less than anything that is looked at.
+            // At this rate the bytes take less time than the tolerance.
             for (hosts, network) in [(1, "1bit,9s"), (2, "999999999999999GB/s,0us"), (4, "999999999999999GB/s,0us")] {
                 let found = step(&all, hosts, network, 0.5);
                 assert!((found - 0.5).abs() < 1e-9, "{zero} {hosts}: {found}");
@@ -208,7 +210,7 @@ mod tests {
             assert!(wire.wire_s > 0.01 && found >= wire.wire_s.max(0.3) && found <= wire.wire_s + 0.3 + 1e-9, "{zero}");
             let overlaps = config(4, zero.clone(), 1).zero.overlap_comm;
             let is_sum = (found - wire.wire_s - 0.3).abs() < 1e-9;
-            // At stage 1 gradients stay until backward is over.
+            // At stage 1 gradients are kept until backward has ended.
             assert_eq!(is_sum, !overlaps || zero["stage"] == 1, "{zero}: {found} {}", wire.wire_s);
         }
     }
@@ -264,7 +266,7 @@ mod tests {
         assert_eq!(rows[10].forecast.ranks, 1024);
         assert!(rows[0].forecast.step_s.is_some_and(|step| (step - 1.0).abs() < 1e-9));
         assert!(rows[0].efficiency.is_some_and(|share| share > 1.0 - 1e-9));
-        // Shards of small parameters are mostly padding in the end.
+        // With many ranks, shards of small parameters are mostly padding.
         assert!(rows[1..].iter().all(|row| row.rank_bytes < rows[0].rank_bytes));
         assert!(rows.iter().all(|row| row.efficiency.is_some_and(|e| e > 0.0 && e <= 1.0)));
         let alone = Estimate::new(&shapes, &with_ranks(&config, 4)).unwrap();

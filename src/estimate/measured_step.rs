@@ -1,30 +1,31 @@
-//! How long a step of one host takes: as it is given, or by the metrics of a run.
+//! The time of a step on one host: given by the user, or taken from the metrics of a run.
 
 use super::step_trace::{PhaseWork, StepPhase};
 use crate::error::{Error, EstimateError, Result};
 use serde_json::Value;
 use std::path::Path;
 
-/// The first steps of a run, which allocate and record: they are left out, where there are as many others.
+/// The first steps of a run, which allocate memory and record the order of units. They are left out if at least as many
+/// others exist.
 const FIRST_STEPS: usize = 3;
-/// What the metrics of a step say of its phases.
+/// The metrics that report the phases of a step.
 const PHASES: [&str; 3] = ["forward_ms", "backward_ms", "step_ms"];
 
-/// How long a step takes on one host: computing, memory and disk, and collectives inside of the host.
+/// The time of a step on one host: computation, memory and disk access, and collectives within the host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MeasuredStep {
     step_s: f64,
-    /// Forward, backward, and the optimizer's step.
+    /// The seconds of forward, backward and the optimizer step.
     phases: Option<[f64; 3]>,
     steps: usize,
     ranks: Option<usize>,
 }
 
 impl MeasuredStep {
-    /// A step of so many seconds.
+    /// Describes a step of `step_s` seconds.
     ///
     /// # Errors
-    /// [`EstimateError::Step`]: not a number above 0.
+    /// [`EstimateError::Step`] if `step_s` is not a number above 0.
     pub fn seconds(step_s: f64) -> Result<Self, EstimateError> {
         match step_s.is_normal() && step_s > 0.0 {
             true => Ok(Self { step_s, phases: None, steps: 0, ranks: None }),
@@ -32,10 +33,10 @@ impl MeasuredStep {
         }
     }
 
-    /// The median step, the first ones left out, of the metrics that `train_gpt` and `zerorun finetune` write.
+    /// Takes the median step, without the first ones, from the metrics that `train_gpt` and `zerorun finetune` write.
     ///
     /// # Errors
-    /// A file that cannot be read; [`EstimateError::Metrics`]: no steps in it.
+    /// A file that cannot be read; [`EstimateError::Metrics`] if it contains no steps.
     pub fn metrics(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let text = std::fs::read_to_string(path);
@@ -48,7 +49,7 @@ impl MeasuredStep {
         for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
             let line: Value = match serde_json::from_str(line) {
                 Ok(line) => line,
-                // A run that was killed ends so.
+                // The file of a killed run may end in a partial line.
                 Err(_) if number == text.lines().count() => break,
                 Err(error) => return Err(format!("line {number} is no JSON: {error}")),
             };
@@ -64,27 +65,28 @@ impl MeasuredStep {
         let step_s = median(steps.iter().map(total).collect()).filter(|s| s.is_normal());
         let step_s = step_s.ok_or("there is no step that takes time")?;
         let each = [0, 1, 2].map(|phase| median(steps.iter().map(|step| step[phase]).collect()).unwrap_or(0.0));
-        // Medians of parts are not quite parts of the median.
+        // The medians of the phases do not exactly add up to the median of the step.
         let phases = Some(each).filter(|each| total(each) > 0.0).map(|each| each.map(|s| s * step_s / total(&each)));
         Ok(Self { step_s, phases, steps: steps.len(), ranks })
     }
 
-    /// Seconds of a step.
+    /// Returns the seconds of a step.
     pub fn step_s(&self) -> f64 {
         self.step_s
     }
 
-    /// Steps of which this is the median; 0 where it was given.
+    /// Returns the number of steps that the median was taken from, or 0 if the time was given.
     pub fn steps(&self) -> usize {
         self.steps
     }
 
-    /// Ranks of the run, where its metrics say it.
+    /// Returns the number of ranks of the run, if its metrics report it.
     pub fn ranks(&self) -> Option<usize> {
         self.ranks
     }
 
-    /// Seconds of an amount of work in a phase where a step does `all`, and seconds that belong to no work.
+    /// Returns a function that converts an amount of work in a phase to seconds, given that a step does `all`, and the
+    /// seconds that belong to no work.
     pub(super) fn spread(&self, all: PhaseWork) -> (impl Fn(StepPhase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| PhaseWork { forward, backward, update });
         let both = all.forward + all.backward;
@@ -92,7 +94,7 @@ impl MeasuredStep {
         let step_s = self.step_s;
         let seconds = move |phase: StepPhase, work: f64| match (by_phase, phase) {
             (Some(seconds), _) => of(all.of(phase), work, seconds.of(phase)),
-            // The optimizer's time is in the others' where nothing is known of it.
+            // If the optimizer's time is unknown, it is part of the other phases.
             (None, StepPhase::Update) => 0.0,
             (None, _) => of(both, work, step_s),
         };
@@ -102,7 +104,7 @@ impl MeasuredStep {
     }
 }
 
-/// Seconds of the phases of a step.
+/// Returns the seconds of the phases of a step.
 fn phases(line: &Value) -> Option<[f64; 3]> {
     let mut seconds = [0.0; 3];
     for (key, seconds) in PHASES.iter().zip(&mut seconds) {
@@ -144,7 +146,7 @@ mod tests {
         assert_eq!((measured.steps(), measured.ranks()), (5, Some(2)));
         let cut = format!("{}\n{{\"step\": 8, \"forw", lines.join("\n"));
         assert_eq!(MeasuredStep::of_lines(&cut).unwrap(), measured);
-        // Of few steps the later half.
+        // If there are few steps, the later half counts.
         assert!((MeasuredStep::of_lines(&lines[..2].join("\n")).unwrap().step_s() - 1.51).abs() < 1e-12);
     }
 
@@ -183,7 +185,7 @@ mod tests {
         ];
         let expected = [0.015, 0.06, 0.01, 0.0];
         assert!(times.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{times:?}");
-        // Work that no step does: its time is somewhere in the step.
+        // Work that no step does: its time must still be part of the step.
         let (_, rest) = measured.spread(PhaseWork { update: 0.0, ..all });
         assert!((rest - 0.01).abs() < 1e-12);
         assert_eq!(MeasuredStep::seconds(4.0).unwrap().spread(PhaseWork::default()).1, 4.0);

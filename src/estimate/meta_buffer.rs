@@ -1,11 +1,11 @@
-//! Buffers without memory.
+//! Buffers without memory, used to count sizes.
 
 use crate::error::Result;
 use crate::memory::MemoryTier;
 use crate::precision::ElementBuffer;
 use candle_core::DType;
 
-/// A number of elements of a dtype, and room for a number of them, without memory for any.
+/// A buffer of a dtype with a length and a capacity, but without memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MetaBuffer {
     place: MemoryTier,
@@ -15,7 +15,7 @@ pub(super) struct MetaBuffer {
 }
 
 impl MetaBuffer {
-    /// `len` elements.
+    /// Returns a buffer of `len` elements.
     pub fn whole(place: MemoryTier, dtype: DType, len: usize) -> Self {
         Self { place, dtype, len, capacity: len }
     }

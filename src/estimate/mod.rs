@@ -1,5 +1,5 @@
-//! The needs of a configuration, before anything runs: bytes of each rank by kind and tier, bytes on the wire and of
-//! files in each step.
+//! Estimates what a configuration needs before anything runs: the bytes of each rank by kind and memory tier, and the
+//! bytes on the wire and in files in each step.
 //!
 //! ```
 //! use candle_zero::config::Config;
@@ -15,20 +15,21 @@
 //! ```
 //!
 //! The estimate reads names and shapes of the parameters, never a weight. The engine's own code lays them out and
-//! decides what travels when, on a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic are those of
-//! the engine, to the byte, and so are the peaks of a model whose units run in the order in which they were built.
+//! decides when to transfer what, using a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic equal
+//! those of the engine, to the byte. The peaks are equal too if the model's units run in the order in which they were
+//! built.
 //!
-//! | file | what |
+//! | file | content |
 //! | --- | --- |
 //! | `shapes.rs` | the parameters of a model, of a preset or of safetensors files |
 //! | `rehearsal.rs` | a training step that only counts |
-//! | `meta_buffer.rs`, `rehearsed_files.rs` | its buffers and its files |
-//! | `traffic.rs` | what is moved |
-//! | `step_trace.rs` | what happens in a step: computing, collectives, waits |
-//! | `network.rs` | a cable, and how long messages take on it |
-//! | `measured_step.rs` | how long a step of one host takes |
-//! | `forecast.rs` | how long a step of several hosts takes |
-//! | `options.rs` | what an estimate depends on besides model and configuration |
+//! | `meta_buffer.rs`, `rehearsed_files.rs` | the buffers and files of a rehearsal |
+//! | `traffic.rs` | the bytes that are moved |
+//! | `step_trace.rs` | the events of a step: computation, collectives, waits |
+//! | `network.rs` | a network link, and the time that messages take on it |
+//! | `measured_step.rs` | the time of a step on one host |
+//! | `forecast.rs` | the time of a step on several hosts |
+//! | `options.rs` | the inputs of an estimate besides model and configuration |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
 
@@ -60,37 +61,37 @@ use rehearsal::Rehearsal;
 use serde::Serialize;
 use step_trace::StepTrace;
 
-/// Parameters at most: their state is counted in bytes.
+/// The maximum number of parameters, chosen so that their state can be counted in bytes.
 const MOST_PARAMETERS: usize = 1 << 57;
 
-/// The needs of each rank.
+/// The estimated needs of each rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// Model state of a rank, as [`Engine::memory_report`](crate::Engine::memory_report) will count it.
+    /// The model state of a rank, as [`Engine::memory_report`](crate::Engine::memory_report) will count it.
     ///
-    /// Held bytes are exact. So are peaks, but for what depends on how fast a disk is: gradients on their way to files,
-    /// and copies for direct access (a part of staging), are counted at their most.
+    /// Held bytes are exact. Peaks are exact too, except those that depend on the speed of a disk: gradients being
+    /// written to files, and copies for direct access (a part of staging), are counted at their maximum.
     pub memory: MemoryReport,
     /// The traffic of a rank in one optimizer step.
     pub step: Traffic,
-    /// How such a step goes.
+    /// The events of such a step.
     #[serde(skip)]
     step_trace: StepTrace,
 }
 
 impl Estimate {
-    /// The estimate for a model on the CPU; `config` knows the number of ranks.
+    /// Estimates a model on the CPU. `config` determines the number of ranks.
     ///
     /// # Errors
-    /// As [`Estimate::with`].
+    /// The errors of [`Estimate::with`].
     pub fn new(shapes: &Shapes, config: &Config) -> Result<Self> {
         Self::with(shapes, config, EstimateOptions::default())
     }
 
-    /// The estimate with [`EstimateOptions`].
+    /// Estimates a model with [`EstimateOptions`].
     ///
     /// # Errors
-    /// More parameters than bytes of them can be counted; a module of `data_types.keep_in_fp32_modules` that is not there.
+    /// More parameters than can be counted in bytes; a module of `data_types.keep_in_fp32_modules` that does not exist.
     pub fn with(shapes: &Shapes, config: &Config, options: EstimateOptions) -> Result<Self> {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
@@ -104,17 +105,18 @@ impl Estimate {
         Ok(Self { memory: rehearsal.report(), step, step_trace })
     }
 
-    /// Bytes of a rank in the host's memory, page-locked or not, at most: peaks of different kinds need not be at the same time.
+    /// Returns the maximum number of bytes of a rank in host memory, page-locked or not. The peaks of different kinds,
+    /// which are summed here, need not occur at the same time.
     pub fn host_bytes(&self) -> usize {
         self.memory.rows.iter().map(|row| row.host.peak + row.pinned.peak).sum()
     }
 
-    /// The same in the memory of the GPU.
+    /// Returns the maximum number of bytes of a rank in GPU memory; see [`Estimate::host_bytes`].
     pub fn device_bytes(&self) -> usize {
         self.memory.rows.iter().map(|row| row.device.peak).sum()
     }
 
-    /// Bytes that a rank reserves in files.
+    /// Returns the bytes that a rank reserves in files.
     pub fn file_bytes(&self) -> usize {
         self.memory.rows.iter().map(|row| row.file.peak).sum()
     }

@@ -1,26 +1,27 @@
-//! A cable between hosts, and how long messages take on it.
+//! A network link between hosts, and the time that messages take on it.
 
 use crate::comm::InterHostTransfer;
 use crate::error::EstimateError;
 use std::fmt;
 use std::str::FromStr;
 
-/// Bytes of data in a full Ethernet frame of TCP, and all bytes of the frame: what limits a cable, `tc` too, counts these.
+/// The data bytes and the total bytes of a full Ethernet frame that carries TCP. The limits of a link, and those of
+/// `tc`, count total bytes.
 const FRAME: [f64; 2] = [1448.0, 1514.0];
 
-/// The cable of each host: how fast it carries bytes in each direction, how long one takes to the other end, and what it costs
-/// the host's processors.
+/// The network link of each host: its rate in each direction, its one-way latency, and its load on the host's
+/// processors.
 ///
-/// Written as `25Gbit,50us`: a rate, in bits of the cable as `tc` writes them (`bit`, `kbit`, `Mbit`, `Gbit`, thousands of
-/// one another) or in bytes of data (`MB/s`, `GB/s`), and a latency, one way (`us`, `ms`, `s`). `25Gbit,50us,10%`: of a host's
-/// processors that share is busy with messages while the cable is.
+/// Written as `25Gbit,50us`: a rate, in bits on the wire as `tc` writes them (`bit`, `kbit`, `Mbit`, `Gbit`, in steps
+/// of 1,000) or in bytes of data (`MB/s`, `GB/s`), and a one-way latency (`us`, `ms`, `s`). `25Gbit,50us,10%` adds the
+/// share of a host's processors that messages keep busy while the link is busy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Network {
     rate: f64,
     rate_unit: RateUnit,
     latency: f64,
     latency_unit: LatencyUnit,
-    /// Of 100.
+    /// The share of a host's processors that messages keep busy, in percent.
     busy_percent: f64,
 }
 
@@ -28,9 +29,9 @@ pub struct Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RateUnit {
     name: &'static str,
-    /// A second's bytes, of frames or of data.
+    /// The bytes per second of one unit, of frames or of data.
     bytes: u64,
-    /// Bits of a byte where it counts bits of the cable.
+    /// The number of bits in a byte, if the unit counts bits on the wire.
     bits: Option<u64>,
 }
 
@@ -38,12 +39,12 @@ struct RateUnit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LatencyUnit {
     name: &'static str,
-    /// So many are a second.
+    /// The number of these units in a second.
     parts: u64,
 }
 
 const RATES: [RateUnit; 6] = [
-    // The others end like this one.
+    // The other bit units also end in "bit", so the plain unit comes after them.
     RateUnit { name: "kbit", bytes: 1_000, bits: Some(8) },
     RateUnit { name: "Mbit", bytes: 1_000_000, bits: Some(8) },
     RateUnit { name: "Gbit", bytes: 1_000_000_000, bits: Some(8) },
@@ -58,16 +59,16 @@ const LATENCIES: [LatencyUnit; 3] = [
     LatencyUnit { name: "s", parts: 1 },
 ];
 
-/// How long something is on its way between hosts.
+/// The time that a transfer between hosts takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct TransferTime {
-    /// From its beginning to its end.
+    /// The seconds from its start to its end.
     pub seconds: f64,
-    /// Seconds of these that it takes from the host's processors, all of them together.
+    /// The part of these seconds in which it occupies the host's processors, as if it used all of them.
     pub processors: f64,
 }
 
-/// What may stand for each part.
+/// The allowed form of each part.
 const BOTH: &str = "a comma stands between them";
 const BUSY: &str =
     "the third part is the share of a host's processors that is busy while its cable is: a number up to 100 and %";
@@ -76,30 +77,30 @@ const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bi
 const LATENCY: &str = "the latency is a number and us, ms or s (one way)";
 
 impl Network {
-    /// What is assumed where nothing is said: a cable of 10 Gbit, 50 us long.
+    /// The network that is assumed if none is given: 10 Gbit, with a latency of 50 us.
     pub const ASSUMED: Self =
         Self { rate: 10.0, rate_unit: RATES[2], latency: 50.0, latency_unit: LATENCIES[0], busy_percent: 0.0 };
 
-    /// Bytes of data that go through the cable in a second, in each direction.
+    /// Returns the bytes of data that the link carries per second, in each direction.
     pub fn bytes_per_s(&self) -> f64 {
         let bytes = self.rate * self.rate_unit.bytes as f64;
         self.rate_unit.bits.map_or(bytes, |bits| bytes / bits as f64 * FRAME[0] / FRAME[1])
     }
 
-    /// Seconds from one host to another.
+    /// Returns the one-way latency between hosts in seconds.
     pub fn latency_s(&self) -> f64 {
         self.latency / self.latency_unit.parts as f64
     }
 
-    /// The share of a host's processors that messages keep busy while its cable is.
+    /// Returns the share of a host's processors that messages keep busy while the link is busy.
     pub fn busy(&self) -> f64 {
         self.busy_percent / 100.0
     }
 
-    /// A transfer from its beginning to its end, headers included.
+    /// Returns the time of a transfer from its start to its end, headers included.
     ///
-    /// A message waits for the one that is `window` messages before it. So either the cable is always busy, or each window
-    /// waits for the ways of its messages.
+    /// A message waits for the one that is `window` messages before it. So either the link is always busy, or each
+    /// window waits for the latency of its messages.
     pub(super) fn travel(&self, transfer: &InterHostTransfer) -> TransferTime {
         let InterHostTransfer { into, out, messages, window, hops, behind } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
@@ -123,7 +124,7 @@ impl FromStr for Network {
             |text: &str| text.ends_with('%').then(|| number(text, "%")).flatten().filter(|share| *share <= 100.0);
         let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| wrong(BUSY)))?;
         let of_rate = |unit: &&RateUnit| match unit.bits {
-            // tc takes them so.
+            // tc ignores the case of these units as well.
             Some(_) => ends_with_ignoring_case(rate, unit.name),
             None => rate.ends_with(unit.name),
         };
@@ -132,7 +133,7 @@ impl FromStr for Network {
         let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE))?;
         let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY))?;
         let network = Self { rate, rate_unit, latency, latency_unit, busy_percent };
-        // Numbers that are too small or too large to be computed with.
+        // Rejects numbers that are too small or too large to compute with.
         match (network.bytes_per_s().is_normal(), network.latency_s().is_finite()) {
             (true, true) => Ok(network),
             (false, _) => Err(wrong(RATE)),
@@ -146,14 +147,14 @@ fn ends_with_ignoring_case(text: &str, end: &str) -> bool {
     start.and_then(|start| text.get(start..)).is_some_and(|last| last.eq_ignore_ascii_case(end))
 }
 
-/// The number in front of a unit: digits, with a point among them or none.
+/// Returns the number in front of a unit: digits, with at most one decimal point among them.
 fn number(text: &str, unit: &str) -> Option<f64> {
     let digits = text[..text.len() - unit.len()].trim();
     let plain = digits.bytes().all(|b| b.is_ascii_digit() || b == b'.');
     digits.parse::<f64>().ok().filter(|number| plain && number.is_finite())
 }
 
-/// As it is read.
+/// Writes the network in the format that is parsed.
 impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{},{}{}", self.rate, self.rate_unit.name, self.latency, self.latency_unit.name)?;
@@ -229,10 +230,10 @@ mod tests {
     fn a_passage_takes_its_bytes_and_its_ways() {
         let seconds = |network: &str, transfer: &InterHostTransfer| self::network(network).travel(transfer).seconds;
         let one = InterHostTransfer { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
-        // The header's way, the message's, and the bytes of the busier direction.
+        // The header's latency, the message's latency, and the bytes of the busier direction.
         assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
         assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
-        // A hundred messages, two at a time: of 1 ms each a slow cable is always busy, and a fast one waits for ways.
+        // A hundred messages of 1 ms each, two at a time: a slow link is always busy; a fast one waits for the latency.
         let many = InterHostTransfer { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
         assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
         assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);

@@ -1,16 +1,16 @@
-//! The circumstances that an estimate depends on besides model and configuration.
+//! The inputs of an estimate besides model and configuration.
 
 use crate::offload::DiskAccess;
 
-/// The circumstances that an estimate depends on besides model and configuration.
+/// The inputs of an estimate besides model and configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct EstimateOptions {
-    /// The model computes on a GPU.
+    /// Whether the model computes on a GPU.
     pub gpu: bool,
-    /// The model's units recompute their forward, also where the configuration does not ask for it.
+    /// Whether the model's units recompute their forward even if the configuration does not enable it.
     pub recompute: bool,
-    /// Hosts, with as many ranks each; 0 and 1: all ranks are on one.
+    /// The number of hosts, with equally many ranks each. 0 and 1 mean that all ranks are on one host.
     pub hosts: usize,
-    /// How files are accessed. Default: as the engine would choose on this machine.
+    /// The access mode of files. By default it is the one that the engine would choose on this machine.
     pub disk_access: Option<DiskAccess>,
 }

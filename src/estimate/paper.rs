@@ -3,31 +3,31 @@
 use crate::layout::{Placement, Sharding, ZeroStage};
 use std::fmt::Write as _;
 
-/// Parameters of the models in the table.
+/// The models in the table with their parameter counts.
 pub const MODELS: [(&str, f64); 3] = [("7.5B", 7.5e9), ("128B", 128e9), ("1T", 1e12)];
 
-/// Degrees of data parallelism in the table.
+/// The degrees of data parallelism in the table.
 pub const DEGREES: [usize; 6] = [1, 4, 16, 64, 256, 1024];
 
-/// Stages in the table with their names there.
+/// The stages in the table with their names in the paper.
 pub const STAGES: [(&str, ZeroStage); 3] =
     [("Pos", ZeroStage::One), ("Pos+g", ZeroStage::Two), ("Pos+g+p", ZeroStage::Three)];
 
-/// Bytes per parameter of mixed precision training with Adam: weights and gradients of 16 bits; f32 weights and two
-/// moments (the paper's K = 12).
+/// The bytes per parameter of mixed precision training with Adam: 16-bit weights, 16-bit gradients, and f32 weights
+/// with two moments (the paper's K = 12).
 const BYTES: [f64; 3] = [2.0, 2.0, 12.0];
 
-/// Bytes of model state on each of `ranks` devices, for `parameters` parameters.
+/// Returns the bytes of model state on each of `ranks` devices, for `parameters` parameters.
 pub fn model_state_bytes(parameters: f64, ranks: usize, stage: ZeroStage) -> f64 {
     let Placement { params, grads, optim } = stage.placement();
     let each = |sharding: Sharding, bytes: f64| if sharding.is_sharded() { bytes / ranks as f64 } else { bytes };
     parameters * (each(params, BYTES[0]) + each(grads, BYTES[1]) + each(optim, BYTES[2]))
 }
 
-/// Gigabytes (1e9 bytes) of a cell, with the digits that the paper prints: three, cut off or rounded as there.
+/// Returns the gigabytes (1e9 bytes) of a table cell with three digits, truncated or rounded as in the paper.
 pub fn cell(parameters: f64, ranks: usize, stage: ZeroStage) -> String {
     let gigabytes = model_state_bytes(parameters, ranks, stage) / 1e9;
-    // From 100 on the paper cuts fractions off; below, it rounds to three digits, halves up.
+    // From 100 on, the paper truncates fractions. Below 100 it rounds to three digits, halves up.
     let shown = match gigabytes {
         g if g >= 100.0 => g.floor(),
         g if g >= 9.995 => (g * 10.0).round() / 10.0,
@@ -36,7 +36,7 @@ pub fn cell(parameters: f64, ranks: usize, stage: ZeroStage) -> String {
     shown.to_string()
 }
 
-/// The table.
+/// Returns the table.
 pub fn table() -> String {
     let mut text =
         String::from("Gigabytes of model state per device, mixed precision with Adam (arXiv 1910.02054, table 1)\n\n");
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn every_cell_is_as_printed() {
-        // By model, then by degree.
+        // Ordered by model, then by degree.
         let printed = [
             [
                 ["120", "120", "120"],

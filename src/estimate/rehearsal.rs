@@ -1,9 +1,10 @@
-//! A training step that only counts: the engine's own decisions, carried out without memory, files and ranks.
+//! A dry run of a training step that only counts: it makes the engine's decisions without memory, files and other
+//! ranks.
 //!
-//! Layout, gathers, reductions, passes and publications are decided by [`crate::zero`], for the engine and here; every
-//! buffer is [`MetaBuffer`] and entered in a [`Ledger`], and what would travel is counted. What depends on the model's
-//! operations is taken as models usually are: units run in the order of registration, and gradients arrive in the
-//! reverse order.
+//! Layout, gathers, reductions, optimizer sweeps and publications are decided by [`crate::zero`], both for the engine
+//! and here. Every buffer is a [`MetaBuffer`] and recorded in a [`Ledger`], and the bytes that would be transferred are
+//! counted. Decisions that depend on the model's operations assume a typical model: units run in the order of
+//! registration, and gradients arrive in the reverse order.
 
 use super::EstimateOptions;
 use super::meta_buffer::MetaBuffer;
@@ -45,51 +46,52 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A collective under way, with its result.
+/// A collective in flight, with its result.
 pub(super) struct InFlightCollective {
     result: MetaBuffer,
     launched: Option<CollectiveId>,
     _copy: Option<LedgerEntry>,
 }
 
-/// Rank 0, on paper.
+/// A simulation of rank 0.
 pub(super) struct Rehearsal<'a> {
     params: &'a [Param],
     config: &'a Config,
     plan: ReducePlan,
     share_plan: SharePlan,
-    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters, or 1 if there is none.
     second_group: usize,
-    /// Where whole parameters are.
+    /// The memory tier of whole parameters.
     tier: MemoryTier,
-    /// Where the share lies, if not in files.
+    /// The memory tier of the share, unless it is in files.
     share_place: MemoryTier,
-    /// Units recompute their forward.
+    /// Whether units recompute their forward.
     recompute: bool,
-    /// The optimizer, and which of its halves trains what.
+    /// The optimizer, and which of its two optimizers trains which parameter.
     grouping: Arc<ParameterGrouping>,
     ledger: Ledger,
     groups: Mutex<Vec<SubGroup<Self>>>,
-    /// Sub-group and slot of each parameter.
+    /// The sub-group and slot of each parameter.
     places: Vec<(usize, usize)>,
     files: RehearsedFiles,
-    /// The windows between the host and the GPU, by kind.
+    /// The transfer windows between the host and the GPU, by kind.
     windows: RefCell<[Option<LedgerEntry>; 3]>,
     traffic: Rc<RefCell<Traffic>>,
-    /// The step under way.
+    /// The trace of the current step.
     step_trace: RefCell<StepTrace>,
     leaves: LeafUnits,
-    /// Bytes of the model's buffers, which every training forward brings from rank 0.
+    /// The bytes of the model's buffers, which every training forward broadcasts from rank 0.
     buffers: usize,
-    /// Parameters that are whole from the start to the end, and buffers.
+    /// The buffers, and the parameters that stay whole throughout.
     _whole: Vec<LedgerEntry>,
 }
 
-/// The states of a parameter without an optimizer: none, as with this one.
+/// A configuration without optimizer states, used for parameters that have no optimizer.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 
-/// As an engine chooses it on so many hosts. Where it would be refused, there is none.
+/// Returns the size of the group for a second copy, as an engine on this number of hosts chooses it, or 1 if the engine
+/// would refuse it.
 fn second_group(config: &Config, hosts: usize) -> usize {
     let (group, here) = (config.zero.hpz_partition_size, config.world_size / hosts.max(1));
     let sharded = config.zero.stage.placement().params.is_sharded();
@@ -97,7 +99,7 @@ fn second_group(config: &Config, hosts: usize) -> usize {
 }
 
 impl<'a> Rehearsal<'a> {
-    /// The rank at the start of training.
+    /// Creates the rank as it is at the start of training.
     pub fn new(params: &'a [Param], leaves: LeafUnits, config: &'a Config, options: EstimateOptions) -> Result<Self> {
         let (zero, world_size, dtype) = (&config.zero, config.world_size, config.precision.dtype());
         let placement = zero.stage.placement();
@@ -111,7 +113,7 @@ impl<'a> Rehearsal<'a> {
         let packs = params.iter().any(|param| param.packing().is_some());
         let share_plan = SharePlan { packs, ..SharePlan::new(config, plan.accumulate, 0, grouping.clone()) };
         if share_plan.has_files() {
-            // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
+            // While the files are filled, they bypass the page cache unless the user chose otherwise.
             files.hold_copies();
         }
         let tier = if options.gpu { MemoryTier::Device } else { MemoryTier::Host };
@@ -138,7 +140,8 @@ impl<'a> Rehearsal<'a> {
             && !share_plan.has_files()
             && grouping.updates_by_elements()
         {
-            // New weights, until the next step; and gradients, to which those of the next step come before they are done with.
+            // New weights until the next step, and gradients, which may still be in use when those of the next step
+            // arrive.
             for group in groups.iter().filter(|group| group.class.is_trained()) {
                 let weights = group.class.weights.dtype(dtype);
                 whole.push(ledger.hold(MemoryKind::Staging, group.len * weights.size_in_bytes()));
@@ -173,25 +176,25 @@ impl<'a> Rehearsal<'a> {
         })
     }
 
-    /// The same with buffers of so many bytes.
+    /// Adds model buffers of `bytes` bytes.
     pub fn with_buffers(mut self, bytes: usize) -> Self {
         self.buffers = bytes;
         self._whole.push(self.ledger.hold_in(self.tier, MemoryKind::Buffers, bytes));
         self
     }
 
-    /// Trains for some steps and gives what one of them moves, and how it goes.
+    /// Trains for some steps, and returns the traffic and the trace of one of them.
     pub fn train(&self) -> Result<(Traffic, StepTrace)> {
         let zero = &self.config.zero;
         let mut gather = ParamGatherer::new(self.params, &self.leaves, zero, &self.share_plan);
         let optional = self.leaves.optional(self.params, zero);
         let mut gradients = GradientReducer::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
-        // From the third micro step on all of a step are alike: what they move can be multiplied.
+        // From the third micro step on, all micro steps of a step are alike, so their traffic can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
         let micro_steps = accumulation.min(3);
         let mut moved = Traffic::default();
-        // The first step records the order of the units; the others follow it.
+        // The first step records the order of the units; the later ones follow it.
         for _ in 0..3 {
             let before = self.traffic.borrow().clone();
             let mut last = Traffic::default();
@@ -220,18 +223,18 @@ impl<'a> Rehearsal<'a> {
         Ok((moved, self.step_trace.take()))
     }
 
-    /// Work on parameters: one for each element of a forward.
+    /// Records work on parameters: one unit of work per element of a forward.
     fn compute(&self, phase: StepPhase, work: usize) {
         self.step_trace.borrow_mut().compute(phase, work as f64);
     }
 
-    /// Counts a collective, and enters it.
+    /// Counts a collective and records its launch in the trace.
     fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: WireFormat) -> CollectiveId {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
         self.step_trace.borrow_mut().launch(step_trace::CollectiveCall { kind, wire, dtype, elements })
     }
 
-    /// Forward and backward.
+    /// Runs forward and backward.
     fn micro_step(&self, gather: &mut ParamGatherer<Self>, gradients: &mut GradientReducer<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
             let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, WireFormat::Exact);
@@ -254,7 +257,7 @@ impl<'a> Rehearsal<'a> {
                 gather.leave_forward(self, unit)?;
             }
         }
-        // What is outside of units is mostly a head, behind them.
+        // Parameters outside of units are mostly a head that follows them.
         self.compute(StepPhase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, UnitEvent::Backward(ROOT))?;
@@ -266,7 +269,7 @@ impl<'a> Rehearsal<'a> {
             if unit != ROOT && end <= first_trained {
                 break;
             }
-            // A unit that recomputes runs a backward of its own.
+            // A recomputing unit runs a nested backward.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
                 gather.nest(false);
@@ -278,7 +281,7 @@ impl<'a> Rehearsal<'a> {
                 self.compute(StepPhase::Backward, elements[unit]);
             }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
-                // A gradient for what goes in, and one for the parameter.
+                // One gradient is for the input, and one is for the parameter.
                 self.compute(StepPhase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
                 if !param.is_trained() {
                     continue;
@@ -297,7 +300,7 @@ impl<'a> Rehearsal<'a> {
         gather.end(self)
     }
 
-    /// The ledger's counts, beside the formula.
+    /// Returns the ledger's counts next to the formula.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }
@@ -389,7 +392,7 @@ impl RankBackend for Rehearsal<'_> {
         _: &[ParamId],
     ) -> Result<InFlightCollective> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
-        // What leaves a GPU travels as a copy on the host.
+        // Data that leaves a GPU is sent from a copy on the host.
         let copied = MetaBuffer::is_device(&buffer.place()) && world > 1;
         let result = collective.result_len(len, world);
         buffer.truncate(result);
@@ -406,7 +409,7 @@ impl RankBackend for Rehearsal<'_> {
                 let mut traffic = self.traffic.borrow_mut();
                 traffic.collective(CommKind::ReduceScatter, len, dtype, wire, world);
                 traffic.sums_across(len / world, dtype, world / ranks);
-                // Between hosts go the bytes of an all-reduce.
+                // Between hosts an all-reduce is sent.
                 let kind = CommKind::AllReduce;
                 Some(self.step_trace.borrow_mut().launch(step_trace::CollectiveCall {
                     kind,
@@ -507,7 +510,7 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         self.compute(StepPhase::Update, range.len());
         let is_away = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
         if is_away && mode.has_weights() && mode.changes() {
-            // The largest piece and the one before it, which is on its way.
+            // The largest piece and the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
             let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let under_way = self.send(CopyKind::Updates, piece(), &self.tier, len)?;

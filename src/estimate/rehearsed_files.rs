@@ -1,4 +1,4 @@
-//! Files of a rehearsal: extents are entered in the ledger, and requests are counted.
+//! Files of a rehearsal: extents are recorded in the ledger, and requests are counted.
 
 use super::meta_buffer::MetaBuffer;
 use super::traffic::Traffic;
@@ -13,14 +13,14 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// An extent of a file, which is entered in the ledger.
+/// An extent of a file, recorded in the ledger.
 #[derive(Clone)]
 pub(super) struct RehearsedExtent {
     pub dtype: DType,
     pub held: Rc<RefCell<LedgerEntry>>,
 }
 
-/// Files while sub-groups are laid out.
+/// The files while sub-groups are laid out.
 pub(super) struct RehearsedArena(pub Ledger);
 
 /// Files whose requests are counted.
@@ -28,23 +28,23 @@ pub(super) struct RehearsedFiles {
     pub access: DiskAccess,
     ledger: Ledger,
     traffic: Rc<RefCell<Traffic>>,
-    /// Bytes of the copies that direct access may need: each thread keeps a block that does not lie as it has to.
+    /// The bytes of the copies that direct access may need: each thread keeps a block for data that is not aligned.
     copies: usize,
-    /// Gradients on their way, by number, as if no disk were fast enough to write one before it has to be waited for.
+    /// The gradients being written, by number, as if no disk could finish writing one before it is waited for.
     unwritten: RefCell<VecDeque<(u64, TrackedBuffer<MetaBuffer>)>>,
-    /// Gradients so far.
+    /// The number of gradients stored so far.
     stored: Cell<u64>,
 }
 
 impl RehearsedFiles {
-    /// `largest`: elements of the largest parameter.
+    /// Creates the files. `largest` is the number of elements of the largest parameter.
     pub fn new(aio: &Aio, largest: usize, access: DiskAccess, ledger: Ledger, traffic: Rc<RefCell<Traffic>>) -> Self {
         let block = block_size(aio).min(largest * DType::F32.size_in_bytes()).next_multiple_of(ALIGN) + ALIGN - 1;
         let copies = threads(aio) * block;
         Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
     }
 
-    /// Copies may be there now.
+    /// Accounts for copies, which may exist from now on.
     pub fn hold_copies(&self) {
         if self.access == DiskAccess::Direct {
             drop(self.ledger.hold(MemoryKind::Staging, self.copies));
@@ -62,7 +62,7 @@ impl RehearsedFiles {
 
 impl StateFiles for RehearsedFiles {
     type Extent = RehearsedExtent;
-    /// Its bytes.
+    /// The size of the staging memory in bytes.
     type Staging = usize;
     type Transfer = usize;
     type Buffer = MetaBuffer;

@@ -1,4 +1,4 @@
-//! Names, shapes and units of a model's parameters, without the parameters.
+//! Names, shapes and units of a model's parameters, without the parameters themselves.
 
 use crate::config::Config;
 use crate::error::{ParamError, Result};
@@ -21,34 +21,34 @@ use std::sync::atomic::Ordering;
 pub struct Shapes {
     name: String,
     registered: RegisteredModel,
-    /// How frozen parameters are held, and which of them; without a rule, matrices.
+    /// The storage format of frozen parameters, and the rule that selects them; without a rule, matrices are packed.
     packing: Option<(WeightPacking, Option<ParameterFilter>)>,
-    /// Those that are in f32 in a model of 16 bits too.
+    /// The rule that selects the parameters that are kept in f32 in a 16-bit model.
     kept_f32: Option<ParameterFilter>,
     assumed: Vec<String>,
 }
 
-/// Chooses parameters by name and shape.
+/// A predicate on the name and shape of a parameter.
 type ParameterFilter = Box<dyn Fn(&str, &[usize]) -> bool>;
 
-/// Which tensors of a file make a unit together.
+/// A rule for grouping the tensors of a file into units.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum UnitRule {
-    /// Those whose names are equal up to their first number: `model.layers.7.` is one.
+    /// Tensors whose names are equal up to their first number, such as `model.layers.7.`, form a unit.
     #[default]
     Numbered,
-    /// Those with one of these prefixes and the same number after it.
+    /// Tensors with one of these prefixes and the same number after it form a unit.
     Prefixes(Vec<String>),
-    /// None: the model is one unit.
+    /// There are no separate units: the model is one unit.
     None,
 }
 
-/// The dtype that tensors without memory pretend to have; shapes do not depend on it.
+/// The nominal dtype of tensors without memory; shapes do not depend on it.
 const DTYPE: DType = DType::F32;
 
 impl Shapes {
-    /// Those of the model that `build` makes, `name` for people. Its tensors are absent, so `build` must not compute
-    /// with them; at stage 3 it must not either.
+    /// Returns the shapes of the model that `build` creates, with `name` as its display name. The tensors are absent,
+    /// so `build` must not compute with them. The same restriction applies at stage 3.
     ///
     /// # Errors
     /// The error of `build`; a model without parameters.
@@ -65,7 +65,8 @@ impl Shapes {
         })
     }
 
-    /// Those of a preset of [`crate::models`]: [`GptConfig::preset_names`], [`LlamaConfig::preset_names`].
+    /// Returns the shapes of a preset of [`crate::models`]; see [`GptConfig::preset_names`] and
+    /// [`LlamaConfig::preset_names`].
     ///
     /// # Errors
     /// An unknown name.
@@ -79,17 +80,17 @@ impl Shapes {
         Self::of(name, |vb| Gpt::new(&config, vb))
     }
 
-    /// Those of a safetensors file, or of the files that an index (`model.safetensors.index.json`) names. Headers are
-    /// read, no weights. Every tensor counts as a parameter.
+    /// Reads the shapes from a safetensors file, or from the files that an index (`model.safetensors.index.json`)
+    /// names. Only headers are read, not weights. Every tensor counts as a parameter.
     ///
     /// # Errors
-    /// A file that cannot be read or is no safetensors file; no tensors.
+    /// A file that cannot be read or is not a safetensors file; a file without tensors.
     pub fn safetensors(path: impl AsRef<Path>, rule: &UnitRule) -> Result<Self> {
         let path = path.as_ref();
         let files = WeightFiles::open(path)?;
         let mut tensors: Vec<_> =
             files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
-        // Numbers by their value: layer 10 comes after layer 2.
+        // Numbers are compared by value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
         let registry = ParamRegistry::of_shapes(DTYPE);
         let mut open: Option<String> = None;
@@ -121,8 +122,8 @@ impl Shapes {
         Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
     }
 
-    /// The same with frozen parameters: those whose name is one of `patterns`, in which `*` stands for any characters,
-    /// as with [`EngineBuilder::trainable`](crate::EngineBuilder::trainable). The others are trained.
+    /// Freezes the parameters whose names match one of `patterns`, in which `*` stands for any characters, as with
+    /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable). The others are trained.
     ///
     /// # Errors
     /// [`ParamError::NothingOfPattern`], [`ParamError::AllOfPatterns`].
@@ -144,21 +145,20 @@ impl Shapes {
         Ok(self)
     }
 
-    /// The same with frozen matrices packed so, as with
-    /// [`EngineBuilder::quantized`](crate::EngineBuilder::quantized); otherwise the configuration's
-    /// `zero_quantized_nontrainable_weights` decides.
+    /// Packs frozen matrices in this format, as with [`EngineBuilder::quantized`](crate::EngineBuilder::quantized).
+    /// Otherwise the configuration's `zero_quantized_nontrainable_weights` decides.
     #[must_use]
     pub fn quantized(self, packing: WeightPacking) -> Self {
         Self { packing: Some((packing, None)), ..self }
     }
 
-    /// The same with those frozen parameters packed of which `rule` says so, by name and shape.
+    /// Packs the frozen parameters that `rule` selects by name and shape.
     #[must_use]
     pub fn quantized_by(self, packing: WeightPacking, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
         Self { packing: Some((packing, Some(Box::new(rule)))), ..self }
     }
 
-    /// The same with only those trained of which `rule` says so, by name and shape, as with
+    /// Trains only the parameters that `rule` selects by name and shape, as with
     /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
     #[must_use]
     pub fn trainable(self, rule: impl Fn(&str, &[usize]) -> bool) -> Self {
@@ -167,39 +167,39 @@ impl Shapes {
         self
     }
 
-    /// The same with those in f32, in a model of 16 bits too, of which `rule` says so, as with
+    /// Keeps the parameters that `rule` selects by name and shape in f32, even in a 16-bit model, as with
     /// [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32).
     #[must_use]
     pub fn keep_f32(self, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
         Self { kept_f32: Some(Box::new(rule)), ..self }
     }
 
-    /// Whether frozen parameters are packed.
+    /// Returns whether frozen parameters are packed.
     pub fn is_quantized(&self) -> bool {
         self.packing.is_some()
     }
 
-    /// The name that people see.
+    /// Returns the display name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The assumptions that were made.
+    /// Returns the assumptions that were made.
     pub fn assumed(&self) -> &[String] {
         &self.assumed
     }
 
-    /// Elements of all parameters.
+    /// Returns the number of elements of all parameters.
     pub fn num_parameters(&self) -> usize {
         self.registered.params.iter().fold(0, |sum, p| sum.saturating_add(p.numel))
     }
 
-    /// Elements of the parameters that are trained.
+    /// Returns the number of elements of the trained parameters.
     pub fn num_trained(&self) -> usize {
         self.registered.params.iter().filter(|p| p.is_trained()).fold(0, |sum, p| sum.saturating_add(p.numel))
     }
 
-    /// Elements of the units (all parameters outside of units together count as one) with most.
+    /// Returns the number of elements of the largest unit. All parameters outside of units count together as one unit.
     pub fn largest_unit(&self) -> usize {
         let mut elements = vec![0usize; self.registered.units.len()];
         let outermost = self.registered.leaves.outermost();
@@ -207,20 +207,21 @@ impl Shapes {
         elements.into_iter().max().unwrap_or(0)
     }
 
-    /// Units, that of all parameters outside of units not counted.
+    /// Returns the number of units, without the one for all parameters outside of units.
     pub fn num_units(&self) -> usize {
         self.registered.units.len() - 1
     }
 
-    /// Bytes of the buffers, which every rank has.
+    /// Returns the bytes of the buffers, which every rank has.
     pub fn buffer_bytes(&self) -> usize {
         self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }
 
-    /// The parameters, as `config` holds them, and which units are leaves: in the model, or as `config` names them.
+    /// Returns the parameters as `config` stores them, and the leaf units, marked as such in the model or named by
+    /// `config`.
     ///
     /// # Errors
-    /// [`ParamError::NoSuchModule`]: a module of `data_types.keep_in_fp32_modules` that is not there.
+    /// [`ParamError::NoSuchModule`] for a module of `data_types.keep_in_fp32_modules` that does not exist.
     pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, LeafUnits)> {
         let RegisteredModel { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
@@ -254,7 +255,7 @@ impl std::fmt::Debug for Shapes {
 }
 
 impl UnitRule {
-    /// The unit that a tensor belongs to.
+    /// Returns the unit that a tensor belongs to.
     fn unit(&self, name: &str) -> Option<String> {
         let parts: Vec<&str> = name.split('.').collect();
         let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
@@ -270,7 +271,7 @@ impl UnitRule {
     }
 }
 
-/// A key by which numbers in names are ordered by their value.
+/// Returns a sort key that orders numbers in names by their value.
 fn natural(name: &str) -> Vec<(u64, String)> {
     // Words come after numbers.
     name.split('.').map(|part| part.parse().map_or((u64::MAX, part.to_string()), |n| (n, String::new()))).collect()

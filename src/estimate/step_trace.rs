@@ -1,25 +1,25 @@
-//! A step as a rehearsal has gone through it: what is computed, which collectives are launched, and which are waited for.
+//! The trace of a step, recorded by a rehearsal: what is computed, and which collectives are launched and waited for.
 //!
-//! [`StepTrace::simulate`] simulates it: the training thread computes, launches and waits; the communication thread carries out
-//! collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one begins when somebody
-//! waits for it, when a long one is launched behind it, or after a grace.
+//! [`StepTrace::simulate`] simulates the step: the training thread computes, launches and waits; the communication
+//! thread carries out collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one
+//! begins when a thread waits for it, when a long one is launched after it, or after a grace period.
 
 use super::network::TransferTime;
 use crate::comm::{CollectiveKind, GRACE, SHORT_BYTES, WireFormat};
 use candle_core::DType;
 use std::collections::VecDeque;
 
-/// A part of a step whose time is measured.
+/// A phase of a step whose time is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StepPhase {
     Forward,
-    /// And what is recomputed in it.
+    /// The backward, including recomputation.
     Backward,
-    /// The optimizer's.
+    /// The optimizer's update.
     Update,
 }
 
-/// Work of each phase.
+/// The amount of work in each phase.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct PhaseWork {
     pub forward: f64,
@@ -45,13 +45,13 @@ impl PhaseWork {
     }
 }
 
-/// A collective: what [`UniformHosts::transfers`](crate::comm::UniformHosts::transfers) is asked for.
+/// A collective, with the arguments of [`UniformHosts::transfers`](crate::comm::UniformHosts::transfers).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct CollectiveCall {
     pub kind: CollectiveKind,
     pub wire: WireFormat,
     pub dtype: DType,
-    /// Of the argument.
+    /// The number of elements of the argument.
     pub elements: usize,
 }
 
@@ -65,11 +65,11 @@ impl CollectiveCall {
 enum TraceEvent {
     Compute(StepPhase, f64),
     Launch(CollectiveCall),
-    /// For the collective that was launched as the n-th of its part.
+    /// A wait for the n-th collective launched in this segment.
     Wait(usize),
 }
 
-/// Events at whose end nothing is under way, and how often they happen.
+/// Events after which no collective is in flight, and the number of times they happen.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TraceSegment {
     events: Vec<TraceEvent>,
@@ -77,32 +77,32 @@ struct TraceSegment {
     times: u64,
 }
 
-/// The events of a step of one rank.
+/// The events of one rank in a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct StepTrace {
     parts: Vec<TraceSegment>,
 }
 
-/// The number of a collective that was launched.
+/// The number of a launched collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CollectiveId(usize);
 
-/// Seconds of a step.
+/// The times of a simulated step in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct SimulatedStep {
-    /// Until both threads have ended.
+    /// The time until both threads have finished.
     pub step: f64,
-    /// In which the communication thread works.
+    /// The time in which the communication thread is busy.
     pub wire: f64,
 }
 
 impl StepTrace {
-    /// The last part is over, at whose end nothing is under way; the next one begins.
+    /// Begins the next segment. No collective may be in flight at the end of the previous one.
     pub fn begin_part(&mut self) {
         self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
     }
 
-    /// The present part happens so many times more.
+    /// Repeats the current segment `more` more times.
     pub fn repeat(&mut self, more: usize) {
         let times = &mut self.part().times;
         *times = times.saturating_add(more as u64);
@@ -134,7 +134,7 @@ impl StepTrace {
         self.part().events.push(TraceEvent::Wait(number));
     }
 
-    /// All that is computed in a step.
+    /// Returns all work that is computed in a step.
     pub fn work(&self) -> PhaseWork {
         let mut all = PhaseWork::default();
         for TraceSegment { events, times, .. } in &self.parts {
@@ -147,7 +147,7 @@ impl StepTrace {
         all
     }
 
-    /// The collectives of a step, each with how often it takes place.
+    /// Returns the collectives of a step, each with the number of times it takes place.
     pub fn collectives(&self) -> impl Iterator<Item = (CollectiveCall, u64)> {
         self.parts.iter().flat_map(|part| {
             part.events.iter().filter_map(|event| match event {
@@ -157,7 +157,7 @@ impl StepTrace {
         })
     }
 
-    /// Simulates the step: `computing` gives the seconds of an amount of work, `travelling` the way of a collective.
+    /// Simulates the step. `computing` returns the seconds of an amount of work, `travelling` the time of a collective.
     pub fn simulate(
         &self,
         computing: impl Fn(StepPhase, f64) -> f64,
@@ -176,20 +176,21 @@ impl StepTrace {
 /// The communication thread.
 #[derive(Default)]
 struct SimulatedCommThread {
-    /// Seconds when it has done what was taken from the queue.
+    /// The second at which all collectives taken from the queue are finished.
     free: f64,
-    /// In which it has worked.
+    /// The seconds of work so far.
     busy: f64,
-    /// When each collective was launched that has not begun, and its way.
+    /// The launch time and transfer time of each collective that has not begun.
     queue: VecDeque<(f64, TransferTime)>,
-    /// The ends of those that have, in the order of launch.
+    /// The end of each collective that has begun, in the order of launch.
     done: Vec<f64>,
-    /// From when to when those take a share of the processors beside which something may still be computed, and the share.
+    /// The start and end of each period in which a transfer occupies processors while something may still be computed,
+    /// and the share that it occupies.
     beside: VecDeque<(f64, f64, f64)>,
 }
 
 impl SimulatedCommThread {
-    /// At second `now`, the first in the queue is to begin if it has not.
+    /// Begins the first collective in the queue at second `now` at the latest, if there is one.
     fn begin(&mut self, now: f64) {
         if let Some((launched, TransferTime { seconds, processors })) = self.queue.pop_front() {
             let start = self.free.max(now.min(launched + GRACE.as_secs_f64()));
@@ -202,7 +203,8 @@ impl SimulatedCommThread {
         }
     }
 
-    /// When computing ends that begins at second `now` and takes `seconds` where it has the processors for itself.
+    /// Returns when a computation ends that begins at second `now` and takes `seconds` if it has the processors to
+    /// itself.
     fn compute_beside(&mut self, mut now: f64, mut seconds: f64) -> f64 {
         while let Some((start, end, share)) = self.beside.front().copied() {
             let alone = (start - now).max(0.0);
@@ -262,7 +264,8 @@ mod tests {
         CollectiveCall { kind: CollectiveKind::ReduceScatter, wire: WireFormat::Exact, dtype: DType::F32, elements }
     }
 
-    /// Each unit of work takes a second; a long collective takes `long` seconds, a short one `short`.
+    /// Simulates a trace in which each unit of work takes a second, a long collective `long` seconds and a short one
+    /// `short` seconds.
     fn seconds(step_trace: &StepTrace, long: f64, short: f64) -> (f64, f64) {
         let travelling =
             |c: &CollectiveCall| TransferTime { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
@@ -270,7 +273,8 @@ mod tests {
         (step, wire)
     }
 
-    /// Two buckets in a backward of four seconds, each launched after two; waited for when the next is, or at the end.
+    /// Returns the trace of a backward of four seconds with two buckets, each launched after two seconds. A bucket is
+    /// waited for when the next one is launched, or at the end.
     fn backward(overlaps: bool) -> StepTrace {
         let mut step_trace = StepTrace::default();
         step_trace.compute(StepPhase::Backward, 1.0);
@@ -303,7 +307,7 @@ mod tests {
         let step = |overlaps: bool, seconds: f64, processors: f64| {
             backward(overlaps).simulate(|_, work| work, |_| TransferTime { seconds, processors }).step
         };
-        // The first collective passes beside two seconds of computing, the second one beside nothing.
+        // The first collective overlaps with two seconds of computation, the second one with nothing.
         assert_eq!(step(true, 1.0, 0.25), 5.25);
         assert_eq!(step(true, 2.0, 1.0), 2.0 + 3.0 + 2.0);
         assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "it gets none until the end");

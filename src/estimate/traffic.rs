@@ -8,32 +8,33 @@ use std::collections::BTreeMap;
 /// Collectives of one kind that a rank takes part in during one optimizer step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct CollectiveCounts {
-    /// Collectives.
+    /// The number of collectives.
     pub calls: u64,
-    /// Elements of this rank's arguments, summed.
+    /// The elements of this rank's arguments, summed.
     pub elements: u64,
-    /// Bytes that this rank takes from other ranks.
+    /// The bytes that this rank receives from other ranks.
     pub wire_bytes: u64,
 }
 
 /// The traffic of one rank in one optimizer step, accumulation included.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
-    /// By kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are missing.
+    /// The collectives by kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are
+    /// missing.
     pub collectives: BTreeMap<CollectiveKind, CollectiveCounts>,
-    /// Bytes read from files.
+    /// The bytes read from files.
     pub bytes_read: u64,
-    /// Bytes written to files.
+    /// The bytes written to files.
     pub bytes_written: u64,
 }
 
 impl Traffic {
-    /// The traffic of `kind`; zeros if it does not occur.
+    /// Returns the traffic of `kind`, or zeros if it does not occur.
     pub fn kind(&self, kind: CollectiveKind) -> CollectiveCounts {
         self.collectives.get(&kind).copied().unwrap_or_default()
     }
 
-    /// Counts one collective whose argument has `elements` of a dtype on each of `world` ranks.
+    /// Counts one collective whose argument has `elements` elements of a dtype on each of `world` ranks.
     pub(super) fn collective(
         &mut self,
         kind: CollectiveKind,
@@ -48,14 +49,14 @@ impl Traffic {
         entry.wire_bytes += wire.bytes(kind, elements, dtype, world) as u64;
     }
 
-    /// Counts that sums of `elements` elements are joined by the `copies` ranks that each have some of the same shard, as part
-    /// of a reduction.
+    /// Counts a step of a reduction in which the `copies` ranks that each have some of the same shard combine sums of
+    /// `elements` elements.
     pub(super) fn sums_across(&mut self, elements: usize, dtype: DType, copies: usize) {
         let bytes = WireFormat::Exact.bytes(CollectiveKind::AllGather, elements, dtype, copies);
         self.collectives.entry(CollectiveKind::ReduceScatter).or_default().wire_bytes += bytes as u64;
     }
 
-    /// The traffic since `before`.
+    /// Returns the traffic since `before`.
     pub(super) fn since(&self, before: &Self) -> Self {
         let collectives = self.collectives.iter().map(|(kind, c)| {
             let b = before.kind(*kind);
@@ -71,7 +72,7 @@ impl Traffic {
 
     /// Adds `times` times `other`.
     pub(super) fn add(&mut self, other: &Self, times: u64) {
-        // The number of micro steps may be anything.
+        // The number of micro steps is not bounded.
         let add = |sum: &mut u64, each: u64| *sum = sum.saturating_add(each.saturating_mul(times));
         for (kind, o) in &other.collectives {
             let c = self.collectives.entry(*kind).or_default();

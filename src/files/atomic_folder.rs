@@ -1,4 +1,5 @@
-//! Folders and files that appear under their names whole: made in a scratch folder beside their place, synced, renamed.
+//! Folders and files that appear only once they are complete: made in a scratch folder next to the target, synced,
+//! renamed.
 
 use super::scratch_folder::{ScratchFolder, WRITING};
 use super::{folder_of, sync_folder};
@@ -9,20 +10,20 @@ use std::io::{Error, ErrorKind, Result};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-/// A folder under construction. What is dropped before it is finished leaves nothing.
+/// A folder under construction. Nothing remains if it is dropped before it is finished.
 #[derive(Debug)]
 pub struct AtomicFolder {
-    /// It goes with this.
+    /// The scratch folder, which is removed when this is dropped.
     _scratch: ScratchFolder,
     new: PathBuf,
     out: PathBuf,
-    /// Made in `out` itself, file by file.
+    /// Whether the files are made inside `out`, and moved one by one.
     is_inside: bool,
 }
 
 impl AtomicFolder {
-    /// A folder, as readable as any new one, that becomes `out`, which has no links in it and is [free](free_folder) or the
-    /// caller's to change.
+    /// Creates a folder, with the permissions of any new one, that becomes `out`. The path must contain no links and be
+    /// [free](free_folder), or belong to the caller.
     pub fn beside(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
         std::fs::create_dir_all(parent)?;
@@ -33,15 +34,16 @@ impl AtomicFolder {
         Ok(Self { _scratch: scratch, new, out: out.to_owned(), is_inside })
     }
 
-    /// Where its files are written.
+    /// Returns the folder in which the files are written.
     pub fn path(&self) -> &Path {
         &self.new
     }
 
-    /// Brings it to disk and under its name, if nothing but an empty folder has that. Its files are on disk already.
+    /// Syncs the folder to disk and renames it, if the target does not exist or is an empty folder. The files must be
+    /// synced already.
     ///
     /// # Errors
-    /// Something is there by now; what writing brings.
+    /// The target exists by now; an error in writing.
     pub fn finish(&self) -> Result<()> {
         sync_folder(&self.new)?;
         if self.is_inside {
@@ -49,18 +51,18 @@ impl AtomicFolder {
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::NOREPLACE) {
             Ok(()) => {}
-            // It is empty, or the system refuses; or the file system knows no such rename.
+            // The target is empty, or the system refuses, or the file system does not support such a rename.
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => std::fs::rename(&self.new, &self.out)?,
             Err(errno) => return Err(errno.into()),
         }
         sync_folder(folder_of(&self.out))
     }
 
-    /// Exchanges its files for those of the same names in `out`; those for which `is_own` is true may be replaced, what else is
-    /// there stays.
+    /// Exchanges the files for those of the same names in `out`. Files for which `is_own` is true may be replaced;
+    /// everything else there stays.
     ///
     /// # Errors
-    /// A file of that name that is not the caller's; what writing brings.
+    /// A file of the same name does not belong to the caller; an error in writing.
     pub fn exchange(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
         sync_folder(&self.new)?;
         let entries = std::fs::read_dir(&self.out)?.collect::<Result<Vec<_>>>()?;
@@ -69,7 +71,7 @@ impl AtomicFolder {
             return self.move_files(is_own);
         }
         match renameat_with(CWD, &self.new, CWD, &self.out, RenameFlags::EXCHANGE) {
-            // What was there lies in the scratch folder now. A file that came in between goes back.
+            // The old content is in the scratch folder now. Files that appeared in between go back.
             Ok(()) => {
                 for entry in std::fs::read_dir(&self.new)?.flatten().filter(|entry| !is_own(&entry.path())) {
                     let back = self.out.join(entry.file_name());
@@ -77,13 +79,13 @@ impl AtomicFolder {
                 }
                 sync_folder(folder_of(&self.out))
             }
-            // The folder must stay, or the file system knows no exchange.
+            // The folder must stay, or the file system does not support exchanging names.
             Err(Errno::INVAL | Errno::NOSYS | Errno::BUSY | Errno::ACCESS | Errno::PERM) => self.move_files(is_own),
             Err(errno) => Err(errno.into()),
         }
     }
 
-    /// Moves the files one by one into the folder that is there.
+    /// Moves the files one by one into the existing folder.
     fn move_files(&self, is_own: impl Fn(&Path) -> bool) -> Result<()> {
         let files = std::fs::read_dir(&self.new)?.collect::<Result<Vec<_>>>()?;
         let places: Vec<_> = files.iter().map(|file| (file.path(), self.out.join(file.file_name()))).collect();
@@ -95,7 +97,7 @@ impl AtomicFolder {
             if is_own(&to) {
                 std::fs::rename(from, to)?;
             } else {
-                // What came in between stays too.
+                // Files that appeared in between stay, too.
                 renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE).or_else(|errno| match errno {
                     Errno::INVAL | Errno::NOSYS => std::fs::rename(&from, &to),
                     errno => Err(errno.into()),
@@ -106,8 +108,8 @@ impl AtomicFolder {
     }
 }
 
-/// Whether an existing folder can only be written into: it is where a disk is mounted, this process runs in it, or the folder
-/// around it is read-only for this user.
+/// Returns whether an existing folder can only be written into, not replaced: a disk is mounted there, this process
+/// runs in it, or its parent is read-only for this user.
 pub fn must_stay(out: &Path) -> bool {
     let Ok(here) = out.metadata() else { return false };
     let id = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
@@ -117,12 +119,12 @@ pub fn must_stay(out: &Path) -> bool {
     is_mount || is_current || !may_write(parent)
 }
 
-/// Whether this user may make files in a folder, as far as its rights tell.
+/// Returns whether this user may create files in a folder, as far as its permissions show.
 pub(super) fn may_write(folder: &Path) -> bool {
     rustix::fs::access(folder, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK).is_ok()
 }
 
-/// A file under construction. What is dropped before it is finished leaves nothing.
+/// A file under construction. Nothing remains if it is dropped before it is finished.
 #[derive(Debug)]
 pub struct AtomicFile {
     file: File,
@@ -131,10 +133,11 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// A file, as readable as any new one, that becomes `out`. What a link there names is replaced, not the link.
+    /// Creates a file, with the permissions of any new one, that becomes `out`. If `out` is a link, its target is
+    /// replaced, not the link.
     ///
     /// # Errors
-    /// What is there is no file; what writing brings.
+    /// The existing target is not a file; an error in writing.
     pub fn beside(out: &Path) -> Result<Self> {
         let out = match out.symlink_metadata() {
             Ok(_) => {
@@ -149,12 +152,12 @@ impl AtomicFile {
         Ok(Self { file, scratch, out })
     }
 
-    /// The file, to write to.
+    /// Returns the file for writing.
     pub fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
-    /// Brings it to disk and under its name, in place of the file that is there. Gives it, at its end.
+    /// Syncs the file to disk and renames it, replacing an existing file. Returns the file, positioned at its end.
     pub fn finish(self) -> Result<File> {
         self.file.sync_all()?;
         std::fs::rename(self.scratch.path().join("new"), &self.out)?;
@@ -163,9 +166,9 @@ impl AtomicFile {
     }
 }
 
-/// The folder that `out` means, if it is absent or empty; else why it cannot be written to.
+/// Returns the folder that `out` refers to, if it does not exist or is empty; as an error, why it cannot be written to.
 pub fn free_folder(out: &Path) -> Result<std::result::Result<PathBuf, &'static str>> {
-    // What a link names is replaced, not the link.
+    // If it is a link, its target is replaced, not the link.
     let out = match out.symlink_metadata() {
         Ok(_) => match out.canonicalize() {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Err("it is a link to nothing")),

@@ -1,49 +1,49 @@
-//! Errors of places that something is written to.
+//! Errors of output paths.
 
 use std::path::PathBuf;
 
-/// Errors of places that something is written to.
+/// Errors of output paths.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputError {
-    /// Nothing can be written there, or what is there is not this run's to replace.
+    /// The path cannot be written to, or has content that this run may not replace.
     #[error("cannot write to {}: {problem}; give another place", path.display())]
     Refused {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// An output is where an input is.
+    /// An output path collides with an input path.
     #[error("{output} {} {relation} {input} {}, which is read; give another place", path.display(), other.display())]
     Input {
-        /// What is written, as the user names it.
+        /// The output, as the user names it.
         output: Box<str>,
-        /// Where.
+        /// The path of the output.
         path: PathBuf,
-        /// How the two lie: "is", "contains", "lies in".
+        /// The relation of the two: "is", "contains", "lies in".
         relation: &'static str,
-        /// What is read, as the user names it.
+        /// The input, as the user names it.
         input: Box<str>,
-        /// Where.
+        /// The path of the input.
         other: PathBuf,
     },
-    /// Two outputs are in each other's way.
+    /// Two output paths collide.
     #[error("{output} {} {relation} {second} {}, and both are written; give each a place of its own",
             path.display(), other.display())]
     Collision {
-        /// What is written, as the user names it.
+        /// The first output, as the user names it.
         output: Box<str>,
-        /// Where.
+        /// The path of the first output.
         path: PathBuf,
-        /// How the two lie: "is", "lies in", "has the name of a file of".
+        /// The relation of the two: "is", "lies in", "has the name of a file of".
         relation: &'static str,
-        /// What is written too.
+        /// The second output, as the user names it.
         second: Box<str>,
-        /// Where.
+        /// The path of the second output.
         other: PathBuf,
     },
-    /// Another job writes there.
+    /// Another job writes to the same path.
     #[error(
         "cannot write to {}: another job that is running writes there{}; let it end, or give another place",
         path.display(),
@@ -52,10 +52,10 @@ pub enum OutputError {
     Busy {
         /// The file or folder.
         path: PathBuf,
-        /// The other job's process, if the system tells it.
+        /// The process of the other job, if the system reports it.
         owner: Option<u32>,
     },
-    /// The disk has too little room.
+    /// The disk has too little space.
     #[error(
         "{} has room for {available} bytes, and {needed} are written there; free some, or give another place",
         path.display()
@@ -63,19 +63,19 @@ pub enum OutputError {
     NoSpace {
         /// The folder.
         path: PathBuf,
-        /// Bytes that will be written.
+        /// The number of bytes to be written.
         needed: u64,
-        /// Bytes that can be written.
+        /// The number of bytes available.
         available: u64,
     },
-    /// A result could not be written to its place, and is in another.
+    /// A result could not be written to its path and was written to another.
     #[error("cannot write to {}: {problem}; so that nothing is lost, the result is in {}", path.display(), saved.display())]
     Elsewhere {
-        /// The place that was asked for.
+        /// The path that was asked for.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem with that path.
         problem: String,
-        /// The place where it is.
+        /// The path of the result.
         saved: PathBuf,
     },
 }

@@ -1,4 +1,4 @@
-//! Whether something can be written to a folder, and so much of it.
+//! Checks whether a given number of bytes can be written to a folder.
 
 use super::error::OutputError;
 use crate::error::{Error, Result};
@@ -7,11 +7,11 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::path::Path;
 
-/// Finds out whether files of `bytes` in all can be made in `folder`: by making one that nobody sees and reserving them for a
-/// moment, which quotas count too.
+/// Checks that files of `bytes` in total can be created in `folder`, by creating an unnamed file and reserving the
+/// bytes for a moment, so that quotas are included.
 ///
 /// # Errors
-/// [`OutputError::Refused`] where no file can be made, [`OutputError::NoSpace`] where it would not fit.
+/// [`OutputError::Refused`] if no file can be created, [`OutputError::NoSpace`] if the bytes would not fit.
 pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     let file = tempfile::tempfile_in(folder).map_err(|e| refused(folder, &e))?;
     if reserves(&file, folder, bytes) {
@@ -21,13 +21,13 @@ pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     Err(OutputError::NoSpace { path: folder.to_owned(), needed: bytes, available: free(folder) }.into())
 }
 
-/// Whether the file can have so many bytes.
+/// Returns whether the file can have `bytes` bytes.
 fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
-    /// Its pages would be filled with zeros one by one, and it tells exactly what is free.
+    /// On tmpfs, reserved pages would be filled with zeros one by one, and the reported free space is exact.
     const TMPFS: i64 = 0x0102_1994;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
     let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);
-    // A folder takes some too.
+    // A folder needs some space, too.
     let fits = || free(folder).checked_sub(bytes).is_some_and(|left| left > 0);
     if bytes == 0 {
         return true;
@@ -38,12 +38,12 @@ fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => true,
         Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => false,
-        // It does not reserve; what it says must do.
+        // The file system cannot reserve space, so the reported free space must do.
         Err(_) => fits(),
     }
 }
 
-/// Bytes that this user may still write there; all that can be counted where the system does not say.
+/// Returns the bytes that this user may still write there; the maximum number if the system does not report them.
 fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }

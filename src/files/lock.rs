@@ -1,7 +1,7 @@
-//! A folder that belongs to one job, and work that one process does for all: `flock` on a file.
+//! Locks on folders, for folders that belong to one job and for work that one process does for all: `flock` on a file.
 //!
-//! The file is there as long as the lock is held. Whoever merely opens the folder, or locks that, is in nobody's way;
-//! what a killed job leaves is a file that nobody has locked.
+//! The file exists as long as the lock is held. Processes that only open or lock the folder itself do not interfere. A
+//! killed job leaves a file that no process has locked.
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -13,42 +13,42 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// Name of the file in the folder.
+/// The name of the file in the folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked, by device and number: its engines share them where they ask for that.
+/// The folders that this process has locked, by device and inode. Its engines share these locks if they ask for it.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
-/// A file that this process has locked. It goes when this is dropped.
+/// A file that this process has locked. It is removed when this is dropped.
 #[derive(Debug)]
 pub struct FileLock {
     file: File,
     path: PathBuf,
-    /// False where the file system knows no locks.
+    /// False if the file system does not support locks.
     holds: bool,
 }
 
-/// A folder that this process has locked; free again when it is dropped.
+/// A folder that this process has locked. It is unlocked when this is dropped.
 #[derive(Debug)]
 pub struct FolderLock {
     file: FileLock,
-    /// Device and number of the folder.
+    /// The device and inode of the folder.
     folder: (u64, u64),
 }
 
-/// What came of asking for a folder.
+/// The outcome of an attempt to lock a folder.
 pub enum FolderLockOutcome {
-    /// It is this process's now.
+    /// This process holds the lock.
     Held(FolderLock),
-    /// It is another one's, whose number the system may tell.
+    /// Another process holds the lock; its id, if the system reports it.
     Busy(Option<u32>),
 }
 
 impl FolderLock {
-    /// Locks `folder`, and waits up to `patience` for the one who holds it.
+    /// Locks `folder`, and waits up to `patience` if another process holds it.
     ///
     /// # Errors
-    /// The file in it cannot be created or opened.
+    /// The lock file in it cannot be created or opened.
     pub fn ask(folder: &Path, patience: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
@@ -63,10 +63,10 @@ impl FolderLock {
         }
     }
 
-    /// The same for all who ask in this process: they hold it together.
+    /// Locks `folder` for this process: all callers in the process share the lock.
     ///
     /// # Errors
-    /// As [`ask`](Self::ask).
+    /// The same as [`ask`](Self::ask).
     pub fn share(folder: &Path, patience: Duration) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         let number = number(folder)?;
@@ -84,17 +84,17 @@ impl FolderLock {
         }
     }
 
-    /// Whether it is the one of the folder that has this path now.
+    /// Returns whether this is the lock of the folder that has this path now.
     pub fn is_of(&self, folder: &Path) -> bool {
         number(folder).is_ok_and(|number| number == self.folder)
     }
 
-    /// Whether the file system knows locks: else nobody is kept out.
+    /// Returns whether the file system supports locks. If it does not, other processes are not kept out.
     pub fn holds(&self) -> bool {
         self.file.holds
     }
 
-    /// Nothing where the file went away meanwhile.
+    /// Tries once to lock the folder. Returns `None` if the lock file was removed meanwhile.
     fn try_once(folder: &Path) -> Result<Option<FolderLockOutcome>> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
@@ -105,17 +105,17 @@ impl FolderLock {
     }
 }
 
-/// What came of asking for a file.
+/// The outcome of an attempt to lock a file.
 pub(super) enum FileLockOutcome {
     Held(FileLock),
-    /// It is another one's; the number of the file.
+    /// Another process holds the lock; the inode of the file.
     Busy(u64),
-    /// It went away meanwhile.
+    /// The file was removed meanwhile.
     Gone,
 }
 
 impl FileLock {
-    /// Locks the file at `path`, and waits as long as somebody else holds it.
+    /// Locks the file at `path`, and waits as long as another process holds it.
     ///
     /// # Errors
     /// The file cannot be created or opened.
@@ -124,24 +124,24 @@ impl FileLock {
             match Self::attempt(path, FlockOperation::LockExclusive) {
                 Ok(FileLockOutcome::Held(held)) => return Ok(held),
                 Ok(FileLockOutcome::Busy(_) | FileLockOutcome::Gone) => {}
-                // A signal came, which somebody else sees to.
+                // A signal arrived, which is handled elsewhere.
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
     }
 
-    /// Locks the file at `path`, which is made where it is not there.
+    /// Tries to lock the file at `path`, which is created if it does not exist.
     ///
     /// # Errors
-    /// The file cannot be created or opened, or has something in it: then it is somebody's, and no lock.
+    /// The file cannot be created or opened, or is not empty: then it is another file, not a lock.
     pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<FileLockOutcome> {
-        // A link of somebody else's is not followed, and a pipe not waited for.
+        // A link may belong to another user and is not followed; a pipe is not waited for.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());
         let file = match open.open(path) {
-            // It was removed between looking for it and making it.
+            // It was removed while it was being opened.
             Err(e) if e.kind() == ErrorKind::NotFound && super::folder_of(path).is_dir() => {
                 return Ok(FileLockOutcome::Gone);
             }
@@ -161,7 +161,7 @@ impl FileLock {
             Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
             Err(errno) => return Err(errno.into()),
         };
-        // Whoever held it before may have removed the file: then this is a lock on nothing.
+        // The previous holder may have removed the file: then this lock is worthless.
         match path.symlink_metadata() {
             Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
             _ => return Ok(FileLockOutcome::Gone),
@@ -170,23 +170,23 @@ impl FileLock {
     }
 }
 
-/// Removes locks that jobs that died have left in a folder under such names: empty files of this user's that nobody has locked.
+/// Removes lock files that dead jobs have left in a folder: empty, unlocked files of this user whose names match.
 pub fn sweep_locks(folder: &Path, is_of_lock: impl Fn(&OsStr) -> bool) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let is_lock = |found: std::fs::Metadata| found.is_file() && found.len() == 0 && found.uid() == me;
         if is_of_lock(&entry.file_name()) && entry.metadata().is_ok_and(is_lock) {
-            // It goes when it is dropped.
+            // Dropping the lock removes the file.
             drop(FileLock::attempt(&entry.path(), FlockOperation::NonBlockingLockExclusive));
         }
     }
 }
 
 impl Drop for FileLock {
-    /// Closing the file is not enough: a process that another thread is starting holds a copy of it until it runs its
-    /// program.
+    /// Unlocks explicitly, because closing the file is not enough: a process that another thread is starting has a copy
+    /// of it until it executes its program.
     fn drop(&mut self) {
-        // Errors leave a file that nobody has locked, and the lock to the end of the last copy.
+        // On errors, an unlocked file remains, and the lock lasts until the last copy is closed.
         if self.holds {
             _ = std::fs::remove_file(&self.path);
         }
@@ -194,12 +194,12 @@ impl Drop for FileLock {
     }
 }
 
-/// Device and number of a folder.
+/// Returns the device and inode of a folder.
 fn number(folder: &Path) -> Result<(u64, u64)> {
     folder.metadata().map(|m| (m.dev(), m.ino()))
 }
 
-/// The process that holds a lock on the file of that number.
+/// Returns the process that holds a lock on the file with that inode.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
     // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
     let locks = std::fs::read_to_string("/proc/locks").ok()?;
@@ -209,8 +209,8 @@ pub(crate) fn owner(inode: u64) -> Option<u32> {
         let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
         if is_it { words.get(4)?.parse().ok() } else { None }
     });
-    // File systems number their files alike, and not all show there the device that they are on: of two, neither is
-    // named.
+    // Inodes are unique only per file system, and not all file systems show their device here: if two locks match,
+    // neither process is reported.
     owners.next().filter(|_| owners.next().is_none())
 }
 
@@ -240,7 +240,7 @@ mod tests {
         assert!(held(dir.path()).is_none());
         drop(first);
         assert!(!path.exists());
-        // What a killed job left.
+        // A file left by a killed job.
         std::fs::write(&path, "").unwrap();
         assert!(held(dir.path()).is_some());
         assert!(!path.exists());

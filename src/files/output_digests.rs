@@ -1,4 +1,4 @@
-//! What a run has written under a name, so that it may replace that, and nothing else.
+//! The digests of a run's output files, so that it may replace its own files, and nothing else.
 
 use super::{AtomicFile, read, read_text};
 use serde::{Deserialize, Serialize};
@@ -8,42 +8,42 @@ use std::hash::Hasher as _;
 use std::io::{Read as _, Result, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The file in a run's folder of checkpoints.
+/// The name of the file in a run's folder of checkpoints.
 const NAME: &str = ".candle-zero-outputs.json";
-/// No run writes so much about its files.
+/// The maximum size of the file in bytes; no run writes as much.
 const MOST: u64 = 1 << 24;
 
-/// Digests of the files of each of a run's folders, by the folders' parts in the run and the files' names. In the moment in
-/// which new files take the place of older ones, both.
+/// Digests of the files in each of a run's folders, by the folder's part in the run and the file's name. While new
+/// files replace older ones, both digests are present.
 #[derive(Debug, Clone, Default)]
 pub struct OutputDigests {
-    /// Where it is remembered beyond the process.
+    /// The file that stores the digests beyond the process.
     file: Option<PathBuf>,
     of: DigestsByPart,
 }
 
 type DigestsByPart = BTreeMap<String, BTreeMap<String, Vec<String>>>;
 
-/// As the file has it.
+/// The content of the file.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct DigestsFile {
     written: DigestsByPart,
 }
 
 impl OutputDigests {
-    /// Nothing yet, that is remembered in `checkpoints`, if there is such a folder.
+    /// Creates an empty set that is stored in `checkpoints`, if there is such a folder.
     pub fn nothing(checkpoints: Option<&Path>) -> Self {
         Self { file: checkpoints.map(|folder| folder.join(NAME)), of: DigestsByPart::new() }
     }
 
-    /// What the run whose checkpoints are in that folder has written.
+    /// Returns the digests of the run whose checkpoints are in that folder.
     pub fn of_run(checkpoints: &Path) -> Self {
         let file = checkpoints.join(NAME);
         let found = read_text(&file, MOST).ok().and_then(|text| serde_json::from_str::<DigestsFile>(&text).ok());
         Self { file: Some(file), of: found.unwrap_or_default().written }
     }
 
-    /// Whether the file at `path` is one that the run wrote there, and as it was written.
+    /// Returns whether the run wrote the file at `path`, and it is unchanged.
     pub fn is_own(&self, part: &str, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
         let known = name.and_then(|name| self.of.get(part)?.get(name));
@@ -51,8 +51,8 @@ impl OutputDigests {
         known.is_some_and(|known| is_file() && digest(path).is_ok_and(|digest| known.contains(&digest)))
     }
 
-    /// Whether the run may write its files into the folder: it has some of them that are as they were written, and of no name
-    /// another. Else why not.
+    /// Returns whether the run may write its files into the folder: it contains unchanged files of the run, and no
+    /// other file with one of their names. As an error, returns the reason.
     pub fn may_replace(&self, part: &str, folder: &Path) -> std::result::Result<(), String> {
         let names = self.of.get(part).into_iter().flatten().map(|(name, _)| folder.join(name));
         let (own, others): (Vec<_>, Vec<_>) =
@@ -67,7 +67,7 @@ impl OutputDigests {
         }
     }
 
-    /// The files of `new` are about to take the place of those of the same part.
+    /// Records that the files of `new` are about to replace those of the same part.
     pub fn begin(&mut self, part: &str, new: &Path) -> Result<()> {
         let known = self.of.entry(part.into()).or_default();
         for entry in std::fs::read_dir(new)? {
@@ -82,7 +82,7 @@ impl OutputDigests {
         self.remember()
     }
 
-    /// A file of these bytes is about to be written under a name.
+    /// Records that a file with these bytes is about to be written under a name.
     pub fn begin_file(&mut self, part: &str, name: &str, bytes: &[u8]) -> Result<()> {
         let digests = self.of.entry(part.into()).or_default().entry(name.into()).or_default();
         digests.drain(..digests.len().saturating_sub(1));
@@ -90,7 +90,7 @@ impl OutputDigests {
         self.remember()
     }
 
-    /// They have taken it.
+    /// Records that the replacement is complete.
     pub fn end(&mut self, part: &str) -> Result<()> {
         for digests in self.of.entry(part.into()).or_default().values_mut() {
             digests.drain(..digests.len().saturating_sub(1));
@@ -102,7 +102,7 @@ impl OutputDigests {
         let Some(path) = &self.file else { return Ok(()) };
         std::fs::create_dir_all(super::folder_of(path))?;
         let text = serde_json::to_string_pretty(&DigestsFile { written: self.of.clone() })?;
-        // The same again, as most often: nothing to write.
+        // Usually the content is unchanged, and nothing is written.
         if read(path, MOST).is_ok_and(|before| before == text.as_bytes()) {
             return Ok(());
         }
@@ -143,7 +143,7 @@ mod tests {
         new("1");
         written.begin("result", &at("new")).unwrap();
         std::fs::write(at("out/a.json"), "1").unwrap();
-        // A kill in between: the older and the newer one are both its own.
+        // After a kill in between, both the older and the newer file belong to the run.
         new("2");
         written.begin("result", &at("new")).unwrap();
         let again = || OutputDigests::of_run(&at("ck"));

@@ -1,31 +1,32 @@
-//! Where a path leads, known by what is there and not by its name: links, `..`, hard links and mounts make no difference.
+//! Paths that are compared by device and inode instead of by name: links, `..`, hard links and mounts make no
+//! difference.
 
 use std::ffi::OsString;
 use std::io::{Error, ErrorKind, Result};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-/// Device and number of a file or folder.
+/// The device and inode of a file or folder.
 pub(super) type FileId = (u64, u64);
 
-/// What a path leads to: as much of it as exists, and the names behind that.
+/// A resolved path: the part that exists, and the names after it.
 #[derive(Debug, Clone)]
 pub(crate) struct ResolvedPath {
-    /// Without links and `..`.
+    /// The existing part, without links and `..`.
     existing: PathBuf,
-    /// What does not exist yet.
+    /// The names that do not exist yet.
     rest: Vec<OsString>,
-    /// Of `existing`, the folder that it is in, and so on up to the root.
+    /// The ids of `existing`, its parent folder, and all further ancestors up to the root.
     ids: Vec<FileId>,
-    /// Whether the file system takes names that differ in the case of letters for one.
+    /// Whether the file system ignores case in names.
     folds: bool,
 }
 
 impl ResolvedPath {
-    /// Where `path` leads.
+    /// Resolves `path`.
     ///
     /// # Errors
-    /// A link to nothing; a file where a folder is needed; what cannot be looked at.
+    /// A dangling link; a file where a folder is needed; a path that cannot be examined.
     pub fn of(path: &Path) -> Result<Self> {
         let (mut existing, mut rest) = (PathBuf::from("/"), Vec::new());
         for part in std::path::absolute(path)?.components() {
@@ -49,28 +50,28 @@ impl ResolvedPath {
         Ok(Self { existing, rest, ids, folds })
     }
 
-    /// The path without links and `..`.
+    /// Returns the path without links and `..`.
     pub fn path(&self) -> PathBuf {
-        // Not joined at once: nothing behind a file would make a folder of it.
+        // Not joined at once: an empty rest would append a slash, and turn a file into a folder.
         self.rest.iter().fold(self.existing.clone(), |path, name| path.join(name))
     }
 
-    /// Whether something is there.
+    /// Returns whether the path exists.
     pub fn exists(&self) -> bool {
         self.rest.is_empty()
     }
 
-    /// What is there.
+    /// Returns the id of the file or folder at this path, if it exists.
     pub(super) fn id(&self) -> Option<FileId> {
         self.exists().then(|| self.ids[0])
     }
 
-    /// Whether both are the same file or folder, or will be.
+    /// Returns whether both are the same file or folder, or will be.
     pub fn is(&self, other: &Self) -> bool {
         self.ids[0] == other.ids[0] && self.rest.len() == other.rest.len() && self.begins(other)
     }
 
-    /// Whether it lies in `other`, at whatever depth, or will.
+    /// Returns whether it is in `other`, at any depth, or will be.
     pub fn is_in(&self, other: &Self) -> bool {
         match other.rest.is_empty() {
             true => self.ids[usize::from(self.rest.is_empty())..].contains(&other.ids[0]),
@@ -78,7 +79,7 @@ impl ResolvedPath {
         }
     }
 
-    /// Whether the names that do not exist yet begin with those of `other`.
+    /// Returns whether the names that do not exist yet begin with those of `other`.
     fn begins(&self, other: &Self) -> bool {
         let same = |(a, b): (&OsString, &OsString)| {
             a == b || self.folds && a.to_string_lossy().to_lowercase() == b.to_string_lossy().to_lowercase()
@@ -94,14 +95,14 @@ fn to_nothing(error: Error) -> Error {
     }
 }
 
-/// Whether names in `folder` that differ in the case of letters are one: seen from its own name.
+/// Returns whether the file system of `folder` ignores case, judging by existing names.
 fn folds(folder: &Path) -> bool {
     let swapped = |name: &str| -> String {
         name.chars().map(|c| if c.is_lowercase() { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() }).collect()
     };
     let other = |path: &Path| Some(path.with_file_name(swapped(path.file_name()?.to_str()?)));
     let id = |path: &Path| path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
-    // An entry tells of this folder; its own name tells of the one that it is in, most likely of the same disk.
+    // An entry shows the behavior of this folder; its own name shows that of its parent, most likely on the same disk.
     let entry = std::fs::read_dir(folder).ok().and_then(|mut entries| entries.find_map(|e| Some(e.ok()?.path())));
     [entry.as_deref(), Some(folder)]
         .into_iter()

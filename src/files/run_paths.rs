@@ -1,12 +1,12 @@
-//! The gate that whatever writes goes through before it begins: no output is an input or in another's way, each can be
-//! written, and none is another job's.
+//! The check of all paths before a run writes anything: no output collides with an input or another output, each can be
+//! written, and none belongs to another job.
 //!
 //! ```text
-//! Outputs::default()
-//!     .reads("--data", "d.jsonl", Input::File)      what must stay as it is
-//!     .writes("--out", "adapter", Output::Folder)   what will be written
-//!     .check()                                      compared with each other
-//!     .claim()                                      locked, until the guard is dropped
+//! RunPaths::default()
+//!     .reads("--data", "d.jsonl", InputKind::File)      must stay unchanged
+//!     .writes("--out", "adapter", OutputKind::Folder)   will be written
+//!     .check()                                          compared with each other
+//!     .claim()                                          locked, until the guard is dropped
 //! ```
 
 use super::atomic_folder::{may_write, must_stay};
@@ -24,33 +24,33 @@ use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How an input is read.
+/// The kind of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputKind {
     /// A file.
     File,
-    /// A folder of which files of a model's kinds are read, or such a file.
+    /// A folder from which the files of a model are read, or one such file.
     Model,
-    /// A folder of checkpoints, or one of them.
+    /// A folder of checkpoints, or a single checkpoint.
     Checkpoints,
 }
 
-/// How an output is written.
+/// The kind of an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputKind {
-    /// A folder that appears whole, and belongs to this run alone.
+    /// A folder that appears once it is complete, and belongs only to this run.
     Folder,
-    /// A file that appears whole.
+    /// A file that appears once it is complete.
     File,
-    /// A file that grows while a run goes on. A device takes lines too.
+    /// A file that grows during a run. It may be a character device.
     Lines,
-    /// A folder of checkpoints, locked too.
+    /// A folder of checkpoints, which is locked, too.
     Checkpoints,
-    /// A folder that files of other runs lie in too.
+    /// A folder that may also contain files of other runs.
     Shared,
 }
 
-/// What a run reads and writes.
+/// The inputs and outputs of a run.
 #[derive(Debug, Clone, Default)]
 pub struct RunPaths {
     reads: Vec<NamedPath<InputKind>>,
@@ -65,37 +65,38 @@ struct NamedPath<K> {
     kind: K,
 }
 
-/// The same, where it leads.
+/// A named path with its resolved form.
 struct NamedResolvedPath<'a, K> {
     named: &'a NamedPath<K>,
     place: ResolvedPath,
 }
 
-/// Outputs that are this job's until it is dropped.
+/// The locks on this job's outputs, held until dropped.
 #[derive(Debug, Default)]
 pub struct OutputLocks {
     _locks: Vec<FileLock>,
 }
 
 impl RunPaths {
-    /// `path` is read. What is not there is found where it is opened.
+    /// Adds the input `path`. A missing input is reported where it is opened.
     #[must_use]
     pub fn reads(mut self, flag: impl Into<String>, path: impl Into<PathBuf>, kind: InputKind) -> Self {
         self.reads.push(NamedPath { flag: flag.into(), path: path.into(), kind });
         self
     }
 
-    /// `path` is written.
+    /// Adds the output `path`.
     #[must_use]
     pub fn writes(mut self, flag: impl Into<String>, path: impl Into<PathBuf>, kind: OutputKind) -> Self {
         self.writes.push(NamedPath { flag: flag.into(), path: path.into(), kind });
         self
     }
 
-    /// Compares all of them, by what is there and not by their names, and looks whether outputs can be what they are to be.
+    /// Compares all paths by device and inode instead of by name, and checks that each output can be written as its
+    /// kind requires.
     ///
     /// # Errors
-    /// [`OutputError::Input`], [`OutputError::Collision`]; [`OutputError::Refused`] for what cannot be written.
+    /// [`OutputError::Input`], [`OutputError::Collision`]; [`OutputError::Refused`] for a path that cannot be written.
     pub fn check(&self) -> Result<()> {
         let reads = self
             .reads
@@ -121,10 +122,10 @@ impl RunPaths {
         Ok(())
     }
 
-    /// Makes all outputs this job's, after [`check`](Self::check). What jobs that died have left beside them goes.
+    /// Locks all outputs for this job, after [`check`](Self::check). Leftovers of dead jobs next to them are removed.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`OutputError::Busy`].
+    /// The same as [`check`](Self::check); [`OutputError::Busy`].
     pub fn claim(&self) -> Result<OutputLocks> {
         self.check()?;
         let locks = self.writes.iter().filter_map(|named| lock(named).transpose());
@@ -133,7 +134,7 @@ impl RunPaths {
 }
 
 impl NamedResolvedPath<'_, OutputKind> {
-    /// Whether it can be what it is to be.
+    /// Checks that the path can be an output of its kind.
     fn check_kind(&self) -> Result<()> {
         let Self { named: NamedPath { path, kind: kind_of, .. }, place } = self;
         let is_folder = matches!(kind_of, OutputKind::Folder | OutputKind::Checkpoints | OutputKind::Shared);
@@ -164,7 +165,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         Err(refused(path, what.into()))
     }
 
-    /// Whether it leaves an input as it is.
+    /// Checks that the output does not change an input.
     fn check_input(&self, read: &NamedResolvedPath<'_, InputKind>) -> Result<()> {
         let relation = match read.named.kind {
             _ if self.place.is(&read.place) => "is",
@@ -184,7 +185,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         .into())
     }
 
-    /// Whether it is a file that the model in a folder consists of, or would be one.
+    /// Returns whether the output is, or would be, one of the files of the model in a folder.
     fn is_of_model(&self, read: &NamedResolvedPath<'_, InputKind>) -> bool {
         let folder = read.place.path();
         if !folder.is_dir() {
@@ -196,9 +197,9 @@ impl NamedResolvedPath<'_, OutputKind> {
         is_file && is_here && is_named || self.place.id().is_some_and(|id| files_in(&folder).contains(&id))
     }
 
-    /// Whether it would lie in one of the checkpoints of a folder, rather than beside them.
+    /// Returns whether the output would be inside one of the checkpoints of a folder, rather than next to them.
     fn is_in_checkpoint(&self, folder: &ResolvedPath) -> bool {
-        /// Of this library's, and of DeepSpeed's.
+        /// Marker files of this library's and DeepSpeed's checkpoints.
         const OF_CHECKPOINTS: [&str; 2] = ["manifest.json", "mp_rank_00_model_states.pt"];
         let (path, folder) = (self.place.path(), folder.path());
         let is_checkpoint = |path: &Path| {
@@ -208,7 +209,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         path.ancestors().skip(1).take_while(|above| above.starts_with(&folder)).any(is_checkpoint)
     }
 
-    /// Whether it stays out of the way of another output.
+    /// Checks that the output does not collide with another output.
     fn check_other(&self, other: &NamedResolvedPath<'_, OutputKind>) -> Result<()> {
         let relation = match other.named.kind {
             _ if self.place.is(&other.place) => "is",
@@ -226,7 +227,7 @@ impl NamedResolvedPath<'_, OutputKind> {
         .into())
     }
 
-    /// Whether it stands among checkpoints under a name that they need.
+    /// Returns whether the output is in a folder of checkpoints under a name that checkpoints need.
     fn is_named_as_checkpoints(&self, folder: &ResolvedPath) -> bool {
         let (path, folder) = (self.place.path(), folder.path());
         let first = path.strip_prefix(folder).ok().and_then(|rest| rest.iter().next()).and_then(OsStr::to_str);
@@ -235,28 +236,28 @@ impl NamedResolvedPath<'_, OutputKind> {
     }
 }
 
-/// Whether a path leads to a device that takes characters.
+/// Returns whether a path leads to a character device.
 fn is_device(path: &Path) -> bool {
     path.metadata().is_ok_and(|found| found.file_type().is_char_device())
 }
 
-/// Whether a model's reader might open a file of that name.
+/// Returns whether a model loader might open a file of that name.
 fn is_models_name(name: &OsStr) -> bool {
     const ENDS: [&str; 9] = [".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".bin", ".pt", ".py"];
     let name = name.to_string_lossy().to_lowercase();
     ENDS.iter().any(|end| name.ends_with(end)) || name == "license"
 }
 
-/// Device and number of the files of a model's folder, those that links lead to included.
+/// Returns the ids of the files in a model's folder, including those that links lead to.
 fn files_in(folder: &Path) -> HashSet<FileId> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let files = files.filter(|file| is_models_name(&file.file_name()));
     files.filter_map(|file| file.path().metadata().ok()).filter(|m| m.is_file()).map(|m| (m.dev(), m.ino())).collect()
 }
 
-/// Locks an output; nothing where it needs no lock or cannot have one.
+/// Locks an output; returns `None` if it needs no lock or cannot have one.
 fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
-    /// How long a process that was killed may hold it.
+    /// The time for which a killed process may still hold the lock.
     const DYING: Duration = Duration::from_secs(2);
     let NamedPath { path, kind, .. } = named;
     if *kind == OutputKind::Shared || is_device(path) {
@@ -276,10 +277,10 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
         name != LOCK && name.as_encoded_bytes().starts_with(b".") && name.as_encoded_bytes().ends_with(LOCK.as_bytes())
     });
     let file = match kind {
-        // Beside the lock of those who save there.
+        // In addition to the lock that saves take there.
         OutputKind::Checkpoints => place.join(".candle-zero-job.lock"),
         _ if stays => place.join(LOCK),
-        // A file that can be written in a folder that cannot: no name is free for a lock.
+        // A writable file in a read-only folder: the lock file cannot be created.
         _ if !may_write(beside) => return Ok(None),
         _ => beside.join(lock_name(place.file_name().unwrap_or_default())),
     };
@@ -290,7 +291,7 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
             Ok(FileLockOutcome::Busy(inode)) if start.elapsed() > DYING => {
                 return Err(OutputError::Busy { path: path.clone(), owner: lock_owner(inode) }.into());
             }
-            // As in /proc, where names are not the user's to give.
+            // As in /proc, where users cannot create files.
             Ok(FileLockOutcome::Gone) if start.elapsed() > DYING => {
                 return Err(refused(path, format!("no file can be created in {}", folder_of(&file).display())));
             }
@@ -301,9 +302,9 @@ fn lock(named: &NamedPath<OutputKind>) -> Result<Option<FileLock>> {
     }
 }
 
-/// The name of the lock beside a file or folder.
+/// Returns the name of the lock next to a file or folder.
 fn lock_name(name: &OsStr) -> std::ffi::OsString {
-    /// Bytes of a name; some are left for what stands around it.
+    /// The maximum bytes of the name, with room for the prefix and suffix.
     const MOST: usize = 200;
     let mut lock = std::ffi::OsString::from(".");
     match name.len() <= MOST {
@@ -324,7 +325,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// What is wrong, without the folder of the test.
+    /// Returns the problem, without the path of the test's folder.
     fn wrong(dir: &Path, outputs: &RunPaths) -> String {
         let text = outputs.check().map_or_else(|e| e.to_string(), |()| "nothing".into());
         text.replace(&format!("{}/", dir.display()), "")
@@ -431,7 +432,7 @@ mod tests {
         let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();
         assert_eq!(names, ["ck", "link", "o"]);
-        // A file of the user's in the place of the lock.
+        // A user's file with the name of the lock.
         std::fs::write(at(".new.candle-zero.lock"), "notes").unwrap();
         assert!(claim("new", OutputKind::Folder).is_err());
         assert_eq!(std::fs::read_to_string(at(".new.candle-zero.lock")).unwrap(), "notes");

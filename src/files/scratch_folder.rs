@@ -1,7 +1,7 @@
-//! Folders in which outputs are made, beside the place where they will be.
+//! Scratch folders, in which outputs are made next to their final path.
 //!
-//! Such a folder is locked as long as its job lives, and has a file in it that says what it is. What a killed job leaves is
-//! known by both, and removed by the next one that writes beside it; whatever else has a name like it stays.
+//! Such a folder is locked as long as its job lives, and contains a marker file. Both identify the leftovers of a
+//! killed job, which the next job that writes next to it removes. Any other folder with a similar name stays.
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use std::fs::{File, Permissions};
@@ -9,26 +9,26 @@ use std::io::{Error, ErrorKind, Result, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// How their names begin, unless somebody says otherwise.
+/// The default prefix of their names.
 pub const WRITING: &str = ".candle-zero-writing-";
-/// The file that says what the folder is.
+/// The marker file.
 const MARK: &str = ".candle-zero-unfinished";
 const TEXT: &str =
     "candle-zero makes files here that are not complete yet; what a killed job left is removed by the next one\n";
-/// Letters and digits that make a name unique.
+/// The number of letters and digits that make a name unique.
 const UNIQUE: usize = 6;
 
-/// A folder for files that are not complete yet. It goes when this is dropped, with all that is in it.
+/// A folder for files that are not complete yet. It is removed with its content when this is dropped.
 #[derive(Debug)]
 pub struct ScratchFolder {
     path: PathBuf,
-    /// Locked, where the file system knows that.
+    /// The open folder, locked if the file system supports locks.
     folder: File,
     is_kept: bool,
 }
 
 impl ScratchFolder {
-    /// A new one in `parent`, for this user alone. What jobs that died have left there goes.
+    /// Creates a folder in `parent` with access only for this user, and removes the leftovers of dead jobs there.
     pub fn new(parent: &Path, prefix: &str) -> Result<Self> {
         const ATTEMPTS: usize = 100;
         sweep(parent, prefix);
@@ -38,7 +38,7 @@ impl ScratchFolder {
             let path = made.keep();
             match Self::mark(&path) {
                 Ok(Some(folder)) => return Ok(Self { path, folder, is_kept: false }),
-                // Somebody who cleared up took it for a dead job's, as it was neither locked nor marked yet.
+                // A process that cleans up took it for a dead job's, because it was neither locked nor marked yet.
                 Ok(None) => {}
                 Err(e) => {
                     _ = std::fs::remove_file(path.join(MARK));
@@ -50,14 +50,14 @@ impl ScratchFolder {
         Err(Error::new(ErrorKind::ResourceBusy, "new folders are removed as soon as they are made"))
     }
 
-    /// Locks a folder that was just made, and says in it what it is; nothing if it is gone.
+    /// Locks and marks a newly created folder; returns `None` if it is gone.
     fn mark(path: &Path) -> Result<Option<File>> {
         let gone = |e: Error| if e.kind() == ErrorKind::NotFound { Ok(None) } else { Err(e) };
         let folder = match open_folder(path) {
             Ok(folder) => folder,
             Err(e) => return gone(e),
         };
-        // Where the file system knows no locks, nobody clears up either.
+        // If the file system does not support locks, no process cleans up either.
         if flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
             return Ok(None);
         }
@@ -67,12 +67,12 @@ impl ScratchFolder {
         }
     }
 
-    /// Where files are made.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Leaves the folder to the user, with what is in it: nobody removes it any more.
+    /// Leaves the folder and its content to the user: it is not removed any more.
     pub fn keep(mut self) -> PathBuf {
         self.is_kept = true;
         _ = std::fs::remove_file(self.path.join(MARK));
@@ -83,15 +83,15 @@ impl ScratchFolder {
 impl Drop for ScratchFolder {
     fn drop(&mut self) {
         if !self.is_kept {
-            // What cannot be removed now is removed by the next one.
+            // The next job removes what cannot be removed now.
             _ = remove(&self.path);
         }
-        // Closing is not enough: a process that another thread is starting holds a copy until it runs its program.
+        // Closing is not enough: a process that another thread is starting holds a copy until it executes its program.
         _ = flock(&self.folder, FlockOperation::Unlock);
     }
 }
 
-/// Removes what jobs that died have left in `parent` under names that begin with `prefix`. What cannot be removed stays.
+/// Removes folders of dead jobs in `parent` whose names begin with `prefix`. Those that cannot be removed stay.
 pub fn sweep(parent: &Path, prefix: &str) {
     let me = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -106,14 +106,15 @@ pub fn sweep(parent: &Path, prefix: &str) {
             if is_marked(&entry.path()) {
                 _ = remove(&entry.path());
             } else {
-                // Its job died before it could say so. One that has files is somebody else's, and stays.
+                // Its job died before it could mark the folder. A folder that contains files is not a scratch folder,
+                // and stays.
                 _ = std::fs::remove_dir(entry.path());
             }
         }
     }
 }
 
-/// Whether a folder of that name says that it is one of these.
+/// Returns whether a folder has the marker of a scratch folder.
 fn is_marked(folder: &Path) -> bool {
     let mark = folder.join(MARK);
     let is_file = mark.symlink_metadata().is_ok_and(|found| found.is_file());
@@ -121,7 +122,7 @@ fn is_marked(folder: &Path) -> bool {
     is_file && super::read(&mark, TEXT.len() as u64).is_ok_and(|text| TEXT.as_bytes().starts_with(&text))
 }
 
-/// Removes a folder and what is in it; last what says that it may be removed.
+/// Removes a folder and its content; the marker is removed last.
 fn remove(folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder)?.flatten().filter(|entry| entry.file_name() != MARK) {
         match entry.file_type()?.is_dir() {
@@ -133,7 +134,7 @@ fn remove(folder: &Path) -> Result<()> {
     std::fs::remove_dir(folder)
 }
 
-/// Opens a folder itself, not what a link leads to.
+/// Opens a folder itself, without following a link.
 fn open_folder(path: &Path) -> Result<File> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
@@ -151,7 +152,7 @@ mod tests {
         names
     }
 
-    /// As a kill would: the lock goes with the process.
+    /// Does what a kill does: the lock is released with the process.
     fn kill(scratch: ScratchFolder) -> PathBuf {
         flock(&scratch.folder, FlockOperation::Unlock).unwrap();
         let path = scratch.path.clone();
@@ -163,7 +164,7 @@ mod tests {
     fn what_a_killed_job_left_goes_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        // Of others, with names like it.
+        // Folders of others with similar names.
         for name in ["notes", "abcdef", "abcdefg", "abc-ef"] {
             std::fs::create_dir(at(&format!("{WRITING}{name}"))).unwrap();
             std::fs::write(at(&format!("{WRITING}{name}/thesis")), name).unwrap();

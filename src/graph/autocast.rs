@@ -1,6 +1,6 @@
-//! The format in which a thread multiplies operands of f32 (`torch_autocast`).
+//! The format in which a thread multiplies f32 operands (`torch_autocast`).
 //!
-//! The engine sets it around a forward; a unit that recomputes its forward, in whatever backward, goes back to that of the
+//! The engine sets it around a forward. A unit that recomputes its forward, in any backward, restores the format of the
 //! first one.
 
 use candle_core::DType;
@@ -10,8 +10,8 @@ thread_local! {
     static FORMAT: Cell<Option<DType>> = const { Cell::new(None) };
 }
 
-/// Runs `run` with the products of linear layers in `format` where their operands are f32; `None`: as they are. What the
-/// thread had before holds again afterwards.
+/// Runs `run` with products of linear layers in `format` if their operands are f32. `None`: operands are multiplied as
+/// they are. The thread's previous format is restored afterwards.
 pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
     struct AutocastReset(Option<DType>);
     impl Drop for AutocastReset {
@@ -23,7 +23,7 @@ pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// The format that this thread has now.
+/// Returns the format that this thread uses now.
 pub(crate) fn autocast_format() -> Option<DType> {
     FORMAT.get()
 }

@@ -1,4 +1,4 @@
-//! Gradients that are made and added up in a GPU's memory: [`GradSlot`]s and [`InputGradSink`]s of layers that compute there.
+//! Gradients computed and summed in a GPU's memory: [`GradSlot`]s and [`InputGradSink`]s of layers that compute there.
 
 use super::grad_slot::{Grad, GradSlot};
 use super::recorded_op::InputGradSink;
@@ -7,18 +7,18 @@ use crate::tensor::device_elements::{change, gpu_of, tensor_of, with_each};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor};
 
 impl Grad {
-    /// A gradient of `len` elements in memory that nobody else sees.
+    /// Creates a gradient of `len` elements in memory that is not shared.
     pub fn of_storage(storage: CudaStorage, len: usize) -> Self {
         Self::OnDevice(tensor_of(storage, len))
     }
 
-    /// The values as a contiguous tensor on `device`.
+    /// Returns the values as a contiguous tensor on `device`.
     pub fn on_device(self, device: &CudaDevice) -> Result<Tensor> {
         let shape = Shape::from(self.len());
         self.into_tensor(&shape, &Device::Cuda(device.clone()))?.contiguous()
     }
 
-    /// The same gradient in a GPU's memory where it may be changed in place: copied if others may see it.
+    /// Returns the same gradient in a GPU's memory, in a form that may be changed in place: copied if it may be shared.
     fn into_own_on(self, device: &CudaDevice) -> Result<Tensor> {
         match self {
             Self::OnDevice(tensor) if gpu_of(&tensor).is_some_and(|gpu| gpu.id() == device.id()) => Ok(tensor),
@@ -36,7 +36,7 @@ impl Grad {
 }
 
 impl GradSlot {
-    /// [`GradSlot::accumulate`] in a GPU's memory.
+    /// Does [`GradSlot::accumulate`] in a GPU's memory.
     pub fn accumulate_on(
         &self,
         device: &CudaDevice,
@@ -61,7 +61,7 @@ impl GradSlot {
 }
 
 impl InputGradSink {
-    /// See [`GradSlot::accumulate_on`]; nothing happens where the gradient is not wanted.
+    /// Does [`GradSlot::accumulate_on`], or nothing if the gradient is not wanted.
     pub fn accumulate_on(
         &self,
         device: &CudaDevice,
@@ -72,7 +72,7 @@ impl InputGradSink {
         self.open().map_or(Ok(()), |slot| slot.accumulate_on(device, dtype, len, write))
     }
 
-    /// [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
+    /// Does [`InputGradSink::accumulate_zeroed`] in a GPU's memory.
     pub fn accumulate_zeroed_on(
         &self,
         device: &CudaDevice,
@@ -87,7 +87,7 @@ impl InputGradSink {
         slot.accumulate_on(device, dtype, len, |grad, _| add(grad))
     }
 
-    /// Delivers a gradient of `len` elements that `write` makes in a GPU's memory.
+    /// Delivers a gradient of `len` elements that `write` computes in a GPU's memory.
     pub fn make_on(
         &self,
         device: &CudaDevice,

@@ -1,4 +1,4 @@
-//! A gradient on its way, and the place where the gradients of one tensor are added up.
+//! A gradient during backward, and the slot in which the gradients of one tensor are added up.
 
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The gradient of one tensor, or a part of it.
 #[derive(Debug)]
 pub(crate) enum Grad {
-    /// Nobody else sees it: it may be changed in place.
+    /// The gradient is not shared: it may be changed in place.
     Own(Flat),
     /// The same in a GPU's memory: a contiguous tensor.
     OnDevice(Tensor),
-    /// A tensor that others may hold too, on any device.
+    /// A tensor that may be shared, on any device.
     Shared(Tensor),
 }
 
@@ -43,7 +43,7 @@ impl Grad {
         }
     }
 
-    /// Lets `look` see the values on the host, in row-major order.
+    /// Calls `look` with the values on the host, in row-major order.
     pub fn view<T>(&self, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
         match self {
             Self::Own(flat) => Ok(look(flat.as_ref())),
@@ -51,7 +51,7 @@ impl Grad {
         }
     }
 
-    /// The values as elements of the operation `op`.
+    /// Calls `look` with the values as elements of the operation `op`.
     pub fn read<E: TensorElement, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
         match self {
             Self::Own(flat) => match E::of_flat(flat) {
@@ -62,12 +62,12 @@ impl Grad {
         }
     }
 
-    /// A copy that may be changed.
+    /// Returns a copy that may be changed.
     pub fn copy(&self) -> Result<Self> {
         self.view(|values| Self::Own(values.to_flat()))
     }
 
-    /// The same gradient where it may be changed in place: copied if others may see it.
+    /// Returns the gradient in a form that may be changed in place: copied if it may be shared.
     pub fn into_own(self) -> Result<Flat> {
         match self {
             Self::Own(flat) => Ok(flat),
@@ -75,7 +75,7 @@ impl Grad {
         }
     }
 
-    /// As a tensor of `shape` on `device`.
+    /// Returns the gradient as a tensor of `shape` on `device`.
     pub fn into_tensor(self, shape: &Shape, device: &Device) -> Result<Tensor> {
         match self {
             Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.reshape(shape),
@@ -88,7 +88,7 @@ impl Grad {
 }
 
 thread_local! {
-    /// The number of this thread's backward: another one after each that failed.
+    /// The number of this thread's backward. It changes after each backward that failed.
     static PASS: Cell<u64> = Cell::new(new_pass());
 }
 
@@ -97,45 +97,44 @@ fn new_pass() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Forgets the gradients that earlier backwards of this thread left in slots when they failed: the next one begins
-/// without them.
+/// Forgets the gradients that failed backwards of this thread left in slots: the next backward begins without them.
 pub(crate) fn abandon() {
     PASS.set(new_pass());
 }
 
-/// Where the gradients of one tensor are added up during a backward.
+/// A slot in which the gradients of one tensor are added up during a backward.
 #[derive(Default)]
 pub(crate) struct GradSlot {
     grad: Mutex<Option<(u64, Grad)>>,
     before: Mutex<Vec<BackwardHook>>,
-    /// Says whether gradients are taken now; always, where there is none.
+    /// Decides whether gradients are taken now. They always are if there is no gate.
     gate: Option<GradGate>,
 }
 
-/// Says, for the backward that this thread runs, whether a slot takes gradients.
+/// Decides, for the backward that this thread runs, whether a slot takes gradients.
 pub(crate) type GradGate = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// A function that runs before the operation that made a tensor is differentiated.
 pub(crate) type BackwardHook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl GradSlot {
-    /// A slot that takes gradients while `gate` says so, and drops them otherwise: a parameter's.
+    /// Creates a slot that takes gradients while `gate` returns true, and drops them otherwise: a parameter's.
     pub fn behind(gate: GradGate) -> Self {
         Self { gate: Some(gate), ..Self::default() }
     }
 
-    /// Whether gradients are taken now.
+    /// Returns whether gradients are taken now.
     pub fn is_open(&self) -> bool {
         self.gate.as_ref().is_none_or(|is_open| is_open())
     }
 
-    /// Whether the slot is a parameter's.
+    /// Returns whether the slot is a parameter's.
     pub fn is_behind_a_gate(&self) -> bool {
         self.gate.is_some()
     }
 
-    /// Adds a gradient. The first one is kept as it is; sums are rounded to the tensor's dtype one after the other, in
-    /// the order of their coming.
+    /// Adds a gradient. The first one is kept as it is. Sums are rounded to the tensor's dtype one after the other, in
+    /// the order of arrival.
     pub fn add(&self, grad: Grad) -> Result<()> {
         if !self.is_open() {
             return Ok(());
@@ -157,12 +156,12 @@ impl GradSlot {
         Ok(())
     }
 
-    /// Whether nothing has come.
+    /// Returns whether no gradient has arrived.
     pub fn is_empty(&self) -> bool {
         lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
     }
 
-    /// Has `hook` run before the operation that made the tensor is differentiated.
+    /// Registers `hook` to run before the operation that made the tensor is differentiated.
     pub fn before_backward(&self, hook: BackwardHook) {
         lock(&self.before).push(hook);
     }
@@ -172,12 +171,12 @@ impl GradSlot {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }
 
-    /// Lets `look` see what has come in this backward, if anything has.
+    /// Calls `look` with the gradient that has arrived in this backward, if there is one.
     pub fn with_grad<T>(&self, look: impl FnOnce(&Grad) -> T) -> Option<T> {
         lock(&self.grad).as_ref().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| look(grad))
     }
 
-    /// Takes what has come in this backward. What another thread's has brought stays.
+    /// Takes the gradient that has arrived in this backward. Another thread's gradient stays.
     pub fn take(&self) -> Option<Grad> {
         lock(&self.grad).take_if(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
     }
@@ -186,8 +185,8 @@ impl GradSlot {
         *lock(&self.grad) = Some((PASS.get(), grad));
     }
 
-    /// Lets `write` add to the gradient in place, or, with `false`, make it: then it is given `len` elements of any
-    /// value and must write all of them.
+    /// Calls `write` to add to the gradient in place (`true`), or to create it (`false`). In the latter case it
+    /// receives `len` elements with arbitrary values and must write all of them.
     pub fn accumulate<E: TensorElement>(
         &self,
         len: usize,

@@ -1,7 +1,8 @@
-//! How parameters and layers stand in Candle's autograd graph without Candle touching their gradients.
+//! Parameters and layers in Candle's autograd graph, with gradients that bypass Candle.
 //!
-//! Candle makes a tensor of zeros for every gradient and adds to it, in 16 bits one element after the other. So the
-//! gradients of this library's own operations travel beside the graph, and the graph only says when:
+//! Candle creates a tensor of zeros for every gradient and adds to it, in 16 bits one element after the other.
+//! Therefore the gradients of this library's own operations are passed outside the graph, and the graph only determines
+//! when:
 //!
 //! ```text
 //!   token of a ---+                                   +--> Candle's operations use y; their gradient goes to y's slot
@@ -11,13 +12,14 @@
 //! ```
 //!
 //! A token is a tensor of one element. Candle adds up the tokens' gradients, which costs nothing, and calls the
-//! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter is the same
-//! thing with nothing before it: when its token's turn comes, its slot holds the complete gradient.
+//! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter works in the
+//! same way, with nothing before it: when the backward of its token runs, its slot holds the complete gradient.
 //!
-//! Values and gradients of an operation lie where its inputs do. On the host a gradient is a flat buffer; on a GPU it is a
-//! tensor that nobody else holds (`gpu_gradients`), and Candle's operations there see tokens and slots as they do on the host.
+//! Values and gradients of an operation lie on the device of its inputs. On the host a gradient is a flat buffer. On a
+//! GPU it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there see tokens and slots as on
+//! the host.
 //!
-//! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
+//! Any other tensor that a layer receives (a `Var`, the result of Candle's operations) gets a separate token for that
 //! one use, whose backward hands the slot's content to Candle.
 
 mod autocast;

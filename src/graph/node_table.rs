@@ -1,4 +1,4 @@
-//! Tensors with a token: the table that leads from a tensor to its token and slot.
+//! The table that maps a tensor to its token and slot.
 
 use super::grad_slot::{Grad, GradSlot};
 use super::prepared_op::prepared;
@@ -15,13 +15,13 @@ pub(crate) struct GraphNode {
     pub token: Tensor,
     pub slot: Arc<GradSlot>,
     remake: Option<RecomputeFn>,
-    /// Where it says no, operations made now do not want the tensor's gradient.
+    /// If false, operations that are recorded now do not want the tensor's gradient.
     wanted: Option<Arc<AtomicBool>>,
-    /// Elements whose gradient leaves out something on purpose, so that no check of gradients moves them.
+    /// The elements whose gradient is incomplete on purpose, so that no check of gradients moves them.
     pub still: Range<usize>,
 }
 
-/// Computes a tensor's values once more.
+/// Computes a tensor's values again.
 type RecomputeFn = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl GraphNode {
@@ -29,22 +29,23 @@ impl GraphNode {
         Self { token, slot, remake: None, wanted: None, still: 0..0 }
     }
 
-    /// Whether an operation that is made now has to give the tensor a gradient.
+    /// Returns whether an operation that is recorded now must compute a gradient of the tensor.
     pub fn is_wanted(&self) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.load(Ordering::Relaxed))
     }
 }
 
-/// The nodes of all tensors that have one and are alive, in the whole process.
+/// The nodes of all live tensors that have one, in the entire process.
 static NODES: LazyLock<RwLock<HashMap<TensorId, GraphNode>>> = LazyLock::new(RwLock::default);
 
-/// The node of a tensor that has one.
+/// Returns the node of a tensor, if it has one.
 pub(crate) fn node_of(tensor: &Tensor) -> Option<GraphNode> {
     unpoisoned(NODES.read()).get(&tensor.id()).cloned()
 }
 
-/// Says how `tensor`'s values can be computed once more, cheaply and to the same bits, from what its own operation
-/// keeps for backward. Operations that need them in backward then need not keep the tensor; see [`SavedTensor`].
+/// Registers a function that computes `tensor`'s values again, cheaply and with the same bits, from the data that its
+/// own operation keeps for backward. Operations that need the values in backward need not keep the tensor: see
+/// [`SavedTensor`].
 pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
     let mut nodes = unpoisoned(NODES.write());
     if let Some(node) = nodes.get_mut(&tensor.id()) {
@@ -52,21 +53,21 @@ pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + 
     }
 }
 
-/// This library's operations give `tensor` a gradient only where `wanted` says so when they are made.
+/// Makes this library's operations compute a gradient of `tensor` only if `wanted` is true when they are recorded.
 pub(crate) fn only_while(tensor: &Tensor, wanted: Arc<AtomicBool>) {
     if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
         node.wanted = Some(wanted);
     }
 }
 
-/// The gradient of these elements of `tensor` leaves out something on purpose.
+/// Marks elements of `tensor` whose gradient is incomplete on purpose.
 pub(crate) fn hold_still(tensor: &Tensor, elements: Range<usize>) {
     if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
         node.still = elements;
     }
 }
 
-/// The values of an input until backward: the tensor, or the way to make it once more.
+/// The values of an input until backward: the tensor, or the function that computes it again.
 pub(crate) enum SavedTensor {
     Tensor(Tensor),
     Remade(RecomputeFn),
@@ -88,20 +89,20 @@ impl SavedTensor {
     }
 }
 
-/// Takes a tensor's node out of the table when the tensor's operation, and so the tensor, is dropped.
+/// A guard that removes a tensor's node from the table when the tensor's operation, and with it the tensor, is dropped.
 struct NodeTableEntry(Arc<OnceLock<TensorId>>);
 
 impl Drop for NodeTableEntry {
     fn drop(&mut self) {
         let Some(id) = self.0.get() else { return };
         let node = unpoisoned(NODES.write()).remove(id);
-        // Dropped outside of the lock: it may be the last hold on other tensors with nodes.
+        // Dropped outside of the lock: it may hold the last reference to other tensors with nodes.
         drop(node);
     }
 }
 
-/// The tensor that `value` makes, as the result of `token`'s operation: Candle's operations on it put their gradient
-/// into `slot`, and this library's find token and slot by the tensor.
+/// Creates a tensor from `value` as the result of `token`'s operation. Candle's operations on it put their gradient
+/// into `slot`, and this library's operations find token and slot by the tensor.
 pub(crate) fn with_token(
     token: Tensor,
     slot: Arc<GradSlot>,
@@ -115,7 +116,7 @@ pub(crate) fn with_token(
         of_candle.add(Grad::Shared(grad.clone()))?;
         Ok(Some(token.detach()))
     })?;
-    // Set before the entry exists: whoever sees the entry can remove it.
+    // Set before the entry exists: any thread that sees the entry can remove it.
     let _ = id.set(tensor.id());
     unpoisoned(NODES.write()).insert(tensor.id(), GraphNode::new(token, slot));
     Ok(tensor)

@@ -1,7 +1,8 @@
-//! An operation whose result was made beforehand and whose backward is a closure: how the engine enters the graph.
+//! An operation whose result was computed beforehand and whose backward is a closure. The engine uses it to enter the
+//! graph.
 //!
-//! Candle's forward of a custom operation returns a storage of its own. Nothing is to be computed there; what matters
-//! is that the result depends on the argument, and that backward comes by.
+//! Candle's forward of a custom operation returns a new storage. Nothing has to be computed there: the result only has
+//! to depend on the argument, so that the backward runs.
 
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
@@ -12,12 +13,12 @@ use std::sync::Mutex;
 
 struct PreparedOp<B> {
     name: &'static str,
-    /// Handed out by forward, which runs once.
+    /// The result, which forward returns. Forward runs once.
     result: Mutex<Option<(Storage, Shape)>>,
     backward: B,
 }
 
-/// `result` as an operation on `arg` with `backward(arg, gradient)`, which returns the gradient of `arg`.
+/// Returns `result` as an operation on `arg` with `backward(arg, gradient)`, which returns the gradient of `arg`.
 pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Shape), backward: B) -> Result<Tensor>
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
@@ -25,17 +26,17 @@ where
     arg.apply_op1(PreparedOp { name, result: Mutex::new(Some(result)), backward })
 }
 
-/// A token's result: one element on `device`.
+/// Creates a token's result: one element on `device`.
 pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
     Ok((storage_on(device, CpuStorage::F32(vec![0.0]))?, Shape::from(1)))
 }
 
-/// Whether parameters may have the type; a loss or an output may have others, such as f64.
+/// Returns whether parameters may have the type. A loss or an output may have others, such as f64.
 fn is_of_training(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// A copy of a tensor's values as a result, made on its device.
+/// Copies a tensor's values into a result, on its device.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
     let copy = match &*storage {

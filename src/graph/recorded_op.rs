@@ -1,4 +1,4 @@
-//! Making an operation of this library: its inputs, what becomes of their gradients, and its result.
+//! Records an operation of this library: its inputs, the destinations of their gradients, and its result.
 
 use super::grad_slot::{Grad, GradSlot, abandon};
 use super::node_table::{GraphNode, node_of, with_token};
@@ -16,7 +16,7 @@ thread_local! {
     static ONCE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets a flag of this thread while `run` runs, also if that panics.
+/// Sets a flag of this thread while `run` runs, and resets it even if that panics.
 fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
     struct FlagReset(&'static std::thread::LocalKey<Cell<bool>>, bool);
     impl Drop for FlagReset {
@@ -33,28 +33,28 @@ pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
     with_flag(&WITHOUT_GRADIENTS, run)
 }
 
-/// Runs a backward that is the only one of its graph: each operation lets go of what it kept as soon as it has run, so
-/// that activations leave memory while backward proceeds.
+/// Runs a backward that is the only one of its graph. Each operation drops its kept data as soon as it has run, so that
+/// activations are freed while backward proceeds.
 pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
     with_flag(&ONCE, backward)
 }
 
-/// Whether operations are not recorded.
+/// Returns whether operations are not recorded.
 pub(crate) fn is_without_gradients() -> bool {
     WITHOUT_GRADIENTS.get()
 }
 
-/// Whether the backward under way is the only one of its graph.
+/// Returns whether the current backward is the only one of its graph.
 pub(crate) fn is_once() -> bool {
     ONCE.get()
 }
 
-/// Where the gradient of one input goes.
+/// The destination of one input's gradient.
 #[derive(Clone)]
 pub(crate) struct InputGradSink(Option<Arc<GradSlot>>);
 
 impl InputGradSink {
-    /// Whether anybody wants the gradient in the backward under way.
+    /// Returns whether the gradient is wanted in the current backward.
     pub fn is_wanted(&self) -> bool {
         self.open().is_some()
     }
@@ -72,7 +72,7 @@ impl InputGradSink {
         self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
     }
 
-    /// See [`GradSlot::accumulate`]; nothing happens where the gradient is not wanted.
+    /// Does [`GradSlot::accumulate`], or nothing if the gradient is not wanted.
     pub fn accumulate<E: TensorElement>(
         &self,
         len: usize,
@@ -83,7 +83,7 @@ impl InputGradSink {
 }
 
 impl InputGradSink {
-    /// Runs `write` in any case: with the gradient as [`InputGradSink::accumulate`] gives it, or with nothing where it is not
+    /// Runs `write` in any case: with the gradient as in [`InputGradSink::accumulate`], or with `None` if it is not
     /// wanted. For operations that compute several gradients in one pass.
     pub fn accumulate_if_wanted<E: TensorElement>(
         &self,
@@ -96,18 +96,18 @@ impl InputGradSink {
         }
     }
 
-    /// Lets `add` add to the gradient in place, to zeros where there was none.
+    /// Calls `add` to add to the gradient in place, or to zeros if there was none.
     pub fn accumulate_zeroed<E: TensorElement>(
         &self,
         len: usize,
         add: impl FnOnce(&mut [E]) -> Result<()>,
     ) -> Result<()> {
-        // Memory fresh from the system is zero already, so the zeros of rows that are not touched cost nothing.
+        // Memory fresh from the system is already zero, so the zeros of untouched rows cost nothing.
         self.give_if_empty(|| Grad::own(bytemuck::zeroed_vec::<E>(len)))?;
         self.accumulate(len, |values, _| add(values))
     }
 
-    /// Delivers a gradient of `len` elements; `write` is given any values and must write all of them.
+    /// Delivers a gradient of `len` elements. `write` receives arbitrary values and must write all of them.
     pub fn make<E: TensorElement>(&self, len: usize, write: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
         let Some(slot) = self.open() else { return Ok(()) };
         let mut values = buffer::<E>(len);
@@ -138,7 +138,7 @@ pub(crate) struct OpInputs<const N: usize> {
 }
 
 impl<const N: usize> OpInputs<N> {
-    /// Finds or makes the tokens of `inputs`; an input that is not there wants no gradient.
+    /// Finds or creates the tokens of `inputs`. An input that is `None` wants no gradient.
     ///
     /// In backward the gradients of the last inputs are complete first.
     pub fn of(inputs: [Option<&Tensor>; N]) -> Result<Self> {
@@ -162,17 +162,18 @@ impl<const N: usize> OpInputs<N> {
         Ok(Self { tokens, sinks })
     }
 
-    /// Whether the gradient of any input is wanted: otherwise nothing needs to be kept for backward.
+    /// Returns whether the gradient of any input is wanted. Otherwise nothing needs to be kept for backward.
     pub fn are_wanted(&self) -> bool {
         !self.tokens.is_empty()
     }
 
-    /// Whether a backward may want the gradient of input `i`.
+    /// Returns whether a backward may want the gradient of input `i`.
     pub fn wants(&self, i: usize) -> bool {
         self.sinks[i].0.is_some()
     }
 
-    /// The operation's result. `backward` gets its gradient and delivers those of the inputs, in their order.
+    /// Returns the operation's result. `backward` receives its gradient and delivers those of the inputs, in their
+    /// order.
     pub fn result(
         self,
         name: &'static str,
@@ -192,13 +193,13 @@ impl<const N: usize> OpInputs<N> {
     }
 }
 
-/// A token for a tensor that has none, for one use.
+/// Creates a token for a tensor that has none, for one use.
 fn adapted(input: &Tensor) -> Result<GraphNode> {
     let slot = Arc::new(GradSlot::default());
     let arrived = slot.clone();
     let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match arrived.take() {
         Some(grad) => grad.into_tensor(input.shape(), input.device()).map(Some),
-        // Candle asks for a gradient of whatever it tracks.
+        // Candle requests a gradient of every tensor that it tracks.
         None => input.zeros_like().map(Some),
     })?;
     Ok(GraphNode::new(token, slot))
@@ -224,7 +225,7 @@ impl From<CudaStorage> for ResultStorage {
 pub(crate) struct SavedResult(Arc<OnceLock<Tensor>>);
 
 impl SavedResult {
-    /// The result, once it is made.
+    /// Returns the result, once it exists.
     pub fn get(&self) -> Result<&Tensor> {
         match self.0.get() {
             Some(result) => Ok(result),
@@ -232,7 +233,7 @@ impl SavedResult {
         }
     }
 
-    /// Remembers the result.
+    /// Saves the result.
     pub fn save(&self, result: Tensor) -> Tensor {
         let _ = self.0.set(result.detach());
         result
@@ -250,9 +251,10 @@ struct RecordedOp {
 }
 
 impl RecordedOp {
-    /// The operation's token.
+    /// Creates the operation's token.
     fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
-        // From the back: of a join's arguments the second is differentiated first, and so are the last inputs.
+        // From the back: the second argument of a join is differentiated first, and therefore the last inputs come
+        // first.
         while let [.., a, b] = &tokens[..] {
             let joined = a.apply_op2(b, JoinTokensOp)?;
             tokens.truncate(tokens.len() - 2);
@@ -263,7 +265,7 @@ impl RecordedOp {
 
     fn run(&self) -> Result<()> {
         self.slot.about_to_run()?;
-        // Nothing has come where no use of the result passed a gradient on.
+        // No gradient has arrived if no use of the result passed one on.
         let Some(grad) = self.slot.take() else { return Ok(()) };
         let Some(backward) = lock(&self.backward).take() else {
             candle_core::bail!(
@@ -297,12 +299,12 @@ impl CustomOp1 for RecordedOp {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<Option<Tensor>> {
         self.run()?;
-        // Says no more than that this operation has been differentiated.
+        // It only shows that this operation has been differentiated.
         Ok(Some(token_grad.clone()))
     }
 }
 
-/// A token beside another one on a GPU.
+/// Creates a token on the GPU of another one.
 fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     use candle_core::backend::BackendStorage;
     match one(&Device::Cuda(beside.device().clone()))? {
@@ -311,7 +313,7 @@ fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     }
 }
 
-/// Two tokens as one.
+/// An operation that joins two tokens into one.
 struct JoinTokensOp;
 
 impl CustomOp2 for JoinTokensOp {

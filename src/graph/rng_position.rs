@@ -1,19 +1,19 @@
-//! Where a thread's random draws are: which layer draws which numbers.
+//! The position of a thread in its random streams: it determines which layer draws which numbers.
 //!
-//! The engine gives each forward of each rank a stream of its own ([`stream_of`]), and a unit that recomputes its forward goes back to
-//! where the first one began.
+//! The engine gives each forward of each rank a separate stream ([`stream_of`]). A unit that recomputes its forward
+//! returns to the position where the first one began.
 
 use crate::util::mix;
 use std::cell::Cell;
 
-/// Where a thread's draws are.
+/// The position of a thread's draws.
 #[derive(Clone, Copy)]
 pub(crate) struct RngPosition {
     pub stream: u64,
     /// The number of the next draw.
     pub next: u64,
-    /// Whether an engine is training ([`draw_from`]). Then elements are dropped even where nothing is recorded:
-    /// a unit that recomputes runs its first forward so, and must give what its second one gives.
+    /// Whether an engine is training ([`draw_from`]). Then elements are dropped even if nothing is recorded: this is
+    /// how a recomputing unit runs its first forward, whose output its second one must reproduce.
     pub in_training: bool,
 }
 
@@ -21,33 +21,34 @@ thread_local! {
     static DRAWS: Cell<RngPosition> = const { Cell::new(RngPosition { stream: 0, next: 0, in_training: false }) };
 }
 
-/// A forward of a run.
+/// The identity of a forward in a run.
 #[derive(Clone, Copy)]
 pub(crate) struct RngStreamKey {
-    /// The run's.
+    /// The run's seed.
     pub seed: u64,
     pub rank: u64,
     /// The optimizer step.
     pub step: u64,
     /// The micro step in it.
     pub micro_step: u64,
-    /// The forward of the micro step, from 0.
+    /// The number of the forward in the micro step, from 0.
     pub forward: u64,
 }
 
-/// The stream of a forward: another one for each of a run, and for runs of other seeds. It follows from where the forward is in its
-/// optimizer step, so a run that goes on from a checkpoint has it too.
+/// Returns the stream of a forward. It differs for each forward of a run, and for runs with other seeds. It follows
+/// from the position of the forward in its optimizer step, so a run that resumes from a checkpoint uses the same
+/// stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
     let RngStreamKey { seed, rank, step, micro_step, forward } = key;
-    // Odd factors, so that streams that differ in one of them only differ.
+    // Odd factors, so that keys that differ in only one part have different streams.
     (rank << 40 | step)
         ^ mix(seed)
         ^ micro_step.wrapping_mul(0x9fb2_1c65_1e98_df25)
         ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on
-/// where they were. Returns the result of `run`.
+/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on. Afterwards the draws
+/// continue from the previous position. Returns the result of `run`.
 pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
     struct RngPositionReset(RngPosition);
     impl Drop for RngPositionReset {
@@ -59,18 +60,18 @@ pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) 
     run()
 }
 
-/// Where this thread's draws are.
+/// Returns the position of this thread's draws.
 pub(crate) fn rng_position() -> RngPosition {
     DRAWS.get()
 }
 
-/// The same as [`draw_from`] takes it, to repeat the draws that follow.
+/// Returns the position in the form that [`draw_from`] accepts, to repeat the draws that follow.
 pub(crate) fn stream_position() -> (u64, u64) {
     let RngPosition { stream, next, .. } = DRAWS.get();
     (stream, next)
 }
 
-/// One more draw has been made.
+/// Counts one more draw.
 pub(crate) fn advance_draws() {
     let draws = DRAWS.get();
     DRAWS.set(RngPosition { next: draws.next + 1, ..draws });

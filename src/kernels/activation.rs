@@ -1,5 +1,5 @@
-//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU, and what
-//! they gate.
+//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation and SiLU, each also
+//! in a gated form.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{self, get, put, vectorized};
@@ -7,12 +7,12 @@ use crate::kernels::gemm::Activation;
 use crate::kernels::math;
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// Elements that one task computes.
+/// The elements that one task computes.
 const CHUNK: usize = 1 << 14;
-/// Elements of 16 bits that are widened, computed and narrowed together where there are two results.
+/// The number of 16-bit elements that are widened, computed and narrowed together in functions with two results.
 const BLOCK: usize = 128;
 
-/// Runs `$body` with `$value` and `$slope` as a function and its derivative.
+/// Runs `$body` with `$value` and `$slope` bound to a function and its derivative.
 macro_rules! with_function {
     ($function:expr, ($value:ident, $slope:ident) => $body:expr) => {
         match $function {
@@ -32,9 +32,9 @@ macro_rules! with_function {
     };
 }
 
-/// y = f(x).
+/// Computes y = f(x).
 ///
-/// Panics if the lengths differ; so do all functions here.
+/// Panics if the lengths differ, like all functions of this module.
 pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     match function {
         Activation::GeluTanh => map(x, y, math::gelu_tanh_odds, math::gated_by_odds),
@@ -49,7 +49,7 @@ pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     }
 }
 
-/// dx = dy f'(x).
+/// Computes dx = dy f'(x).
 pub fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E]) {
     with_function!(function, (_value, slope) => map2(
         x,
@@ -60,7 +60,7 @@ pub fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E
     ));
 }
 
-/// y = f(gate) up, as in SwiGLU and GeGLU (Shazeer 2020).
+/// Computes y = f(gate) up, as in SwiGLU and GeGLU (Shazeer 2020).
 pub fn gated<E: Element>(function: Activation, gate: &[E], up: &[E], y: &mut [E]) {
     with_function!(function, (value, _slope) => map2(
         gate,
@@ -71,7 +71,7 @@ pub fn gated<E: Element>(function: Activation, gate: &[E], up: &[E], y: &mut [E]
     ));
 }
 
-/// dgate = dy up f'(gate) and dup = dy f(gate).
+/// Computes dgate = dy up f'(gate) and dup = dy f(gate).
 pub fn gated_backward<E: Element>(function: Activation, inputs: [&[E]; 2], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
     with_function!(function, (value, slope) => gated_slopes_in_tasks(inputs, dy, [dgate, dup], (value, slope)));
 }
@@ -107,7 +107,7 @@ fn gated_slopes_in_tasks<E: Element>(
     });
 }
 
-/// One loop for both: they share their exponential.
+/// Computes both gradients in one loop, because they share their exponential.
 #[inline(always)]
 fn gated_slopes<E: Element>(
     gate: &[E],
@@ -124,7 +124,7 @@ fn gated_slopes<E: Element>(
     }
 }
 
-/// y = x times a factor that is rounded to `E`.
+/// Computes y = x factor, with the factor rounded to `E`.
 pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
     let factor: f32 = get(put::<E>(factor as f32));
     map(
@@ -137,7 +137,7 @@ pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
     );
 }
 
-/// y = second(x, first(x)).
+/// Computes y = second(x, first(x)).
 fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, second: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!(x.len(), y.len(), "elements of an activation");
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
@@ -146,7 +146,7 @@ fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, seco
     });
 }
 
-/// y = f(a, b).
+/// Computes y = f(a, b).
 fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!([a.len(), b.len()], [y.len(); 2], "elements of an activation");
     for_each_part(y.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
@@ -175,7 +175,7 @@ mod tests {
         assert!(bytemuck::cast_slice::<E, u8>(&got) == bytemuck::cast_slice::<E, u8>(&want));
     }
 
-    /// Over several tasks, with a short last one.
+    /// Covers several tasks, with a short last one.
     fn slices_hold_the_functions_of_their_elements<E: Element>() {
         let n = 2 * CHUNK + 37;
         let (x, dy, up) = (numbers::<E>(n, 1), numbers::<E>(n, 2), numbers::<E>(n, 3));

@@ -1,13 +1,13 @@
-//! Sums and multiples of whole slices, at the memory's speed.
+//! Addition and scaling of slices, at memory speed.
 
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// Elements that one task computes.
+/// The elements that one task computes.
 const CHUNK: usize = 1 << 16;
 
-/// dst += src, each sum rounded once.
+/// Computes dst += src, and rounds each sum once.
 ///
 /// Panics if the lengths differ.
 pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
@@ -23,7 +23,7 @@ pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
     });
 }
 
-/// dst *= factor, each product rounded once.
+/// Computes dst *= factor, and rounds each product once.
 pub fn scale_into<E: Element>(dst: &mut [E], factor: f32) {
     for_each_part(dst.len().div_ceil(CHUNK), ParallelChunks::new(dst, CHUNK), |_, dst| {
         vectorized!(update(

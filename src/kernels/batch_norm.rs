@@ -1,14 +1,14 @@
 //! Batch normalization (Ioffe and Szegedy 2015) of `[images, channels, pixels]`: a channel has one mean and one
-//! variance over all images and pixels. Sums are in f64, in an order that the sizes alone decide.
+//! variance over all images and pixels. Sums are computed in f64, in an order that depends only on the sizes.
 
 use super::Element;
 use super::f32_access::{self, as_f32, vectorized};
 use rayon::prelude::*;
 
-/// Lanes of a sum: as many independent additions.
+/// The lanes of a sum, which are independent additions.
 const LANES: usize = 8;
 
-/// The three dimensions.
+/// The three dimensions of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchNormSizes {
     pub images: usize,
@@ -17,7 +17,7 @@ pub struct BatchNormSizes {
 }
 
 impl BatchNormSizes {
-    /// Elements of a channel.
+    /// Returns the number of elements of a channel.
     pub fn count(self) -> usize {
         self.images * self.pixels
     }
@@ -27,7 +27,7 @@ impl BatchNormSizes {
         start..start + self.pixels
     }
 
-    /// Sums over each channel, of what `add` makes of the elements that `at` finds in the inputs.
+    /// Returns a sum for each channel: `add(channel)` maps the inputs' elements at each position to a term.
     fn sums<E: Element, A: Fn([f32; N]) -> f64, const N: usize>(
         self,
         inputs: [&[E]; N],
@@ -53,7 +53,8 @@ impl BatchNormSizes {
         (0..self.channels).into_par_iter().map(channel).collect()
     }
 
-    /// Computes `y` image by image, channel by channel, of the inputs' elements at the same place, or adds to it.
+    /// Computes `y` image by image and channel by channel from the inputs' elements at the same position, or adds to
+    /// it.
     fn map<E: Element, F: Fn([f32; N]) -> f32, const N: usize>(
         self,
         inputs: [&[E]; N],
@@ -80,7 +81,7 @@ impl BatchNormSizes {
     }
 }
 
-/// Adds what `add` makes of the elements at one place to that place's lane.
+/// Adds the term that `add` computes from the elements at each position to the position's lane.
 #[inline(always)]
 fn add_in_lanes<const N: usize>(lanes: &mut [f64; LANES], runs: [&[f32]; N], add: impl Fn([f32; N]) -> f64) {
     let groups = runs.map(|run| run.as_chunks::<LANES>());
@@ -102,7 +103,7 @@ fn add_in_lanes<const N: usize>(lanes: &mut [f64; LANES], runs: [&[f32]; N], add
     }
 }
 
-/// Mean, and sum of squared distances from it, of each channel.
+/// Returns the mean of each channel and the sum of squared distances from it.
 pub fn moments<E: Element>(x: &[E], sizes: BatchNormSizes) -> Vec<[f64; 2]> {
     let sums = sizes.sums([x], |_| {
         #[inline(always)]
@@ -117,15 +118,15 @@ pub fn moments<E: Element>(x: &[E], sizes: BatchNormSizes) -> Vec<[f64; 2]> {
     means.iter().zip(squares).map(|(mean, squares)| [*mean, squares]).collect()
 }
 
-/// The values by which a channel is normalized.
+/// The values that normalize a channel.
 #[derive(Debug, Clone, Copy)]
 pub struct ChannelStatistics {
     pub mean: f32,
-    /// 1 / sqrt(variance + eps)
+    /// 1 / sqrt(variance + eps).
     pub inverse: f32,
 }
 
-/// (x - mean) x inverse x weight + bias; without `affine`, a weight of 1 and a bias of 0.
+/// Computes (x - mean) x inverse x weight + bias. Without `affine`, the weight is 1 and the bias 0.
 pub fn forward<E: Element>(
     x: &[E],
     sizes: BatchNormSizes,
@@ -147,7 +148,7 @@ pub fn forward<E: Element>(
     });
 }
 
-/// Sums of the result's gradient, and of it times the normalized input, of each channel.
+/// Returns two sums for each channel: of the result's gradient, and of that gradient times the normalized input.
 pub fn backward_sums<E: Element>(
     x: &[E],
     dy: &[E],
@@ -166,8 +167,8 @@ pub fn backward_sums<E: Element>(
     sums.into_iter().zip(products).map(|(sum, product)| [sum, product]).collect()
 }
 
-/// The gradient of x, added to `dx` or written there; `means` are those of [`backward_sums`] over all elements that the
-/// statistics are of.
+/// Writes the gradient of x to `dx` or adds it there. `means` are the means of [`backward_sums`] over all elements that
+/// the statistics cover.
 pub fn backward<E: Element>(
     [x, dy]: [&[E]; 2],
     sizes: BatchNormSizes,

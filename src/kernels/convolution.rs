@@ -1,12 +1,13 @@
-//! Convolution along one axis as products of matrices, by patches (`im2col`).
+//! Convolution along one axis as matrix products over patches (`im2col`).
 //!
 //! ```text
 //!   x [c_in, l_in]  ->  patches [c_in * kernel, l_out]  ->  y [c_out, l_out] = w [c_out, c_in * kernel] patches
 //! ```
 //!
-//! Column t of the patches holds what output t sees of the input; backward puts the gradients of patches back to where
-//! they came from. The transposed convolution is the same with forward and the input's gradient exchanged. Everything is in
-//! f32; images, groups and taps are `[batch, groups * c, length]` and `[groups * c_out, c_in, kernel]`.
+//! Column t of the patches holds the input elements that output t depends on. Backward adds the gradients of patches to
+//! the elements that they were copied from. A transposed convolution is the same with forward and the input's gradient
+//! exchanged. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c, length]`, weights `[groups *
+//! c_out, c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use super::parallel::{ParallelChunks, for_each_part};
@@ -14,16 +15,16 @@ use super::{add::add_into, buffer, mac_count};
 use crate::util::pieces;
 use std::ops::Range;
 
-/// The most columns of patches that are made at a time: they stay in a core's cache.
+/// The maximum number of patch columns that are computed at a time. They stay in a core's cache.
 const COLUMNS: usize = 512;
 
-/// The most parts into which the batch falls for the weight's gradient, which are summed at the same time.
+/// The maximum number of parts into which the batch is split for the weight's gradient. They are summed concurrently.
 const PARTS: usize = 8;
 
-/// Weights of a group above which one product occupies all threads, so that the batch stays in one part.
+/// The number of a group's weights above which one product occupies all threads, so that the batch is not split.
 const MANY_WEIGHTS: usize = 1 << 18;
 
-/// The sizes of a convolution from `l_in` to `l_out`; channels are those of one group.
+/// The sizes of a convolution from `l_in` to `l_out`. Channels are counted per group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvolutionSizes {
     pub batch: usize,
@@ -39,33 +40,33 @@ pub struct ConvolutionSizes {
 }
 
 impl ConvolutionSizes {
-    /// Elements of one group of one input.
+    /// Returns the number of elements of one group of one input.
     fn input(self) -> usize {
         self.c_in * self.l_in
     }
 
-    /// Elements of one group of one result.
+    /// Returns the number of elements of one group of one result.
     fn output(self) -> usize {
         self.c_out * self.l_out
     }
 
-    /// Elements of one group's weight.
+    /// Returns the number of elements of one group's weight.
     fn weights(self) -> usize {
         self.c_out * self.patch()
     }
 
-    /// Sizes of the product that each pass makes.
+    /// Returns the sizes of the product that each pass computes.
     fn products(self) -> [usize; 4] {
         [self.batch * self.groups, self.c_out, self.patch(), self.l_out]
     }
 
-    /// Rows of the patches.
+    /// Returns the number of rows of the patches.
     fn patch(self) -> usize {
         self.c_in * self.kernel
     }
 
-    /// Of the results in `columns`, those that see an element of the input with the tap `tap`, and the element that the
-    /// first of them sees.
+    /// Returns which of the results in `columns` use an element of the input with the tap `tap`, and the element that
+    /// the first of them uses.
     fn seen(self, tap: usize, columns: &Range<usize>) -> (Range<usize>, usize) {
         let ahead = tap * self.dilation;
         let first = self.padding.saturating_sub(ahead).div_ceil(self.stride).clamp(columns.start, columns.end);
@@ -73,7 +74,7 @@ impl ConvolutionSizes {
         (first..end, if first < end { first * self.stride + ahead - self.padding } else { 0 })
     }
 
-    /// The patches of some columns of one group of one input, a row for each channel and tap.
+    /// Copies the patches of some columns of one group of one input. They have a row for each channel and tap.
     fn patches(self, x: &[f32], columns: &Range<usize>, patches: &mut [f32]) {
         let width = columns.len();
         for_each_part(self.c_in, ParallelChunks::new(patches, self.kernel * width), |channel, rows| {
@@ -94,7 +95,7 @@ impl ConvolutionSizes {
         });
     }
 
-    /// Adds patches to the elements of one group of one input that they were made of.
+    /// Adds patches to the elements of one group of one input from which they were copied.
     fn add_patches(self, patches: &[f32], columns: &Range<usize>, dx: &mut [f32]) {
         let width = columns.len();
         for_each_part(self.c_in, ParallelChunks::new(dx, self.l_in), |channel, dx| {
@@ -112,7 +113,7 @@ impl ConvolutionSizes {
         });
     }
 
-    /// The convolution, and what `bias` holds for each channel of the result.
+    /// Computes the convolution, and adds `bias` (one value for each channel of the result).
     pub fn forward(self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, y: &mut [f32]) {
         let images = || {
             for_each_part(self.batch * self.groups, ParallelChunks::new(y, self.output()), |image, y| {
@@ -136,8 +137,8 @@ impl ConvolutionSizes {
         mac_count::on_this_thread(self.products(), images);
     }
 
-    /// The gradient of the input by that of the result: also the transposed convolution of `dy`, with a `bias` for each
-    /// channel of the input.
+    /// Computes the gradient of the input from that of the result. This is also the transposed convolution of `dy`,
+    /// with one `bias` value for each channel of the input.
     pub fn input_gradient(self, dy: &[f32], weight: &[f32], bias: Option<&[f32]>, dx: &mut [f32]) {
         let images = || {
             for_each_part(self.batch * self.groups, ParallelChunks::new(dx, self.input()), |image, dx| {
@@ -163,13 +164,13 @@ impl ConvolutionSizes {
         mac_count::on_this_thread(self.products(), images);
     }
 
-    /// The gradient of the weight by that of the result.
+    /// Computes the gradient of the weight from that of the result.
     pub fn weight_gradient(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
         mac_count::on_this_thread(self.products(), || self.sum_weight_gradients(x, dy, dw));
     }
 
     fn sum_weight_gradients(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
-        // Decided by sizes only, so that the bits are the same for any number of threads.
+        // The sizes decide this, so that the bits are the same for any number of threads.
         let parts = if self.weights() > MANY_WEIGHTS { 1 } else { self.batch.clamp(1, PARTS) };
         if parts == 1 {
             return for_each_part(self.groups, ParallelChunks::new(dw, self.weights()), |group, dw| {
@@ -187,7 +188,7 @@ impl ConvolutionSizes {
         sums[all..].chunks_exact(all).for_each(|part| add_into(dw, part));
     }
 
-    /// The gradient of one group's weight by some images.
+    /// Adds the gradient of one group's weight over some images.
     fn add_weight_gradient(self, x: &[f32], dy: &[f32], (images, group): (Range<usize>, usize), dw: &mut [f32]) {
         dw.fill(0.0);
         let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));
@@ -205,7 +206,7 @@ impl ConvolutionSizes {
     }
 }
 
-/// The sums of each channel of `[batch, channels, length]`: the gradient of a bias.
+/// Returns the sum of each channel of `[batch, channels, length]`, which is the gradient of a bias.
 pub fn channel_sums(dy: &[f32], channels: usize, length: usize) -> Vec<f32> {
     let mut sums = vec![0f64; channels];
     for image in dy.chunks_exact((channels * length).max(1)) {
@@ -224,7 +225,7 @@ mod tests {
         (0..n as u64).map(|i| (crate::util::mix(i ^ seed << 32) >> 40) as f32 / 8_388_608.0 - 1.0).collect()
     }
 
-    /// Calls `visit` with the places of input, weight and result of every product of the convolution.
+    /// Calls `visit` with the positions of input, weight and result for every product of the convolution.
     fn products(s: ConvolutionSizes, mut visit: impl FnMut(usize, usize, usize)) {
         for (image, group) in (0..s.batch).flat_map(|image| (0..s.groups).map(move |group| (image, group))) {
             for (o, t) in (0..s.c_out).flat_map(|o| (0..s.l_out).map(move |t| (o, t))) {

@@ -6,14 +6,14 @@ use super::math::{exp_below_0, tanh};
 use super::parallel::{ParallelChunks, for_each_part};
 use super::row_reduce::{maximum, reduce};
 
-/// Elements that one task takes, in whole rows.
+/// The number of elements that one task processes, rounded to full rows.
 const TASK: usize = 16 * 1024;
 
-/// The target of a row that does not count: its loss is 0, and so are its gradients.
+/// The target of an ignored row: its loss and its gradients are 0.
 pub(crate) const IGNORED: u32 = u32::MAX;
 
-/// The losses `-log softmax(row)[target]` of dense rows of `classes` logits, which `cap`, if there is one, takes to
-/// cap tanh(logit / cap) first.
+/// Computes the losses `-log softmax(row)[target]` of dense rows of `classes` logits. If there is a `cap`, logits are
+/// first replaced by cap tanh(logit / cap).
 pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], cap: Option<f32>, losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
@@ -37,8 +37,8 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
     });
 }
 
-/// The same losses; the logits become their gradients: (softmax - 1 at the target) * the slope of the cap * `scale` of the
-/// row.
+/// Computes the same losses and replaces the logits by their gradients: (softmax - 1 at the target) * the slope of the
+/// cap * `scale` of the row.
 pub(crate) fn gradients<E: Element>(
     logits: &mut [E],
     classes: usize,
@@ -98,7 +98,7 @@ fn rows_per_task(classes: usize) -> usize {
     (TASK / classes.max(1)).max(1)
 }
 
-/// Applies a cap to a row.
+/// Applies the cap to a row.
 #[inline(always)]
 fn bound(row: &mut [f32], cap: f32) {
     for x in row.iter_mut() {
@@ -106,7 +106,7 @@ fn bound(row: &mut [f32], cap: f32) {
     }
 }
 
-/// Replaces a row by exp(x - its maximum); returns the loss and the sum of the new row.
+/// Replaces a row by exp(x - its maximum), and returns the loss and the sum of the new row.
 #[inline(always)]
 fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
     let at_target = row[target as usize];
@@ -163,7 +163,7 @@ mod tests {
             for (j, got) in row_of(&got).iter().enumerate() {
                 let hot = if j == *target as usize { 1.0 } else { 0.0 };
                 let want = (0.5 + row as f64) * (x[j].exp() / total - hot) * slopes[j];
-                // What is left of 1 - tanh^2 far out has lost digits.
+                // Far out, 1 - tanh^2 has lost digits.
                 let lost = if cap.is_some() { 1e-6 * (0.5 + row as f64) } else { 0.0 };
                 assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4) + lost, "{want} {got}");
             }

@@ -1,15 +1,16 @@
-//! A digest of values, by which two computations are compared without keeping the first one's result.
+//! A digest of values, used to compare two computations without keeping the first result.
 
 use super::parallel;
 use super::simd::{SimdLoop, level};
 
-/// Bytes of a task.
+/// The number of bytes of a task.
 const CHUNK: usize = 1 << 18;
-/// Numbers of 64 bits that are taken in at once.
+/// The number of 64-bit words that are absorbed at once.
 const LANES: usize = 8;
 
-/// A digest of `bytes` and their number. Equal bytes have equal digests, whatever the threads and instructions; others
-/// have different ones unless somebody looks for a collision. One pass at the speed of memory.
+/// Returns a digest of `bytes` and of their number, in one pass at memory speed. Equal bytes have equal digests for any
+/// number of threads and any instruction set. Different bytes have different digests, unless a collision was
+/// constructed on purpose.
 pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let chunks = parallel::map(bytes.len().div_ceil(CHUNK), |i| {
         level().run(DigestChunk(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))
@@ -17,7 +18,7 @@ pub(crate) fn digest(bytes: &[u8]) -> u64 {
     chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
 }
 
-/// The digest of one chunk.
+/// Computes the digest of one chunk.
 struct DigestChunk<'a>(&'a [u8]);
 
 impl SimdLoop for DigestChunk<'_> {
@@ -36,11 +37,11 @@ impl SimdLoop for DigestChunk<'_> {
     }
 }
 
-/// An odd number without a pattern: 2^64 by the golden ratio.
+/// An odd number without a pattern: 2^64 divided by the golden ratio.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Takes in one stripe: products of the halves of each number under a key that changes from stripe to stripe, and the
-/// number itself in the neighbouring lane (the inner loop of XXH3, Collet 2019).
+/// Absorbs one stripe: products of the halves of each word under a key that changes from stripe to stripe, and the word
+/// itself in the neighbouring lane (the inner loop of XXH3, Collet 2019).
 #[inline(always)]
 fn absorb(stripe: &[u8; 8 * LANES], keys: &mut [u64; LANES], sums: &mut [u64; LANES]) {
     let (numbers, _) = stripe.as_chunks::<8>();
@@ -97,7 +98,7 @@ mod tests {
         for len in [0, 1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 199] {
             assert!(seen.insert(digest(&first[..len])), "{len} bytes");
         }
-        // Stripes and chunks that change places.
+        // Stripes and chunks change places.
         let mut other = first.clone();
         other[..128].rotate_left(64);
         assert!(seen.insert(digest(&other)));

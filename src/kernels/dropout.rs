@@ -1,18 +1,19 @@
-//! Dropout whose mask is a function of a seed and of an element's position: nothing is stored for backward, and the
-//! mask depends neither on the number of threads nor on how a slice is cut into calls.
+//! Dropout whose mask is a function of a seed and of an element's position. Nothing is stored for backward, and the
+//! mask depends neither on the number of threads nor on how a slice is split over calls.
 //!
-//! The random numbers are Philox4x32-10's (Salmon et al. 2011): ten rounds of multiplications turn a counter into four
-//! words of 32 bits, with no state from one counter to the next, so that many counters go through vectors at once.
+//! The random numbers come from Philox4x32-10 (Salmon et al. 2011): ten rounds of multiplications turn a counter into
+//! four 32-bit words. No state is carried from one counter to the next, so many counters are computed at once in
+//! vectors.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{get, narrow, put, vectorized, widen};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// Counters computed together.
+/// The counters that are computed together.
 const LANES: usize = 16;
-/// Words that they give.
+/// The words that they yield.
 const GROUP: usize = 4 * LANES;
-/// Elements that one task computes: whole groups.
+/// The elements that one task computes: a multiple of the group.
 const CHUNK: usize = 1 << 13;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
@@ -20,15 +21,16 @@ const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
 const KEY_STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 const ROUNDS: usize = 10;
 
-/// y = x / (1 - p) where an element is kept, 0 with probability p.
+/// Computes y = x / (1 - p) for kept elements, and 0 with probability p.
 ///
-/// Element i's fate depends on (seed, offset + i) only: the gradient is the same function of the result's gradient.
+/// Whether element i is kept depends only on (seed, offset + i). The gradient is the same function of the result's
+/// gradient.
 ///
 /// Panics if the lengths differ or p is not in [0, 1).
 pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E]) {
     assert_eq!(x.len(), y.len(), "elements of dropout");
     assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
-    // An element is dropped where its random word lies below p 2^32.
+    // An element is dropped if its random word is below p 2^32.
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
@@ -45,7 +47,7 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
         let words = group_words(seed, group);
         let n = (GROUP - skip).min(x.len() - done);
         let (x, y) = (&x[done..][..n], &mut y[done..][..n]);
-        // The whole group on its own, so that its length is known.
+        // A full group is handled separately, so that its length is known.
         match (x.first_chunk::<GROUP>(), y.first_chunk_mut::<GROUP>()) {
             (Some(x), Some(y)) => keep(x, &words, bound, scale, y),
             _ => keep(x, &words[skip..], bound, scale, y),
@@ -54,7 +56,7 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
     }
 }
 
-/// y = x scaled where the word reaches the bound, else 0, for a group at most.
+/// Computes y = x scaled where the word reaches the bound, else 0, for at most one group.
 #[inline(always)]
 fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E]) {
     if E::KIND != ElementDtype::F16 {
@@ -74,11 +76,12 @@ fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E])
     narrow(room, y);
 }
 
-/// The words of positions 64 group to 64 group + 63: word i of counter 16 group + lane is that of position 16 i + lane.
+/// Returns the words of positions `64 * group` to `64 * group + 63`. Word i of counter `16 * group + lane` belongs to
+/// position `64 * group + 16 * i + lane`.
 #[inline(always)]
 fn group_words(seed: u64, group: u64) -> [u32; GROUP] {
     let first = group.wrapping_mul(LANES as u64);
-    // The first is a multiple of the lanes.
+    // The first counter is a multiple of the lanes.
     let counters: [u32; LANES] = std::array::from_fn(
         #[inline(always)]
         |lane| first as u32 | lane as u32,
@@ -92,7 +95,7 @@ fn group_words(seed: u64, group: u64) -> [u32; GROUP] {
     out
 }
 
-/// Philox4x32-10 of sixteen counters, word by word.
+/// Computes Philox4x32-10 of sixteen counters, word by word.
 #[inline(always)]
 fn philox(mut c: [[u32; LANES]; 4], mut key: [u32; 2]) -> [[u32; LANES]; 4] {
     for _ in 0..ROUNDS {

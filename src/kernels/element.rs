@@ -7,17 +7,17 @@ use half::{bf16, f16};
 
 /// A storage dtype.
 pub trait Element: Copy + Default + Send + Sync + bytemuck::Pod + 'static {
-    /// Which one.
+    /// The [`ElementDtype`] of this type.
     const KIND: ElementDtype;
 
-    /// Widens `src` into `dst` of the same length. In a loop that is compiled for a level, use
+    /// Widens `src` into `dst` of the same length. In a loop that is compiled for a SIMD level, use
     /// [`wide::widen`](super::f32_access::widen).
     fn widen(src: &[Self], dst: &mut [f32]) {
         assert_eq!(src.len(), dst.len(), "as many elements");
         vectorized!(widen(src, dst));
     }
 
-    /// Rounds `src` into `dst` of the same length, to nearest even. In a loop that is compiled for a level, use
+    /// Rounds `src` into `dst` of the same length, to nearest even. In a loop that is compiled for a SIMD level, use
     /// [`wide::narrow`](super::f32_access::narrow).
     fn narrow(src: &[f32], dst: &mut [Self]) {
         assert_eq!(src.len(), dst.len(), "as many elements");
@@ -45,7 +45,7 @@ impl Element for f16 {
     const KIND: ElementDtype = ElementDtype::F16;
 }
 
-/// [`Element::widen`] as part of a loop.
+/// Does the same as [`Element::widen`], as part of a loop.
 #[inline(always)]
 pub(super) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
     match E::KIND {
@@ -55,7 +55,7 @@ pub(super) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
     }
 }
 
-/// [`Element::narrow`] as part of a loop.
+/// Does the same as [`Element::narrow`], as part of a loop.
 #[inline(always)]
 pub(super) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
     match E::KIND {

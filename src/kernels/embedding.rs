@@ -4,14 +4,14 @@ use crate::kernels::element::Element;
 use crate::kernels::f32_access::{add_to, update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// Rows that one task looks up.
+/// The number of rows that one task looks up.
 const ROWS_PER_TASK: usize = 128;
-/// Rows of the table whose gradients one task sums.
+/// The number of table rows whose gradients one task sums.
 const TABLE_ROWS_PER_TASK: usize = 64;
 
-/// out's row i = the table's row `ids[i]`, for rows of `width` elements.
+/// Copies the table's row `ids[i]` to row i of `out`, for rows of `width` elements.
 ///
-/// Panics if an id is no row of the table, or `out` has another number of rows than there are ids.
+/// Panics if an id is outside the table, or if the number of rows of `out` differs from the number of ids.
 pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [E]) {
     assert_eq!(out.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
     for_each_part(ids.len().div_ceil(ROWS_PER_TASK), ParallelChunks::new(out, ROWS_PER_TASK * width), |task, out| {
@@ -22,11 +22,10 @@ pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [
     });
 }
 
-/// Adds the gradient of the table's rows to `grad` `[rows, width]`: the rows of `dy` at an id's
-/// positions are summed in f32, in their order, and the sum is added and rounded once. Rows whose ids do not occur are
-/// not touched.
+/// Adds the gradient of the table's rows to `grad` `[rows, width]`: the rows of `dy` at an id's positions are summed in
+/// f32, in their order, and the sum is added and rounded once. Rows whose ids do not occur are not touched.
 ///
-/// Panics if `dy` has another number of rows than there are ids, or an id is no row of `grad`.
+/// Panics if the number of rows of `dy` differs from the number of ids, or if an id is outside `grad`.
 pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, grad: &mut [E]) {
     let order = by_id(ids, dy, width);
     let Some(&(largest, _)) = order.last() else { return };
@@ -53,8 +52,8 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
     });
 }
 
-/// The (id, position) of every row of `dy`, by id and then by position: what belongs to a row of the table lies
-/// together.
+/// Returns the (id, position) of every row of `dy`, sorted by id and then by position, so that the entries of a table
+/// row are adjacent.
 fn by_id<E>(ids: &[u32], dy: &[E], width: usize) -> Vec<(u32, u32)> {
     assert_eq!(dy.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
     let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();

@@ -1,10 +1,11 @@
 //! Errors of the kernels' settings.
 
-/// The SIMD level of the kernels, best or as `CANDLE_ZERO_SIMD` says, cannot be used.
+/// An error in the choice of the kernels' SIMD level, which is the best available or the one that `CANDLE_ZERO_SIMD`
+/// names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// No level has that name.
+    /// No level has this name.
     #[error(
         "environment variable CANDLE_ZERO_SIMD is `{found}`, which is no SIMD level; this processor allows {} or auto",
         available.join(", ")
@@ -15,7 +16,7 @@ pub enum KernelError {
         /// The levels that this processor has, widest first.
         available: Vec<&'static str>,
     },
-    /// Ranks would compute different bits.
+    /// The ranks run at different levels, so they would compute different bits.
     #[error(
         "rank {rank} computes at the SIMD level {level} and rank {other} at another; every rank must have the same \
          CANDLE_ZERO_SIMD"
@@ -28,7 +29,7 @@ pub enum KernelError {
         /// This rank's level.
         level: &'static str,
     },
-    /// The processor does not have that level's instructions.
+    /// The processor lacks the level's instructions.
     #[error(
         "environment variable CANDLE_ZERO_SIMD is `{found}`, which this processor lacks; it allows {} or auto",
         available.join(", ")

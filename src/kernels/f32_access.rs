@@ -1,5 +1,5 @@
-//! Elements as f32 inside of loops that are compiled for a level: one at a time, in rows, and as operands of functions
-//! over whole slices.
+//! Elements as f32 inside loops that are compiled for a SIMD level: one at a time, in rows, and as operands of
+//! functions over slices.
 
 use super::element::{self, Element, ElementDtype};
 use super::half_conversion::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
@@ -7,10 +7,10 @@ use super::half_conversion::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_fro
 pub(crate) use super::simd::vectorized;
 use std::ops::Range;
 
-/// Elements that are widened, computed and narrowed together where they are not part of one loop.
+/// The number of elements that are widened, computed and narrowed together if these steps are separate loops.
 const BLOCK: usize = 128;
 
-/// The element as f32. f16 costs many instructions: rows of it are better [widened](widen).
+/// Returns the element as f32. For f16 this costs many instructions, so rows of f16 are better [widened](widen).
 #[inline(always)]
 pub(crate) fn get<E: Element>(x: E) -> f32 {
     match E::KIND {
@@ -20,7 +20,7 @@ pub(crate) fn get<E: Element>(x: E) -> f32 {
     }
 }
 
-/// The nearest element; of two equally near the even one. As for f16, see [`get`].
+/// Returns the nearest element, rounding ties to even. For f16, see [`get`].
 #[inline(always)]
 pub(crate) fn put<E: Element>(x: f32) -> E {
     match E::KIND {
@@ -30,19 +30,19 @@ pub(crate) fn put<E: Element>(x: f32) -> E {
     }
 }
 
-/// `get` for a row.
+/// Does the same as [`get`] for a row.
 #[inline(always)]
 pub(crate) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
     element::widen(src, dst);
 }
 
-/// `put` for a row.
+/// Does the same as [`put`] for a row.
 #[inline(always)]
 pub(crate) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
     element::narrow(src, dst);
 }
 
-/// A row as f32: itself, or widened into `room` of its length.
+/// Returns a row as f32: the row itself, or its elements widened into `room`, which has the same length.
 #[inline(always)]
 pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [f32] {
     if E::KIND == ElementDtype::F32 {
@@ -52,10 +52,10 @@ pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [
     room
 }
 
-/// `y[i] = f(the inputs' elements i)`, for slices of one length.
+/// Computes `y[i] = f(element i of each input)`, for slices of the same length.
 #[inline(always)]
 pub(crate) fn map<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
-    // The conversions of f16 are instructions for slices, those of bf16 vectorize with the function.
+    // The conversions of f16 are instructions for slices; those of bf16 vectorize together with the function.
     if I::KIND == ElementDtype::F16 || E::KIND == ElementDtype::F16 {
         map_in_blocks(inputs, y, f)
     } else {
@@ -63,14 +63,14 @@ pub(crate) fn map<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: 
     }
 }
 
-/// [`map`] for a function of many instructions: what widens, computes and narrows are loops of their own.
+/// Does the same as [`map`] for a function of many instructions: widening, computing and narrowing are separate loops.
 #[inline(always)]
 pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
     if E::KIND == ElementDtype::F32 { compute(inputs, y, f) } else { map_in_blocks(inputs, y, f) }
 }
 
-/// `y[i] = second(x[i], first(x[i]))`, for slices of one length: two loops, because the chain of both is so long that the
-/// processor would have few elements under way.
+/// Computes `y[i] = second(x[i], first(x[i]))`, for slices of the same length. It uses two loops: the dependency chain
+/// of both functions is so long that one loop would keep few elements in flight.
 #[inline(always)]
 pub(crate) fn map_in_steps<E: Element>(
     x: &[E],
@@ -87,7 +87,7 @@ pub(crate) fn map_in_steps<E: Element>(
     block_in_steps(x_rest, y_rest, &mut room, &first, &second);
 }
 
-/// [`map_in_steps`] of at most a block, whose length the compiler sees where it is a whole one.
+/// Does the same as [`map_in_steps`] for at most a block. The compiler sees the length of a full block.
 #[inline(always)]
 fn block_in_steps<E: Element>(
     x: &[E],
@@ -113,7 +113,7 @@ fn block_in_steps<E: Element>(
     }
 }
 
-/// `y[i] = f(y[i], the inputs' elements i)`, for slices of one length.
+/// Computes `y[i] = f(y[i], element i of each input)`, for slices of the same length.
 #[inline(always)]
 pub(crate) fn update<I: Element, E: Element, const N: usize>(
     y: &mut [E],
@@ -138,7 +138,7 @@ pub(crate) fn update<I: Element, E: Element, const N: usize>(
     }
 }
 
-/// `sum[i] += x[i]`, for slices of one length.
+/// Computes `sum[i] += x[i]`, for slices of the same length.
 #[inline(always)]
 pub(crate) fn add_to<E: Element>(sum: &mut [f32], x: &[E]) {
     update(
@@ -164,7 +164,7 @@ fn map_in_blocks<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &
     }
 }
 
-/// A range of the inputs as f32.
+/// Returns a range of each input as f32.
 #[inline(always)]
 fn block<'a, I: Element, const N: usize>(
     inputs: [&'a [I]; N],
@@ -202,15 +202,15 @@ fn revise<I: Element, E: Element, const N: usize>(y: &mut [E], inputs: [&[I]; N]
     }
 }
 
-/// The inputs' elements `i`, of slices that have as many.
+/// Returns element `i` of each input. All inputs must be longer than `i`.
 #[inline(always)]
 fn at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
     inputs.map(
         #[inline(always)]
         |x| {
             debug_assert!(i < x.len());
-            // SAFETY: the callers' loops end with the result, and they made sure that all inputs have its length. A check in
-            // the loop would leave its last vector to a scalar loop.
+            // SAFETY: the callers' loops end with the result, and they made sure that all inputs have its length. A
+            // check in the loop would leave its last vector to a scalar loop.
             get(unsafe { *x.get_unchecked(i) })
         },
     )

@@ -1,46 +1,46 @@
-//! Numbers of 16 bits as f32 and back, rounded to nearest even: one at a time without branches or calls, so that a loop
-//! over them vectorizes, and slices of f16 with the instructions that the levels above the portable one have for them.
-//! Both give the same bits.
+//! Conversions of 16-bit numbers to f32 and back, rounded to nearest even. Single numbers are converted without
+//! branches or calls, so that a loop over them vectorizes. Slices of f16 use the instructions that the levels above the
+//! portable one have for them. Both produce the same bits.
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::InstructionSet;
 use super::simd::level;
 
-/// A bf16 as f32.
+/// Converts a bf16 to f32.
 #[inline(always)]
 pub(super) fn f32_from_bf16(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// The nearest bf16.
+/// Returns the nearest bf16.
 #[inline(always)]
 pub(super) fn bf16_from_f32(x: f32) -> u16 {
     let bits = x.to_bits();
-    // Half a unit in the last place of the result, less one bit if that is even: ties go to even.
+    // Half a unit in the last place of the result, less one bit if that place is even: ties go to even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
     let quiet_nan = bits | 0x0040_0000;
-    // One shift, after the choice: vectors of 32 bits become vectors of 16 bits once.
+    // A single shift after the choice: vectors of 32 bits become vectors of 16 bits once.
     ((if x.is_nan() { quiet_nan } else { rounded }) >> 16) as u16
 }
 
-/// An f16 as f32. A nan comes out quiet.
+/// Converts an f16 to f32. A nan becomes quiet.
 #[inline(always)]
 pub(super) fn f32_from_f16(x: u16) -> f32 {
     const INFINITE: u32 = 0x7c00 << 13;
     let (sign, rest) = (u32::from(x & 0x8000) << 16, u32::from(x & 0x7fff) << 13);
-    // The exponent's bias differs by 112; the product also normalizes what is subnormal in f16.
+    // The exponent's bias differs by 112. The product also normalizes numbers that are subnormal in f16.
     let scaled = (f32::from_bits(rest) * f32::from_bits((127 + 112) << 23)).to_bits();
     let infinite = if rest >= INFINITE { 0x7f80_0000 } else { 0 };
     let quiet = if rest > INFINITE { 0x0040_0000 } else { 0 };
     f32::from_bits(scaled | infinite | quiet | sign)
 }
 
-/// The nearest f16. A nan keeps its first digits and comes out quiet.
+/// Returns the nearest f16. A nan keeps its leading digits and becomes quiet.
 #[inline(always)]
 pub(super) fn f16_from_f32(x: f32) -> u16 {
     let sign = x.to_bits() & 0x8000_0000;
     let bits = x.to_bits() ^ sign;
-    // Adding this number shifts a subnormal result's digits to the end, rounded.
+    // Adding this number shifts the digits of a subnormal result to the end and rounds them.
     const SUBNORMAL: u32 = (127 - 15 + 23 - 10 + 1) << 23;
     let subnormal = (f32::from_bits(bits) + f32::from_bits(SUBNORMAL)).to_bits().wrapping_sub(SUBNORMAL);
     let odd = (bits >> 13) & 1;
@@ -51,19 +51,19 @@ pub(super) fn f16_from_f32(x: f32) -> u16 {
     (magnitude | (sign >> 16)) as u16
 }
 
-/// Bf16 as f32. Part of a [`SimdLoop`](super::simd::SimdLoop).
+/// Converts bf16 to f32. Part of a [`SimdLoop`](super::simd::SimdLoop).
 #[inline(always)]
 pub(super) fn widen_bf16(src: &[u16], dst: &mut [f32]) {
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = f32_from_bf16(*s));
 }
 
-/// The nearest bf16. Part of a loop.
+/// Rounds to the nearest bf16. Part of a loop.
 #[inline(always)]
 pub(super) fn narrow_bf16(src: &[f32], dst: &mut [u16]) {
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = bf16_from_f32(*s));
 }
 
-/// F16 as f32. Part of a loop, whose level must be that of this process.
+/// Converts f16 to f32. Part of a loop, whose level must be the level of this process.
 #[inline(always)]
 pub(super) fn widen_f16(src: &[u16], dst: &mut [f32]) {
     match level() {
@@ -77,7 +77,7 @@ pub(super) fn widen_f16(src: &[u16], dst: &mut [f32]) {
     }
 }
 
-/// The nearest f16. As [`widen_f16`].
+/// Rounds to the nearest f16. It has the same requirements as [`widen_f16`].
 #[inline(always)]
 pub(super) fn narrow_f16(src: &[f32], dst: &mut [u16]) {
     match level() {
@@ -107,7 +107,7 @@ mod f16c {
         to_rest.iter_mut().zip(from_rest).for_each(|(d, s)| *d = f32_from_f16(*s));
     }
 
-    /// The same in vectors of sixteen: what is stored in halves and loaded as a whole soon after has to wait.
+    /// Does the same in vectors of sixteen: a load of a full vector stalls if its halves have just been stored.
     #[target_feature(enable = "avx512f")]
     pub fn widen_16(src: &[u16], dst: &mut [f32]) {
         let ((from, from_rest), (to, to_rest)) = (src.as_chunks::<16>(), dst.as_chunks_mut::<16>());
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// Every 1009th f32, and those around the ties of both formats.
+    /// Returns every 1009th f32, and those around the ties of both formats.
     fn many() -> Vec<f32> {
         (0..=u32::MAX).step_by(1009).chain((0..=u32::MAX).step_by(1 << 12)).map(f32::from_bits).collect()
     }

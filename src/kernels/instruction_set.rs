@@ -7,18 +7,19 @@ use std::sync::OnceLock;
 /// The environment variable that forces the level of every kernel of this process.
 pub const SIMD: &str = "CANDLE_ZERO_SIMD";
 
-/// The variable's value for the best level; the same as nothing.
+/// The variable's value for the best level, which is also the default.
 pub const AUTO: &str = "auto";
 
 /// A set of vector instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InstructionSet {
-    /// The instructions of every CPU of the architecture. Its kernels give the same bits on every machine.
+    /// The instructions that every CPU of the architecture has. The kernels of this level produce the same bits on
+    /// every machine.
     Portable,
-    /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that come with them.
+    /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that accompany them.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// Vectors of sixteen f32; products of bf16 use its bf16 instructions where the CPU has fast ones.
+    /// Vectors of sixteen f32. Products of bf16 use the bf16 instructions of CPUs on which these are fast.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// Vectors of four f32, with the fused multiply-add in products.
@@ -38,7 +39,7 @@ impl InstructionSet {
         Self::Portable,
     ];
 
-    /// As `CANDLE_ZERO_SIMD` names it.
+    /// Returns the level's name, as accepted in `CANDLE_ZERO_SIMD`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -51,12 +52,12 @@ impl InstructionSet {
         }
     }
 
-    /// The levels that this CPU has, widest first.
+    /// Returns the levels that this CPU has, widest first.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.iter().copied().filter(|level| level.is_available())
     }
 
-    /// The standard library asks the CPU once and keeps the answer.
+    /// Returns whether this CPU has the level. The standard library asks the CPU once and keeps the answer.
     pub(super) fn is_available(self) -> bool {
         match self {
             Self::Portable => true,
@@ -76,12 +77,12 @@ impl InstructionSet {
         }
     }
 
-    /// The widest that this CPU has.
+    /// Returns the widest level that this CPU has.
     fn best() -> Self {
         Self::available().next().unwrap_or(Self::Portable)
     }
 
-    /// The level that a value of the variable stands for on this CPU.
+    /// Returns the level that a value of the variable selects on this CPU.
     fn wanted(value: Option<OsString>) -> Result<Self, KernelError> {
         let Some(value) = value.filter(|value| !value.is_empty() && value != AUTO) else { return Ok(Self::best()) };
         let found = value.to_string_lossy().into_owned();
@@ -92,28 +93,30 @@ impl InstructionSet {
         }
     }
 
-    /// The names of the levels that this CPU has, widest first.
+    /// Returns the names of the levels that this CPU has, widest first.
     fn names_available() -> Vec<&'static str> {
         Self::available().map(Self::name).collect()
     }
 }
 
-/// The level of every kernel of this process. The environment is read once.
+/// Returns the level of every kernel of this process. The environment is read once.
 ///
 /// # Errors
-/// `CANDLE_ZERO_SIMD` names no level, or one that this CPU lacks.
+/// Returns an error if `CANDLE_ZERO_SIMD` does not name a level, or names one that this CPU lacks.
 pub fn checked_level() -> Result<InstructionSet, KernelError> {
     static LEVEL: OnceLock<Result<InstructionSet, KernelError>> = OnceLock::new();
     LEVEL.get_or_init(|| InstructionSet::wanted(std::env::var_os(SIMD))).clone()
 }
 
-/// The same for kernels. Whoever lets kernels run asks [`checked_level`] first: the engine, `zerorun`, the layers.
+/// Returns the same level for kernels. Code that runs kernels (the engine, `zerorun`, the layers) calls
+/// [`checked_level`] first.
 ///
 /// # Panics
-/// Where that is an error.
+/// Panics if [`checked_level`] returns an error.
 #[inline]
 pub(crate) fn level() -> InstructionSet {
-    // Of its own, so that what a loop of a few elements asks is one load: a copy of a result is a call.
+    // A separate static, so that reading the level in a loop of a few elements is one load: copying the result is a
+    // call.
     static LEVEL: OnceLock<InstructionSet> = OnceLock::new();
     *LEVEL.get_or_init(|| checked_level().unwrap_or_else(|error| panic!("{error}")))
 }

@@ -1,6 +1,6 @@
-//! Multiplications of matrix products and of attention, counted where they are asked for.
+//! Counts the multiply-adds of matrix products and of attention on the thread that requests them.
 //!
-//! One addition per call of a kernel, on the thread that calls it: the threads that compute need not know.
+//! The cost is one addition per call of a kernel, on the calling thread. The threads that compute do not count.
 
 use std::cell::Cell;
 
@@ -8,13 +8,13 @@ thread_local! {
     static MACS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A kernel is about to make the product of all `sizes` multiply-adds.
+/// Counts the product of all `sizes` as multiply-adds that a kernel is about to compute.
 pub(super) fn add<const N: usize>(sizes: [usize; N]) {
     let macs = sizes.iter().map(|size| *size as u64).product::<u64>();
     MACS.set(MACS.get().wrapping_add(macs));
 }
 
-/// Runs what makes the products of all `sizes` in tasks, each of which asks for its own on some thread: they count here.
+/// Runs `run`, whose tasks request products of all `sizes` in total on any threads, and counts them on this thread.
 pub(crate) fn on_this_thread<const N: usize>(sizes: [usize; N], run: impl FnOnce()) {
     let before = MACS.get();
     run();
@@ -22,7 +22,7 @@ pub(crate) fn on_this_thread<const N: usize>(sizes: [usize; N], run: impl FnOnce
     add(sizes);
 }
 
-/// The operations that this thread has asked for since it began.
+/// Returns the number of multiply-adds that this thread has requested since it started.
 pub(crate) fn macs() -> u64 {
     MACS.get()
 }

@@ -1,47 +1,47 @@
-//! Exponential and activation functions of one f32 as a few multiplications and additions: loops over them vectorize, a
-//! call of the C library's functions per element does not.
+//! Exponential and activation functions of one f32 as a few multiplications and additions. Loops over them vectorize,
+//! unlike a call of the C library's functions for each element.
 //!
-//! No fused multiply-add and no table: every machine and every vector width gives the same bits.
+//! They use no fused multiply-add and no table: every machine and every vector width produces the same bits.
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-/// ln(2) in two parts: the first has so few digits that its product with an exponent is exact.
+/// ln(2) in two parts. The first has so few digits that its product with an exponent is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
-/// Adding 1.5 x 2^23 rounds to an integer, which then stands in the low bits.
+/// Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits.
 const ROUND: f32 = 12_582_912.0;
-/// The same, and the low bits are the exponent field of 2 to that integer.
+/// Adding this also rounds to an integer n, but the low bits are then the exponent field of 2^n.
 const ROUND_TO_EXPONENT: f32 = ROUND + 127.0;
 
-/// sqrt(2 / pi), of GELU's approximation.
+/// sqrt(2 / pi), in GELU's tanh approximation.
 pub(crate) const GELU_SCALE: f32 = 0.797_884_6;
-/// The weight of the cube in GELU's approximation.
+/// The coefficient of the cube in GELU's tanh approximation.
 pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 
-/// exp(x), within 2 units in the last place; 0 and infinity where the result leaves f32's range, nan for nan.
+/// Returns exp(x), within 2 units in the last place. The result is 0 or infinity outside f32's range, and nan for nan.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Below, the result is 0; above the upper bound it is infinite. Written so that nan passes both.
+    // Below the lower bound the result is 0, above the upper bound it is infinite. Nan passes both comparisons.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let shifted = x * LOG2_E as f32 + ROUND;
     let y = exp_of_rest(x, shifted - ROUND);
-    // 2^n in two factors, because 2^n alone may lie outside of f32's normal numbers.
+    // 2^n as two factors, because 2^n itself may be outside f32's normal numbers.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
     y * power(n >> 1) * power(n.wrapping_sub(n >> 1))
 }
 
-/// [`exp`] of what is not above 0, within 2 units in the last place; 0 where the result is below f32's normal numbers.
+/// Returns [`exp`] for x <= 0, within 2 units in the last place. The result is 0 if it is below f32's normal numbers.
 #[inline(always)]
 pub fn exp_below_0(x: f32) -> f32 {
-    // There n is -127, and the power that has 0 as its exponent field is 0. Nan passes.
+    // At this bound n is -127, and the power with the exponent field 0 is 0. Nan passes.
     let x = if x < -127.0 * LN_2 as f32 { -127.0 * LN_2 as f32 } else { x };
     let shifted = x * LOG2_E as f32 + ROUND_TO_EXPONENT;
     exp_of_rest(x, shifted - ROUND_TO_EXPONENT) * power_of_2(shifted)
 }
 
-/// exp(x - n ln(2)), where n is the integer next to x / ln(2).
+/// Returns exp(x - n ln(2)), where n is the integer nearest to x / ln(2).
 #[inline(always)]
 fn exp_of_rest(x: f32, n: f32) -> f32 {
     let r = (x - n * LN_2_HIGH) - n * LN_2_LOW;
@@ -55,20 +55,20 @@ fn exp_of_rest(x: f32, n: f32) -> f32 {
     p * (r * r) + r + 1.0
 }
 
-/// 2^n of n + [`ROUND_TO_EXPONENT`]: 0 at n = -127, infinite at n = 128.
+/// Returns 2^n for n + [`ROUND_TO_EXPONENT`]: 0 at n = -127, infinity at n = 128.
 #[inline(always)]
 fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// Beyond, the hyperbolic tangent is 1 or -1 in f32.
+/// Beyond this bound, the hyperbolic tangent is 1 or -1 in f32.
 pub(crate) const TANH_BOUND: f32 = 7.905_311;
 /// tanh(x) is x p(x^2) / q(x^2): the coefficients of p and of q, highest power first (Eigen's).
 pub(crate) const TANH_ABOVE: [f32; 7] =
     [-2.760_768_5e-16, 2.000_188e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_3e-4, 4.893_524_6e-3];
 pub(crate) const TANH_BELOW: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
 
-/// tanh(x), to 6e-7 of the result.
+/// Returns tanh(x), with a relative error of at most 6e-7.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let x = between(x, TANH_BOUND);
@@ -76,14 +76,14 @@ pub fn tanh(x: f32) -> f32 {
     x * polynomial(&TANH_ABOVE, x2) / polynomial(&TANH_BELOW, x2)
 }
 
-/// x between -bound and bound; nan passes.
+/// Clamps x to the range from -bound to bound. Nan passes.
 #[inline(always)]
 fn between(x: f32, bound: f32) -> f32 {
     let x = if x < -bound { -bound } else { x };
     if x > bound { bound } else { x }
 }
 
-/// The polynomial of these coefficients, highest power first.
+/// Evaluates the polynomial with these coefficients, highest power first.
 #[inline(always)]
 fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
     let mut sum = coefficients[0];
@@ -93,13 +93,14 @@ fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
     sum
 }
 
-/// x Phi(x), where Phi is the normal distribution's function: GELU itself (Hendrycks and Gimpel 2016), to 3e-7 (1 + |x|).
+/// Returns exact GELU, x Phi(x) (Hendrycks and Gimpel 2016), to 3e-7 (1 + |x|). Phi is the normal distribution
+/// function.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     x * normal(x)
 }
 
-/// The derivative of [`gelu`], to 4e-7.
+/// Returns the derivative of [`gelu`], to 4e-7.
 #[inline(always)]
 pub fn gelu_slope(x: f32) -> f32 {
     // exp(-x^2 / 2) / sqrt(2 pi).
@@ -107,13 +108,14 @@ pub fn gelu_slope(x: f32) -> f32 {
     normal(x) + between(x, 1e15) * density
 }
 
-/// The part of a normal distribution that lies below x: (1 + erf(x / sqrt(2))) / 2, to 2e-7.
+/// Returns the normal distribution function at x: (1 + erf(x / sqrt(2))) / 2, to 2e-7.
 #[inline(always)]
 pub(crate) fn normal(x: f32) -> f32 {
     0.5 + 0.5 * erf(x * std::f32::consts::FRAC_1_SQRT_2)
 }
 
-/// The error function, to 5e-7 of the result: x p(x^2) / q(x^2) with Eigen's coefficients; beyond 4 it is 1 in f32.
+/// Returns the error function, with a relative error of at most 5e-7: x p(x^2) / q(x^2) with Eigen's coefficients.
+/// Beyond 4 it is 1 in f32.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
     let x = between(x, 4.0);
@@ -126,67 +128,68 @@ pub fn erf(x: f32) -> f32 {
     if x >= 4.0 { 1.0 } else { y }
 }
 
-/// x sigmoid(x).
+/// Returns x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     gated_by_odds(x, silu_odds(x))
 }
 
-/// The first step of [`silu`]; [`gated_by_odds`] is the second.
+/// Computes the first step of [`silu`]. [`gated_by_odds`] is the second.
 #[inline(always)]
 pub(crate) fn silu_odds(x: f32) -> f32 {
     exponent_of_odds(silu_exponent(x), INFINITE)
 }
 
-/// The derivative of [`silu`].
+/// Returns the derivative of [`silu`].
 #[inline(always)]
 pub fn silu_slope(x: f32) -> f32 {
     slope_of_gated(x, odds(exponent_of_odds(silu_exponent(x), FINITE)), 1.0)
 }
 
-/// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GELU by its tanh approximation (Hendrycks and Gimpel 2016).
+/// Returns 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh approximation of GELU (Hendrycks and Gimpel 2016).
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
     gated_by_odds(x, gelu_tanh_odds(x))
 }
 
-/// The first step of [`gelu_tanh`]; [`gated_by_odds`] is the second.
+/// Computes the first step of [`gelu_tanh`]. [`gated_by_odds`] is the second.
 #[inline(always)]
 pub(crate) fn gelu_tanh_odds(x: f32) -> f32 {
     exponent_of_odds(gelu_exponent(x), INFINITE)
 }
 
-/// x / (1 + 2^t), for a t within the bounds of [`exponent_of_odds`].
+/// Returns x / (1 + 2^t), for a t within the bounds of [`exponent_of_odds`].
 #[inline(always)]
 pub(crate) fn gated_by_odds(x: f32, t: f32) -> f32 {
     x / (1.0 + odds(t))
 }
 
-/// The derivative of [`gelu_tanh`].
+/// Returns the derivative of [`gelu_tanh`].
 #[inline(always)]
 pub fn gelu_tanh_slope(x: f32) -> f32 {
-    // Beyond, the slope is 0 or 1, and the square below stays finite. Nan passes.
+    // Beyond these bounds the slope is 0 or 1, and the square below stays finite. Nan passes.
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
     let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);
     slope_of_gated(x, odds(exponent_of_odds(gelu_exponent(x), FINITE)), inner)
 }
 
-/// The derivative of x / (1 + exp(-u)) for a function u of x, given odds = exp(-u), [`FINITE`], and the derivative of u.
+/// Returns the derivative of x / (1 + exp(-u)) for a function u of x, given odds = exp(-u), which are at most
+/// 2^[`FINITE`], and the derivative of u.
 #[inline(always)]
 fn slope_of_gated(x: f32, odds: f32, inner: f32) -> f32 {
     let gate = 1.0 / (1.0 + odds);
     gate + x * gate * (odds * gate) * inner
 }
 
-/// -x log2(e).
+/// Returns -x log2(e).
 #[inline(always)]
 fn silu_exponent(x: f32) -> f32 {
     x * -LOG2_E as f32
 }
 
-/// -2 u log2(e) for the tanh's argument u: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). One exponential, and no cancellation
-/// where the tanh comes near to -1.
+/// Returns -2 u log2(e) for the tanh's argument u: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). This needs one exponential
+/// and avoids cancellation where the tanh is near -1.
 #[inline(always)]
 fn gelu_exponent(x: f32) -> f32 {
     const LINEAR: f32 = (-2.0 * LOG2_E * GELU_SCALE as f64) as f32;
@@ -194,27 +197,29 @@ fn gelu_exponent(x: f32) -> f32 {
     x * (LINEAR + CUBIC * (x * x))
 }
 
-/// Bounds of [`exponent_of_odds`]: from 2^127.5 on they are infinite, or they stay so small that their products are finite.
+/// Upper bounds for [`exponent_of_odds`]. With the first, the odds are infinite from 2^127.5 on. With the second, they
+/// are so small that their products stay finite.
 const INFINITE: f32 = 128.0;
 const FINITE: f32 = 99.0;
 
-/// t, but at most `high`, and so large that 2^t is no denormal number: processors compute slowly with these, and what is
-/// there instead adds nothing to 1 either.
+/// Returns t, limited to at most `high` and to values for which 2^t is not denormal. Processors compute slowly with
+/// denormal numbers, and the value used instead adds nothing to 1 either.
 #[inline(always)]
 fn exponent_of_odds(t: f32, high: f32) -> f32 {
-    // Written so that nan passes both.
+    // Written so that nan passes both comparisons.
     let t = if t < -126.0 { -126.0 } else { t };
     if t > high { high } else { t }
 }
 
-/// 2^t, for a t within the bounds of [`exponent_of_odds`], to be added to 1: within a few units in the last place, as t
-/// itself is no better.
+/// Returns 2^t to be added to 1, for a t within the bounds of [`exponent_of_odds`]. It is accurate to a few units in
+/// the last place, as t itself is not more accurate.
 #[inline(always)]
 fn odds(t: f32) -> f32 {
     // t = n + f with |f| <= 1/2, exactly.
     let shifted = t + ROUND_TO_EXPONENT;
     let f = t - (shifted - ROUND_TO_EXPONENT);
-    // 1 + ln(2) f + f^2 p(f), a minimax polynomial, off by 1.05e-7: in pairs, that each need not wait for the one before.
+    // 1 + ln(2) f + f^2 p(f), a minimax polynomial with an error of 1.05e-7, evaluated in pairs to shorten the
+    // dependency chain.
     let f2 = f * f;
     let high = 1.330_026_4e-3 * f + 9.669_708e-3;
     let middle = 5.550_56e-2 * f + 0.240_222_81;
@@ -226,7 +231,7 @@ fn odds(t: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Distance in representable numbers; both are positive.
+    /// Returns the distance of two positive numbers, counted in representable numbers.
     fn ulps(a: f32, b: f32) -> u32 {
         a.to_bits().abs_diff(b.to_bits())
     }
@@ -277,7 +282,7 @@ mod tests {
                 assert!(error(got.0, want.0) <= accuracy.max(1e-30), "{x}: {} {}", got.0, want.0);
                 assert!(error(got.1, want.1) <= 3e-7, "{x}: {} {}", got.1, want.1);
             };
-            // (1 + tanh u) / 2 without its cancellation far to the left.
+            // (1 + tanh u) / 2 without cancellation far to the left.
             let gate = 1.0 / (1.0 + (-2.0 * scale * (wide + cubic * wide.powi(3))).exp());
             let inner = scale * (1.0 + 3.0 * cubic * wide * wide);
             let slope = gate + 2.0 * wide * gate * (1.0 - gate) * inner;
@@ -287,7 +292,7 @@ mod tests {
         }
     }
 
-    /// The error function in f64, by its series.
+    /// Computes the error function in f64 by its series.
     fn erf_in_f64(x: f64) -> f64 {
         let (mut term, mut sum) = (x, x);
         for n in 1..200 {

@@ -1,8 +1,8 @@
-//! Arithmetic on slices: what the layers, the optimizers and the engine compute with on the CPU.
+//! Arithmetic on slices, used by the layers, the optimizers and the engine on the CPU.
 //!
-//! Nothing here knows of tensors. A kernel reads elements of one storage dtype, computes in f32, and rounds a result
+//! Nothing here depends on tensors. A kernel reads elements of one storage dtype, computes in f32, and rounds a result
 //! once when it is stored. SIMD is chosen at run time ([`simd::level`]). Results have the same bits for any number of
-//! threads, and a row's result does not depend on how many other rows there are.
+//! threads, and the result of a row does not depend on the number of other rows.
 
 pub(crate) mod activation;
 pub(crate) mod add;
@@ -34,18 +34,18 @@ mod worker_pool;
 pub(crate) use element::Element;
 pub use instruction_set::{AUTO, InstructionSet, SIMD, checked_level};
 
-/// A buffer of `len` elements for a kernel that writes all of them; what is in it before is not to be relied on.
+/// Returns a buffer of `len` elements for a kernel that overwrites all of them. Its initial contents are arbitrary.
 pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
     let mut buffer = Vec::with_capacity(len);
     let memory: *mut E = buffer.as_mut_ptr();
-    // SAFETY: the vector has this capacity, and any bits are an element ([`Element`] is `Pod`). The assembly, which may write
-    // whatever its pointer leads to as far as the compiler knows, stands for having written the bits that are there: clearing
-    // memory that is about to be written costs as much as writing it.
+    // SAFETY: the vector has this capacity, and any bits are an element ([`Element`] is `Pod`). As far as the compiler
+    // knows, the assembly may write to any memory that its pointer leads to, so the existing bits count as written by
+    // it. Clearing memory that is about to be overwritten costs as much as writing it.
     unsafe {
         std::arch::asm!("/* {0} */", in(reg) memory, options(nostack, preserves_flags));
         buffer.set_len(len);
     }
-    // In tests, numbers that spoil every result that they enter.
+    // In tests, the buffer is filled with numbers that spoil every result that uses them.
     #[cfg(test)]
     bytemuck::cast_slice_mut::<E, u8>(&mut buffer).fill(0xff);
     buffer

@@ -1,20 +1,22 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) of rows.
 //!
-//! Weight and bias come in f32, statistics are in f32, results are rounded once. Forward keeps each row's statistics for backward. The gradients of
-//! weight and bias are sums over rows: of a fixed number of rows at a time, then over those in order.
+//! Weights, biases and statistics are in f32, and results are rounded once. Forward keeps the statistics of each row
+//! for backward. The gradients of weight and bias are sums over rows: first over a fixed number of rows at a time, then
+//! over these sums in order.
 
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{as_f32, map, update, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 use crate::kernels::row_reduce::reduce;
 
-/// Rows that one task computes. Part of the summation order of the parameters' gradients: a constant.
+/// The number of rows that one task computes. It is constant because the summation order of the parameters' gradients
+/// depends on it.
 const ROWS_PER_TASK: usize = 64;
 
-/// y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements; the variance is the
-/// biased one. `stats` receives each row's mean and 1 / sqrt(variance + eps).
+/// Computes y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements, with the biased
+/// variance. `stats` receives the mean and 1 / sqrt(variance + eps) of each row.
 ///
-/// Panics if the slices do not fit; so do all functions here.
+/// Panics if the lengths of the slices do not match, like all functions of this module.
 pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "elements of a layer norm");
@@ -51,9 +53,9 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y
     });
 }
 
-/// The gradients of [`layer_norm`]'s input, weight and bias, those that are wanted.
+/// Computes the gradients of [`layer_norm`]'s input, weight and bias that are requested.
 ///
-/// `dx` is overwritten, or where its flag is set added to, rounded once. `dweight` and `dbias` are overwritten.
+/// `dx` is overwritten, or added to if its flag is set, and rounded once. `dweight` and `dbias` are overwritten.
 ///
 /// With h the normalized row, s its factor and d = dy * weight: dx = s (d - mean(d) - h mean(d h)).
 pub fn layer_norm_backward<E: Element>(
@@ -73,8 +75,8 @@ pub fn layer_norm_backward<E: Element>(
     });
 }
 
-/// y = x / sqrt(mean(x^2) + eps) * weight for rows of `weight.len()` elements. `stats` receives each row's
-/// 1 / sqrt(mean(x^2) + eps).
+/// Computes y = x / sqrt(mean(x^2) + eps) * weight for rows of `weight.len()` elements. `stats` receives 1 /
+/// sqrt(mean(x^2) + eps) of each row.
 pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stats: &mut [f32]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!(y.len(), x.len(), "elements of a norm");
@@ -104,8 +106,8 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stat
     });
 }
 
-/// The gradients of [`rms_norm`]'s input and weight, those that are wanted; as [`layer_norm_backward`], without the
-/// means.
+/// Computes the gradients of [`rms_norm`]'s input and weight that are requested, like [`layer_norm_backward`] but
+/// without the means.
 pub fn rms_norm_backward<E: Element>(
     x: &[E],
     weight: &[f32],
@@ -122,17 +124,17 @@ pub fn rms_norm_backward<E: Element>(
     });
 }
 
-/// How forward normalized a row.
+/// The normalization that forward applied to a row.
 struct NormalizedRow {
-    /// Was subtracted from it.
+    /// The mean that was subtracted from the row.
     mean: f32,
-    /// It was then multiplied by that.
+    /// The factor by which the row was then multiplied.
     factor: f32,
-    /// By what the sum of d enters: 1 / width where forward subtracted the mean, else 0.
+    /// The factor of the sum of d: 1 / width if forward subtracted the mean, else 0.
     centered: f32,
 }
 
-/// Both norms' backward.
+/// Computes backward of both norms.
 fn normalized_backward<E: Element>(
     x: &[E],
     weight: &[f32],
@@ -217,7 +219,7 @@ fn normalized_backward<E: Element>(
     sum_parts(&bias_parts, dbias);
 }
 
-/// The tasks' parts of a parameter's gradient, summed in order.
+/// Sums the tasks' parts of a parameter's gradient in order.
 fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
     let Some(sum) = sum else { return };
     sum.fill(0.0);
@@ -230,7 +232,7 @@ fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
     });
 }
 
-/// The rows' width.
+/// Checks the sizes and returns the width of the rows.
 fn check(elements: usize, width: usize, rows: usize) -> usize {
     assert!(width > 0, "rows of no elements have no norm");
     assert_eq!(elements, rows * width, "elements of {rows} rows of {width}");
@@ -268,7 +270,7 @@ mod tests {
         }
     }
 
-    /// Normalized rows and their factors, by the formulas in f64.
+    /// Returns normalized rows and their factors, by the formulas in f64.
     fn reference(x: &[f64], width: usize, centered: bool, eps: f64) -> (Vec<f64>, Vec<f64>) {
         let (mut h, mut factors) = (Vec::new(), Vec::new());
         for row in x.chunks_exact(width) {
@@ -326,7 +328,7 @@ mod tests {
                     }
                     let base = |i: usize| if accumulate { f64::from(get(before[i])) } else { 0.0 };
                     let want: Vec<f64> = want_dx.iter().enumerate().map(|(i, dx)| dx + base(i)).collect();
-                    // Of one element nothing but rounding is left, times a large factor.
+                    // With one element, only rounding is left, multiplied by a large factor.
                     if width > 1 {
                         near(&dx, &want, accuracy.max(2e-6));
                     }

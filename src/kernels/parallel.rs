@@ -1,6 +1,6 @@
-//! Parallelism of the kernels: a fixed list of tasks, taken dynamically by the threads of rayon's current pool.
+//! Parallel execution of kernels: a fixed list of tasks that the threads of rayon's current pool take dynamically.
 //!
-//! The result of a task never depends on the thread that takes it, so results have the same bits for any number of
+//! The result of a task never depends on the thread that runs it, so results have the same bits for any number of
 //! threads.
 
 use super::worker_pool;
@@ -8,10 +8,10 @@ use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Runs `task(0)`, ..., `task(n_tasks - 1)`, taken in this order by whichever thread is free.
+/// Runs `task(0)`, ..., `task(n_tasks - 1)`. Each free thread takes the next task in this order.
 ///
-/// A task has begun before any later one begins. The calling thread takes part, so that nothing waits for the pool to
-/// wake up; with one thread or one task everything runs on the calling thread, in order.
+/// A task starts before any later one starts. The calling thread takes part, so it never waits for the pool to wake up.
+/// With one thread or one task, everything runs on the calling thread, in order.
 pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(n_tasks);
     if threads <= 1 {
@@ -30,36 +30,37 @@ pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     worker_pool::run(threads - 1, &work);
 }
 
-/// Something mutable that falls into parts, one per task.
+/// Mutable data that is split into parts, one for each task.
 ///
 /// # Safety
 ///
 /// Parts of different indices never overlap.
 pub unsafe trait DisjointParts: Sync {
-    /// The part of one task.
+    /// The part that one task receives.
     type Part;
 
-    /// The part with this index.
+    /// Returns the part with this index.
     ///
     /// # Safety
     ///
-    /// The same index is taken once only.
+    /// Each index may be taken only once.
     unsafe fn take(&self, index: usize) -> Self::Part;
 }
 
-/// Calls `f(i, part i)` once for each of 0..n_tasks.
+/// Calls `f(i, part i)` once for each i in `0..n_tasks`.
 pub fn for_each_part<P: DisjointParts>(n_tasks: usize, parts: P, f: impl Fn(usize, P::Part) + Sync) {
-    // SAFETY: `for_each` gives every index once, and `parts` is consumed here.
+    // SAFETY: `for_each` passes every index once, and `parts` is consumed here.
     for_each(n_tasks, |i| f(i, unsafe { parts.take(i) }));
 }
 
-/// [`for_each_part`] on the calling thread alone: for what is done before another thread would have woken up.
+/// Does the same as [`for_each_part`] on the calling thread only, for work that is done before another thread would
+/// wake up.
 pub fn for_each_part_here<P: DisjointParts>(n_tasks: usize, parts: P, mut f: impl FnMut(usize, P::Part)) {
-    // SAFETY: every index comes once, and `parts` is consumed here.
+    // SAFETY: every index is passed once, and `parts` is consumed here.
     (0..n_tasks).for_each(|i| f(i, unsafe { parts.take(i) }));
 }
 
-/// A slice in consecutive chunks of one length; the last may be shorter.
+/// A slice in consecutive chunks of the same length. The last may be shorter.
 pub struct ParallelChunks<'a, T> {
     data: *mut T,
     len: usize,
@@ -68,13 +69,13 @@ pub struct ParallelChunks<'a, T> {
 }
 
 impl<'a, T> ParallelChunks<'a, T> {
-    /// Chunks of `chunk` elements.
+    /// Splits `data` into chunks of `chunk` elements.
     pub fn new(data: &'a mut [T], chunk: usize) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), chunk, slice: PhantomData }
     }
 }
 
-// SAFETY: as a `&mut [T]`.
+// SAFETY: same as for a `&mut [T]`.
 unsafe impl<T: Send> Send for ParallelChunks<'_, T> {}
 
 // SAFETY: the threads get parts that do not overlap, as if each had been sent a `&mut [T]`.
@@ -87,7 +88,7 @@ unsafe impl<'a, T: Send> DisjointParts for ParallelChunks<'a, T> {
     unsafe fn take(&self, index: usize) -> &'a mut [T] {
         let start = (index * self.chunk).min(self.len);
         let len = self.chunk.min(self.len - start);
-        // SAFETY: within the slice, which is borrowed mutably for 'a; no other part overlaps, and the caller takes this
+        // SAFETY: within the slice, which is borrowed mutably for 'a. No other part overlaps, and the caller takes this
         // one once.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
@@ -103,17 +104,17 @@ unsafe impl<A: DisjointParts, B: DisjointParts> DisjointParts for (A, B) {
     }
 }
 
-// SAFETY: as the part that it may hold.
+// SAFETY: same as for the parts that it may hold.
 unsafe impl<A: DisjointParts> DisjointParts for Option<A> {
     type Part = Option<A::Part>;
 
     unsafe fn take(&self, index: usize) -> Self::Part {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise holds.
         self.as_ref().map(|parts| unsafe { parts.take(index) })
     }
 }
 
-/// Runs both, at once if there are threads for it.
+/// Runs both closures, concurrently if enough threads are available.
 pub(crate) fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
     if rayon::current_num_threads() == 1 {
         a();
@@ -123,7 +124,7 @@ pub(crate) fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
     }
 }
 
-/// `f` of every number below `count`, in order.
+/// Returns `f` of every number below `count`, in order.
 pub(crate) fn map<T: Send>(count: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
     if count <= 1 || rayon::current_num_threads() == 1 {
         (0..count).map(f).collect()
@@ -132,7 +133,7 @@ pub(crate) fn map<T: Send>(count: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T
     }
 }
 
-/// Whether `f` holds for any number below `count`.
+/// Returns whether `f` holds for any number below `count`.
 pub(crate) fn any(count: usize, f: impl Fn(usize) -> bool + Sync) -> bool {
     if count <= 1 || rayon::current_num_threads() == 1 { (0..count).any(f) } else { (0..count).into_par_iter().any(&f) }
 }

@@ -1,17 +1,17 @@
-//! Pooling and resampling of planes `[planes, height, width]`, in f32: maxima, means, the nearest element, and the mean of
-//! the four nearest by distance.
+//! Pooling and resampling of planes `[planes, height, width]` in f32: maxima, means, nearest-neighbor and bilinear
+//! interpolation.
 //!
-//! Each result sees a few elements of its plane, and backward hands its gradient to the same ones.
+//! Each result depends on a few elements of its plane, and backward passes its gradient to the same elements.
 
 use super::parallel::{ParallelChunks, for_each_part};
 use std::ops::Range;
 
-/// Windows over planes.
+/// Pooling windows over planes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolingWindows {
-    /// Height and width of a plane.
+    /// The height and width of a plane.
     pub size: [usize; 2],
-    /// Height and width of its result.
+    /// The height and width of the result.
     pub result: [usize; 2],
     pub kernel: [usize; 2],
     pub stride: [usize; 2],
@@ -27,14 +27,14 @@ impl PoolingWindows {
         self.size[0] * self.size[1]
     }
 
-    /// The elements of a plane that result `at` sees along an axis; without those of the padding.
+    /// Returns the elements of a plane that result `at` covers along an axis, without padding.
     pub fn range(self, axis: usize, at: usize) -> Range<usize> {
         let start = at * self.stride[axis];
         let end = (start + self.kernel[axis]).saturating_sub(self.padding[axis]).min(self.size[axis]);
         start.saturating_sub(self.padding[axis]).min(end)..end
     }
 
-    /// Calls `visit` with each result's place and the rows and columns that it sees.
+    /// Calls `visit` with the position of each result and the rows and columns that it covers.
     #[inline(always)]
     fn each(self, mut visit: impl FnMut(usize, Range<usize>, Range<usize>)) {
         for row in 0..self.result[0] {
@@ -45,7 +45,7 @@ impl PoolingWindows {
         }
     }
 
-    /// The largest element of each window, and its place in the plane: the first of several, or a nan.
+    /// Writes the largest element of each window and its position in the plane: the first of several, or a nan.
     pub fn maxima(self, x: &[f32], y: &mut [f32], places: &mut [u32]) {
         let parts = (ParallelChunks::new(y, self.results()), ParallelChunks::new(places, self.results()));
         for_each_part(x.len() / self.elements().max(1), parts, |plane, (y, places)| {
@@ -56,7 +56,7 @@ impl PoolingWindows {
                 for row in rows {
                     let start = row * self.size[1] + columns.start;
                     for (at, value) in (start..).zip(&x[start..start + columns.len()]) {
-                        // Nothing is larger than a nan.
+                        // No number is larger than a nan.
                         if *value > largest || (value.is_nan() && !largest.is_nan()) {
                             (place, largest) = (at, *value);
                         }
@@ -68,7 +68,7 @@ impl PoolingWindows {
         });
     }
 
-    /// The gradient of [`PoolingWindows::maxima`]: each goes to the place of its maximum.
+    /// Computes the gradient of [`PoolingWindows::maxima`]: each gradient goes to the position of its maximum.
     pub fn maxima_backward(self, dy: &[f32], places: &[u32], dx: &mut [f32]) {
         for_each_part(dx.len() / self.elements().max(1), ParallelChunks::new(dx, self.elements()), |plane, dx| {
             dx.fill(0.0);
@@ -77,12 +77,12 @@ impl PoolingWindows {
         });
     }
 
-    /// What each element counts in its window's mean; elements of the padding are zeros that count too.
+    /// Returns the weight of an element in the mean of its window. The zeros of the padding also count.
     fn share(self) -> f32 {
         1.0 / (self.kernel[0] * self.kernel[1]) as f32
     }
 
-    /// The mean of each window.
+    /// Computes the mean of each window.
     pub fn means(self, x: &[f32], y: &mut [f32]) {
         let share = self.share();
         for_each_part(x.len() / self.elements().max(1), ParallelChunks::new(y, self.results()), |plane, y| {
@@ -94,7 +94,7 @@ impl PoolingWindows {
         });
     }
 
-    /// The gradient of [`PoolingWindows::means`].
+    /// Computes the gradient of [`PoolingWindows::means`].
     pub fn means_backward(self, dy: &[f32], dx: &mut [f32]) {
         let share = self.share();
         for_each_part(dx.len() / self.elements().max(1), ParallelChunks::new(dx, self.elements()), |plane, dx| {
@@ -110,10 +110,10 @@ impl PoolingWindows {
     }
 }
 
-/// What a result sees along an axis: two elements, and how much the second counts, from 0 to 1.
+/// The two elements that a result depends on along an axis, and the weight of the second from 0 to 1.
 pub type InterpolationPair = (usize, usize, f32);
 
-/// Resampling of planes `size[0]` x `size[1]` to as many rows and columns as there are pairs.
+/// Resampling of planes of `size[0]` x `size[1]` to as many rows and columns as there are pairs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resampling {
     pub size: [usize; 2],
@@ -136,7 +136,7 @@ impl Resampling {
             for ((top, bottom, down), y) in self.rows.iter().zip(y.chunks_exact_mut(self.columns.len())) {
                 let [top, bottom] = [top, bottom].map(|row| &x[row * self.size[1]..][..self.size[1]]);
                 for ((left, right, across), y) in self.columns.iter().zip(y) {
-                    // A neighbour that counts nothing is not looked at: it may be infinite.
+                    // A neighbor with weight 0 is not read: it may be infinite.
                     let between = |row: &[f32]| {
                         if *across == 0.0 { row[*left] } else { row[*left] * (1.0 - across) + row[*right] * across }
                     };

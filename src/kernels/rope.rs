@@ -1,26 +1,26 @@
 //! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
-//! element i of its second half are one pair, turned by position * frequency i.
+//! element i of its second half form a pair, which is rotated by position * frequency i.
 
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{as_f32, narrow, vectorized};
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 
-/// Rows that one task turns.
+/// The number of rows that one task rotates.
 const ROWS_PER_TASK: usize = 32;
 
-/// The angles of every position, as cosines and sines: computed in f64, rounded to f32.
+/// The cosines and sines of the angles of every position, computed in f64 and rounded to f32.
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
-    /// Pairs of a head.
+    /// The number of pairs of a head.
     half: usize,
     time: usize,
-    /// `[time, half]`.
+    /// The cosines `[time, half]`.
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
 impl RotaryTable {
-    /// The angles of positions 0 to time - 1 of heads of as many pairs as there are frequencies.
+    /// Computes the angles of positions 0 to time - 1. A head has as many pairs as there are frequencies.
     pub fn new(time: usize, frequencies: &[f64]) -> Self {
         let half = frequencies.len();
         let angles = || (0..time).flat_map(|t| frequencies.iter().map(move |f| t as f64 * f));
@@ -28,21 +28,21 @@ impl RotaryTable {
         Self { half, time, cos, sin }
     }
 
-    /// Pairs of a head, and the cosines and sines of the angles, `[time, pairs]`.
+    /// Returns the number of pairs of a head, and the cosines and sines of the angles, `[time, pairs]`.
     #[cfg(feature = "cuda")]
     pub fn tables(&self) -> (usize, [&[f32]; 2]) {
         (self.half, [&self.cos, &self.sin])
     }
 
-    /// y = x turned, for rows `[rows, heads * head]`; row r is at position `at(r)`.
+    /// Rotates x into y, for rows `[rows, heads * head]`. Row r is at position `at(r)`.
     ///
-    /// Panics if the lengths differ, are no whole rows of `width` elements, if heads do not divide `width`, or if the
-    /// angles end before a position.
+    /// Panics if the lengths differ, are not a multiple of `width`, if the size of a head does not divide `width`, or
+    /// if the table does not cover a position.
     pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
         self.rotate(x, at, width, y, 1.0);
     }
 
-    /// dx = dy turned back: the gradient of [`RotaryTable::forward`]'s input. Panics as it does.
+    /// Rotates dy back into dx: the gradient of [`RotaryTable::forward`]'s input. Panics under the same conditions.
     pub fn backward<E: Element>(&self, dy: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, dx: &mut [E]) {
         self.rotate(dy, at, width, dx, -1.0);
     }
@@ -90,7 +90,7 @@ fn turn_row(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
         let (y_first, y_second) = y.split_at_mut(half);
         let (first, second) = x.split_at(half);
-        // One loop for each half: the compiler has fewer slices to prove separate.
+        // One loop for each half, so that the compiler has fewer slices to prove disjoint.
         for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
             *y = a * cos - b * (sin * direction);
         }

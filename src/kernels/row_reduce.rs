@@ -1,12 +1,12 @@
-//! Reductions over one row, in a fixed order that vectorizes: running vectors of sixteen lanes, then the lanes
-//! pairwise.
+//! Reductions over one row, in a fixed order that vectorizes: first in running vectors of sixteen lanes, then over the
+//! lanes in pairs.
 
-/// Numbers of a vector.
+/// The number of lanes of a vector.
 const LANES: usize = 16;
-/// Vectors of running sums, which need not wait for one another.
+/// The number of independent vectors of running sums.
 const VECTORS: usize = 4;
 
-/// Sum of `f(a[i], b[i])`.
+/// Returns the sum of `f(a[i], b[i])`.
 #[inline(always)]
 pub(crate) fn reduce<A: Copy, B: Copy>(a: &[A], b: &[B], f: impl Fn(A, B) -> f32) -> f32 {
     assert_eq!(a.len(), b.len());
@@ -36,7 +36,7 @@ pub(crate) fn reduce<A: Copy, B: Copy>(a: &[A], b: &[B], f: impl Fn(A, B) -> f32
     s0[0]
 }
 
-/// The largest number of a row; nan is passed over.
+/// Returns the largest number of a row. Nan is ignored.
 #[inline(always)]
 pub(crate) fn maximum(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];

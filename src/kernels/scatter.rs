@@ -1,26 +1,26 @@
-//! Writing elements to places of a result, or adding them to what is there, in f32.
+//! Scattering of elements into a result, by overwriting or adding, in f32.
 //!
-//! What comes to one place comes in the source's order, whichever thread looks after that place.
+//! Elements with the same target are written in the source's order, by whichever thread owns that part of the result.
 
 use super::parallel::{ParallelChunks, for_each_part};
 
-/// The place of an element that is not written.
+/// The target of an element that is not written.
 pub const NOWHERE: usize = usize::MAX;
 
-/// Where the elements of a source go.
+/// The targets of the elements of a source.
 #[derive(Debug, Clone)]
 pub struct ScatterTargets {
-    /// The flat place in the result of each element of the source, in its order; [`NOWHERE`] for one that goes nowhere.
+    /// For each element of the source, in order, its flat index in the result, or [`NOWHERE`] if it is not written.
     pub places: Vec<usize>,
 }
 
-/// Elements of the result that one task looks after.
+/// The number of elements of the result that one task owns.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 impl ScatterTargets {
-    /// Calls `write` for each element of the source in order, with its number and the element of the result.
+    /// Calls `write` for each element of the source in order, with its index and the element of the result.
     fn each(&self, y: &mut [f32], write: impl Fn(usize, &mut f32) + Sync) {
-        // Each task looks at all places, for those in its part of the result.
+        // Each task reads all targets, and uses those in its part of the result.
         let tasks = (y.len() / ELEMENTS_PER_TASK).clamp(1, rayon::current_num_threads());
         let chunk = y.len().div_ceil(tasks).max(1);
         for_each_part(tasks, ParallelChunks::new(y, chunk), |task, y| {
@@ -35,7 +35,7 @@ impl ScatterTargets {
         });
     }
 
-    /// Overwrites elements of `y`; of several for one place the last stays.
+    /// Overwrites elements of `y`. If several have the same target, the last one stays.
     pub fn set(&self, source: &[f32], y: &mut [f32]) {
         self.each(y, |number, value| *value = source[number]);
     }
@@ -45,7 +45,8 @@ impl ScatterTargets {
         self.each(y, |number, value| *value += source[number]);
     }
 
-    /// For each element of the source whether it stays after [`ScatterTargets::set`] in so many results: none overwrites it.
+    /// Returns for each element of the source whether it stays after [`ScatterTargets::set`] into `results` elements,
+    /// because no later element overwrites it.
     pub fn stays(&self, results: usize) -> Vec<bool> {
         let mut taken = vec![false; results];
         let mut stays = vec![false; self.places.len()];
@@ -55,7 +56,7 @@ impl ScatterTargets {
         stays
     }
 
-    /// The elements of `dy` at the places of the source's elements; 0 for those that went nowhere.
+    /// Returns the elements of `dy` at the targets of the source's elements, and 0 for elements that are not written.
     pub fn taken(&self, dy: &[f32]) -> Vec<f32> {
         self.places.iter().map(|place| dy.get(*place).copied().unwrap_or(0.0)).collect()
     }

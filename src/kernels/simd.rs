@@ -1,18 +1,18 @@
 //! Loops compiled for several instruction sets, chosen at run time.
 //!
-//! The crate is built for the oldest CPU of its architecture; a loop that the compiler vectorizes then gets vectors of
-//! four. A [`SimdLoop`] is compiled once more per [`InstructionSet`] and runs at the [`level`] of this process. All levels give the
-//! same bits: the operations of an element stay what they are in the source, and a product and a sum are never fused.
+//! The crate is built for the oldest CPU of its architecture, so a vectorized loop uses vectors of four. A [`SimdLoop`]
+//! is also compiled for each [`InstructionSet`], and runs at the [`level`] of this process. All levels produce the same
+//! bits: the operations on an element are exactly those of the source, and a product and a sum are never fused.
 
 pub(crate) use super::instruction_set::{InstructionSet, level};
 
 /// A loop, with the data that it runs over.
 pub(crate) trait SimdLoop {
-    /// Its result.
+    /// The type of the loop's result.
     type Output;
 
-    /// Runs it. Mark it `#[inline(always)]`, with everything that it calls per element: only what is inlined is
-    /// compiled for the level.
+    /// Runs the loop. Mark it `#[inline(always)]`, as well as everything that it calls per element: only inlined code
+    /// is compiled for the level.
     fn run(self) -> Self::Output;
 }
 
@@ -20,7 +20,7 @@ impl InstructionSet {
     /// Runs `l` with the instructions of this level.
     ///
     /// # Panics
-    /// If this CPU does not have them.
+    /// Panics if this CPU does not have them.
     #[inline]
     pub(crate) fn run<L: SimdLoop>(self, l: L) -> L::Output {
         assert!(self.is_available(), "this CPU has no {self:?}");
@@ -29,18 +29,18 @@ impl InstructionSet {
             // SAFETY: the CPU has the instructions, as asserted above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { avx2(l) },
-            // SAFETY: as above.
+            // SAFETY: same as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { avx512(l) },
-            // The compiler uses its instructions everywhere.
+            // The compiler always uses its instructions.
             #[cfg(target_arch = "aarch64")]
             Self::Neon => l.run(),
         }
     }
 }
 
-/// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into
-/// it (functions and closures that are called in it should be `#[inline(always)]`).
+/// Evaluates an expression that is compiled for the widest vector instructions of this machine, together with
+/// everything that is inlined into it. Mark functions and closures that it calls `#[inline(always)]`.
 macro_rules! vectorized {
     ($body:expr $(,)?) => {
         $crate::kernels::simd::dispatch(
@@ -51,7 +51,7 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
-/// Calls `f` as compiled for the widest vector instructions of this machine.
+/// Calls `f` compiled for the widest vector instructions of this machine.
 #[inline(always)]
 pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     struct CallLoop<F>(F);
@@ -77,13 +77,13 @@ fn avx512<L: SimdLoop>(l: L) -> L::Output {
     l.run()
 }
 
-/// Asks for the cache line `ahead` elements behind the start of `values`, which may lie outside of it: a hint.
+/// Prefetches the cache line `ahead` elements after the start of `values`, which may be outside the slice.
 #[inline(always)]
 pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
     prefetch_at(values.as_ptr().wrapping_add(ahead));
 }
 
-/// Asks for the cache line of a place, which need not exist: a hint.
+/// Prefetches the cache line of an address, which need not be valid.
 #[inline(always)]
 pub(crate) fn prefetch_at<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -96,13 +96,13 @@ pub(crate) fn prefetch_at<T>(place: *const T) {
     let _ = place;
 }
 
-/// The same for a place that will be written.
+/// Prefetches the cache line of an address that will be written.
 #[inline(always)]
 pub(crate) fn prefetch_to_write<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        // SAFETY: as above.
+        // SAFETY: same as above.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -1,17 +1,18 @@
 //! Threads that help the calling thread with a kernel's tasks.
 //!
-//! A step has thousands of kernels, and most last less than a millisecond. A thread that sleeps in between has to be woken
-//! each time, which takes a good part of that; so helpers look for work for a moment before they sleep. The caller never
-//! waits for one that has not come: it works too, and when no task is left it closes the job.
+//! A step runs thousands of kernels, and most take less than a millisecond. Waking a sleeping thread each time would
+//! take a large part of that, so helpers spin for a moment before they sleep. The caller never waits for a helper that
+//! has not entered: it works too, and when no task is left it closes the job.
 //!
 //! ```text
 //!   caller:  open ── works ─────────────── close ── waits for those inside ── returns
 //!   helper:     looks ── enters ── works ── leaves ── looks ... sleeps
 //! ```
 //!
-//! All is in one word, `state`: the number of the job, how many may still enter, and how many are inside. The job lies
-//! beside it, and is written while none may enter and none is inside. There is one pool in a process, for one job at a
-//! time: a second caller, or a task that calls a kernel itself, works alone.
+//! All state is in one word, `state`: the number of the job, the number of helpers that may still enter, and the number
+//! of helpers inside. The job is stored next to it, and is written while no helper may enter and none is inside. A
+//! process has one pool, which runs one job at a time: a second caller, or a task that calls a kernel itself, works
+//! without helpers.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -20,19 +21,20 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// How long a helper looks for the next job before it sleeps. Between the kernels of a step lie some tens of microseconds.
+/// How long a helper looks for the next job before it sleeps. The gap between two kernels of a step is some tens of
+/// microseconds.
 const LOOKING: Duration = Duration::from_micros(200);
 
-/// Looks between two readings of the clock: some microseconds.
+/// The number of looks between two readings of the clock, which take some microseconds.
 const LOOKS: u32 = 64;
 
-/// One that is inside.
+/// One helper inside, in `state`.
 const INSIDE: u64 = 1;
-/// One that may enter.
+/// One helper that may enter, in `state`.
 const PLACE: u64 = 1 << 16;
-/// One job.
+/// One job, in `state`.
 const JOB: u64 = 1 << 32;
-/// The most that may enter.
+/// The maximum number of helpers that may enter.
 const MOST: usize = 1 << 12;
 
 fn inside(state: u64) -> u64 {
@@ -47,31 +49,32 @@ fn number(state: u64) -> u64 {
     state / JOB
 }
 
-/// What helpers call: the caller's work, for as long as the job is open or one of them is inside.
+/// The caller's work, which helpers call. It is valid while the job is open or a helper is inside.
 type PoolJob = *const (dyn Fn() + Sync);
 
 struct WorkerPool {
     state: AtomicU64,
     job: UnsafeCell<Option<PoolJob>>,
-    /// Held by the caller of the job: how many helpers there are.
+    /// The number of helpers. The caller of the job holds the lock.
     caller: Mutex<usize>,
-    /// Helpers that sleep, or are about to.
+    /// The number of helpers that sleep or are about to sleep.
     asleep: AtomicUsize,
     sleeping: Mutex<()>,
     wake_up: Condvar,
-    /// What a helper panicked with.
+    /// The payload of a helper's panic.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read by those inside.
+// SAFETY: `job` is written by the holder of `caller` while no helper may enter and none is inside, and read by those
+// inside.
 unsafe impl Sync for WorkerPool {}
 
 static POOL: WorkerPool = WorkerPool::new();
 
-/// Calls `work` on this thread, and at the same time on up to `helpers` others. Returns when all of these calls have.
+/// Calls `work` on this thread and concurrently on up to `helpers` other threads. Returns when all calls have returned.
 ///
 /// # Panics
-/// If a call did.
+/// Panics if a call panicked.
 pub(super) fn run(helpers: usize, work: &(dyn Fn() + Sync)) {
     POOL.run(helpers, work);
 }
@@ -103,13 +106,13 @@ impl WorkerPool {
             }
             *count += 1;
         }
-        // SAFETY: only the lifetime is another; `close` waits, also when this unwinds, until no helper has it.
+        // SAFETY: only the lifetime changes; `close` waits until no helper uses the job, also when this unwinds.
         let job: PoolJob = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), PoolJob>(work) };
         // SAFETY: the lock is held, so no job is open and no helper is inside.
         unsafe { *self.job.get() = Some(job) };
         let state = self.state.load(Ordering::Relaxed);
-        // Helpers that see this see the job. `SeqCst` here, there, and where helpers fall asleep: either this sees that
-        // one is about to, or that one sees the job.
+        // Helpers that see this state see the job. `SeqCst` is used here, below, and where helpers fall asleep: either
+        // this thread sees that a helper is about to sleep, or that helper sees the job.
         self.state.store((number(state) + 1) % JOB * JOB + helpers as u64 * PLACE, Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) > 0 {
             drop(lock(&self.sleeping));
@@ -125,12 +128,12 @@ impl WorkerPool {
         }
     }
 
-    /// Lets no helper enter, and waits for those inside.
+    /// Stops helpers from entering, and waits for those inside.
     fn close(&self) {
-        // Nobody but helpers that enter or leave changes the state meanwhile.
+        // Meanwhile, only helpers that enter or leave change the state.
         let mut state = self.state.fetch_and(!(JOB - PLACE), Ordering::Acquire);
         let mut looks = 0u32;
-        // What helpers wrote before they left is seen from here on.
+        // From here on, everything that helpers wrote before they left is visible.
         while inside(state) > 0 {
             looks += 1;
             if looks < 10_000 {
@@ -142,7 +145,7 @@ impl WorkerPool {
         }
     }
 
-    /// A helper's life.
+    /// Runs a helper thread: waits for jobs and works on them.
     fn help(&self) {
         let mut last = 0;
         loop {
@@ -151,7 +154,7 @@ impl WorkerPool {
             if !self.enter(state) {
                 continue;
             }
-            // SAFETY: the job was there before helpers could enter, and stays until those inside have left.
+            // SAFETY: the job was stored before helpers could enter, and stays until those inside have left.
             let work = unsafe { *self.job.get() }.map(|job| unsafe { &*job });
             if let Some(Err(panic)) = work.map(|work| catch_unwind(AssertUnwindSafe(work))) {
                 lock(&self.panic).get_or_insert(panic);
@@ -160,7 +163,7 @@ impl WorkerPool {
         }
     }
 
-    /// Waits for a job after the one that was entered last, and gives the state with it.
+    /// Waits for a job after the one that was entered last, and returns the state in which it is open.
     fn next(&self, last: u64) -> u64 {
         let open = |state: u64| places(state) > 0 && number(state) != last;
         let start = Instant::now();
@@ -176,7 +179,7 @@ impl WorkerPool {
                 if start.elapsed() > LOOKING {
                     break;
                 }
-                // To a thread that has something to do, where there are more of these than cores.
+                // Lets another thread run if there are more threads than cores.
                 std::thread::yield_now();
             }
         }
@@ -193,7 +196,7 @@ impl WorkerPool {
         state
     }
 
-    /// Enters the job that a state is of, unless it is closed or full.
+    /// Enters the job of this state, unless it is closed or full.
     fn enter(&self, mut state: u64) -> bool {
         let job = number(state);
         while number(state) == job && places(state) > 0 {
@@ -207,14 +210,14 @@ impl WorkerPool {
     }
 }
 
-/// Closes the job, also when the caller panics: its work must not be used after it is gone.
+/// Closes the job on drop, also when the caller panics: the work must not be used after its lifetime.
 struct CloseJobOnDrop<'a>(&'a WorkerPool);
 
 impl Drop for CloseJobOnDrop<'_> {
     fn drop(&mut self) {
         self.0.close();
         if std::thread::panicking() {
-            // The caller's own panic goes on; a helper's must not wait for the next job.
+            // The caller's own panic continues. A helper's panic must not stay for the next job.
             lock(&self.0.panic).take();
         }
     }
@@ -244,7 +247,7 @@ mod tests {
         }
     }
 
-    /// Work that ends when `n` threads do it at once.
+    /// Returns work that ends once `n` threads run it at the same time.
     fn together(n: u32) -> impl Fn() + Sync {
         let here = AtomicU32::new(0);
         move || {
@@ -260,7 +263,7 @@ mod tests {
         let pool = pool();
         for job in 0..20_000u64 {
             let next = AtomicUsize::new(0);
-            // Plain memory: a helper that was still at work, or whose writes were not seen, would leave a wrong sum.
+            // Plain memory: a helper that is still running, or whose writes are not visible, would leave a wrong sum.
             let cells: Vec<UnsafeCell<u64>> = (0..8).map(|_| UnsafeCell::new(0)).collect();
             let shared = Cells(&cells);
             pool.run(3, &|| {

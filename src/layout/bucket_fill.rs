@@ -1,6 +1,7 @@
-//! Which gradients travel together, and where each shard lies in a bucket.
+//! The grouping of gradients into buckets, and the position of each shard in a bucket.
 //!
-//! A bucket is laid out rank by rank, so that a reduce-scatter gives each rank the shards that it owns in one piece:
+//! A bucket is laid out rank by rank, so that a reduce-scatter gives each rank the shards that it owns as one
+//! contiguous chunk:
 //!
 //! ```text
 //!   parameters A (5 elements) and B (3), two ranks
@@ -11,12 +12,12 @@
 use super::shard::ShardCut;
 use super::shard_mesh::ShardMesh;
 
-/// Parameters of at least this many elements travel alone, whatever the bucket size: their shards lie rank by rank in
-/// the whole parameter already, so that nothing is packed, and nothing is gained by making the message larger.
+/// Parameters with at least this many elements get their own collective, whatever the bucket size. Their shards already
+/// lie rank by rank in the full parameter, so that nothing is packed, and a larger message would not be faster.
 pub const PACKED_BELOW: usize = 1 << 16;
 
 /// Decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A gradient
-/// larger than the limit travels alone. DeepSpeed's rule for `reduce_bucket_size`.
+/// larger than the limit gets its own bucket. This is DeepSpeed's rule for `reduce_bucket_size`.
 #[derive(Debug, Clone)]
 pub struct BucketFill {
     limit: usize,
@@ -24,25 +25,25 @@ pub struct BucketFill {
 }
 
 impl BucketFill {
-    /// Buckets of at most `limit` elements where gradients allow.
+    /// Creates a rule for buckets of at most `limit` elements, unless a single gradient is larger.
     pub fn new(limit: usize) -> Self {
         Self { limit, elements: 0 }
     }
 
-    /// Accounts for a gradient of `numel` elements; true if the bucket so far has to leave before it is added.
+    /// Accounts for a gradient of `numel` elements. Returns true if the bucket must leave before the gradient is added.
     pub fn push(&mut self, numel: usize) -> bool {
         let flush = self.elements > 0 && self.elements.saturating_add(numel) > self.limit;
         self.elements = if flush { numel } else { self.elements + numel };
         flush
     }
 
-    /// The bucket has left.
+    /// Starts a new bucket after the previous one has left.
     pub fn reset(&mut self) {
         self.elements = 0;
     }
 }
 
-/// Offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
+/// Returns the offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
 pub fn chunk_offsets(params: &[ShardCut], mesh: ShardMesh, alignment: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
     let offsets = params

@@ -1,4 +1,4 @@
-//! Who holds what: pure integer arithmetic, no tensors, no communication.
+//! The distribution of elements among ranks: pure integer arithmetic, without tensors or communication.
 
 mod bucket_fill;
 mod shard;

@@ -1,55 +1,56 @@
-//! How one parameter is cut into shards, and shards are collected into sub-groups.
+//! Cuts one parameter into shards, and collects shards into sub-groups.
 //!
 //! ```text
 //!   parameter of 10 elements, 4 ranks: shard length ceil(10 / 4) = 3
 //!   rank 0 [0 1 2]   rank 1 [3 4 5]   rank 2 [6 7 8]   rank 3 [9 . .]     (. is padding)
 //! ```
 //!
-//! This is DeepSpeed's stage-3 layout. Here it holds at every stage, so that the same rank owns the same elements
+//! This is DeepSpeed's stage-3 layout. Here it is used at every stage, so that the same rank owns the same elements,
 //! whatever is sharded.
 
 use std::ops::Range;
 
-/// Elements that each rank holds of a parameter of `numel` elements, padding included.
+/// Returns the number of elements that each rank holds of a parameter of `numel` elements, including padding.
 pub fn shard_len(numel: usize, world_size: usize) -> usize {
     numel.div_ceil(world_size)
 }
 
-/// The elements of a parameter that `rank` owns; shorter than [`shard_len`], or empty, at the tail.
+/// Returns the elements of a parameter that `rank` owns: fewer than [`shard_len`], or none, at the tail.
 pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize> {
     let len = shard_len(numel, world_size);
     (rank * len).min(numel)..((rank + 1) * len).min(numel)
 }
 
-/// How a parameter is cut into shards: between any two elements, or between blocks that stay whole.
+/// The cut of a parameter into shards: between any two elements, or between blocks that are not divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardCut {
-    /// Elements of the parameter.
+    /// The number of elements of the parameter.
     pub numel: usize,
-    /// Elements that lie on one rank together: 1, or the length of the blocks in which a state is coded.
+    /// The number of elements that must lie on one rank together: 1, or the length of the blocks in which a state is
+    /// coded.
     pub block: usize,
 }
 
 impl ShardCut {
-    /// Between any two of `numel` elements.
+    /// Creates a cut between any two of `numel` elements.
     pub fn anywhere(numel: usize) -> Self {
         Self { numel, block: 1 }
     }
 
-    /// Elements that each rank holds, padding included: a number of whole blocks.
+    /// Returns the number of elements that each rank holds, including padding: a number of complete blocks.
     pub fn shard_len(self, world_size: usize) -> usize {
         shard_len(self.numel.div_ceil(self.block), world_size) * self.block
     }
 
-    /// The elements that `rank` owns; shorter than [`shard_len`](Self::shard_len), or empty, at the tail.
+    /// Returns the elements that `rank` owns: fewer than [`shard_len`](Self::shard_len), or none, at the tail.
     pub fn shard(self, world_size: usize, rank: usize) -> Range<usize> {
         let blocks = shard_range(self.numel.div_ceil(self.block), world_size, rank);
         (blocks.start * self.block).min(self.numel)..(blocks.end * self.block).min(self.numel)
     }
 }
 
-/// Collects parameters into groups in order: a group is closed by the parameter with which its sum of sizes reaches
-/// the limit. DeepSpeed's rule for `sub_group_size`.
+/// Collects parameters into groups in order: a group is closed by the parameter with which its sum of sizes reaches the
+/// limit. This is DeepSpeed's rule for `sub_group_size`.
 #[derive(Debug, Clone)]
 pub struct SubGroupFill {
     limit: usize,
@@ -57,12 +58,12 @@ pub struct SubGroupFill {
 }
 
 impl SubGroupFill {
-    /// Groups of about `limit` elements.
+    /// Creates a rule for groups of about `limit` elements.
     pub fn new(limit: usize) -> Self {
         Self { limit, elements: 0 }
     }
 
-    /// Adds a parameter with `len` elements in a rank's share; true if it closes its group.
+    /// Adds a parameter with `len` elements in a rank's share. Returns true if it closes its group.
     pub fn push(&mut self, len: usize) -> bool {
         self.elements = self.elements.saturating_add(len);
         let closes = self.elements >= self.limit;

@@ -1,9 +1,10 @@
-//! How the ranks of a job divide what is sharded: among all of them, or among groups that each have all of it (MiCS).
+//! The division of sharded state among the ranks of a job: among all of them, or within groups that each hold a full
+//! copy (MiCS).
 //!
 //! ```text
 //!   a parameter of 10 elements, 4 ranks, groups of 2
-//!   pieces, one of each rank     0 [0 1 2]   1 [3 4 5]   2 [6 7 8]   3 [9 . .]
-//!   shards, one of each place    0 [0 1 2       3 4 5]   1 [6 7 8       9 . .]
+//!   pieces, one per rank         0 [0 1 2]   1 [3 4 5]   2 [6 7 8]   3 [9 . .]
+//!   shards, one per position     0 [0 1 2       3 4 5]   1 [6 7 8       9 . .]
 //!
 //!            group 0           group 1
 //!   rank     0       1         2       3
@@ -11,15 +12,15 @@
 //!   piece    0       2         1       3
 //! ```
 //!
-//! The data-parallel world is all ranks: batches, means and sums are over it. A rank holds the shard of its place in its
-//! group; so do the ranks of the same place in the other groups, and each of them answers for one piece of it: it sums its
-//! squares for the norm and saves it. Pieces are the shards of a job without groups. So is what is added up, and in which
-//! order; without groups a shard is a piece.
+//! The data-parallel world is all ranks: batches, means and sums extend over it. A rank holds the shard of its position
+//! in its group. The ranks with the same position in the other groups hold the same shard. Each of them answers for one
+//! piece of it: it sums the piece's squares for the norm and saves the piece. The pieces are the shards of a job
+//! without groups, so the same numbers are added up in the same order. Without groups a shard is a piece.
 
 use super::shard::ShardCut;
 use std::ops::Range;
 
-/// How the ranks of a job divide what is sharded.
+/// The division of sharded state among the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardMesh {
     world_size: usize,
@@ -27,73 +28,73 @@ pub struct ShardMesh {
 }
 
 impl ShardMesh {
-    /// Among all ranks: nothing is there twice.
+    /// Divides state among all ranks: nothing is stored twice.
     pub fn among_all(world_size: usize) -> Self {
         Self { world_size, shards: world_size }
     }
 
-    /// Among each group of `shards` neighbours.
+    /// Divides state within each group of `shards` neighboring ranks.
     ///
     /// # Panics
-    /// If the groups do not have as many ranks each.
+    /// If the groups would not have the same number of ranks.
     pub fn in_groups(world_size: usize, shards: usize) -> Self {
         assert!(shards > 0 && world_size.is_multiple_of(shards), "{world_size} ranks in groups of {shards}");
         Self { world_size, shards }
     }
 
-    /// All ranks.
+    /// Returns the number of all ranks.
     pub fn world_size(self) -> usize {
         self.world_size
     }
 
-    /// Ranks of a group: the shards that a parameter is cut into.
+    /// Returns the number of ranks in a group: the number of shards that a parameter is cut into.
     pub fn shards(self) -> usize {
         self.shards
     }
 
-    /// Groups: how many ranks hold the same shard.
+    /// Returns the number of groups: how many ranks hold the same shard.
     pub fn copies(self) -> usize {
         self.world_size / self.shards
     }
 
-    /// The mesh into pieces.
+    /// Returns the mesh that divides state into pieces.
     #[must_use]
     pub fn pieces(self) -> Self {
         Self::among_all(self.world_size)
     }
 
-    /// The shard that `rank` holds.
+    /// Returns the shard that `rank` holds.
     pub fn shard_of(self, rank: usize) -> usize {
         rank % self.shards
     }
 
-    /// The piece, of its shard, that `rank` answers for.
+    /// Returns the piece of its shard that `rank` answers for.
     pub fn piece_of(self, rank: usize) -> usize {
         self.shard_of(rank) * self.copies() + rank / self.shards
     }
 
-    /// The pieces of a shard.
+    /// Returns the pieces of a shard.
     pub fn pieces_of(self, shard: usize) -> Range<usize> {
         shard * self.copies()..(shard + 1) * self.copies()
     }
 
-    /// Elements of every shard of a parameter, padding included.
+    /// Returns the number of elements of every shard of a parameter, including padding.
     pub fn shard_len(self, cut: ShardCut) -> usize {
         cut.shard_len(self.world_size) * self.copies()
     }
 
-    /// The elements of a shard; fewer, or none, at the tail.
+    /// Returns the elements of a shard: fewer, or none, at the tail.
     pub fn shard(self, cut: ShardCut, shard: usize) -> Range<usize> {
         let pieces = self.pieces_of(shard);
         cut.shard(self.world_size, pieces.start).start..cut.shard(self.world_size, pieces.end - 1).end
     }
 
-    /// The elements of a piece; fewer, or none, at the tail.
+    /// Returns the elements of a piece: fewer, or none, at the tail.
     pub fn piece(self, cut: ShardCut, piece: usize) -> Range<usize> {
         cut.shard(self.world_size, piece)
     }
 
-    /// What all ranks have, in the order of their pieces.
+    /// Sorts one value per rank into the order of the ranks' pieces.
     pub fn by_piece<T>(self, of_ranks: Vec<T>) -> Vec<T> {
         let mut all: Vec<(usize, T)> = of_ranks.into_iter().enumerate().collect();
         all.sort_by_key(|(rank, _)| self.piece_of(*rank));

@@ -1,73 +1,75 @@
-//! Where a rank's shares of parameters lie: in which sub-group, from which element on, and with how much room.
+//! The positions of a rank's shares of parameters: the sub-group, the first element, and the reserved room.
 //!
-//! The engine lays its buffers and files out by this, and `zerorun estimate` counts by it.
+//! The engine lays out its buffers and files by this, and `zerorun estimate` counts by it.
 
 use super::shard::SubGroupFill;
 
 /// Lays shares into sub-groups, in order of registration.
 #[derive(Debug, Clone)]
 pub struct ShareLayout {
-    /// A rank owns its shard of a parameter, not the whole.
+    /// Whether a rank owns only its shard of a parameter.
     sharded: bool,
-    /// Room is a multiple of this many elements.
+    /// The reserved room is a multiple of this number of elements.
     step: usize,
-    /// Elements of weights that stay in memory, where others lie in a file.
+    /// The number of elements of weights that stay in memory, if others lie in a file.
     weights_in_memory: Option<usize>,
     sub_group_size: usize,
     /// The open sub-group of each class.
     rules: Vec<SubGroupFill>,
-    /// Elements of weights so far; nothing from the first on that does not stay.
+    /// The number of elements of weights in memory so far; `None` from the first share on that does not stay in memory.
     kept: Option<usize>,
 }
 
-/// Where one parameter's share lies.
+/// The position of one parameter's share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharePosition {
-    /// Elements of the share, the padding of the last ranks included.
+    /// The number of elements of the share, including the padding of the last ranks.
     pub share: usize,
-    /// Elements that it takes in its sub-group.
+    /// The number of elements that it occupies in its sub-group.
     pub room: usize,
-    /// It begins a new sub-group, and those of all classes that are not full end.
+    /// Whether it begins a new sub-group, which ends the open sub-groups of all classes.
     pub begins: bool,
-    /// It is the last of its sub-group.
+    /// Whether it is the last share of its sub-group.
     pub closes: bool,
-    /// Its weights lie in a file, if any do.
+    /// Whether its weights lie in a file, if any weights do.
     pub spills: bool,
 }
 
 impl ShareLayout {
-    /// Sub-groups of about `sub_group_size` elements of shards; shares are whole parameters unless `sharded`.
+    /// Creates a layout with sub-groups of about `sub_group_size` elements of shards. Shares are full parameters unless
+    /// `sharded`.
     pub fn new(sharded: bool, sub_group_size: usize) -> Self {
         Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
     }
 
-    /// Something lies in files, where a share begins at a multiple of `step` elements. `weights_in_memory`
-    /// (`max_in_cpu`): how many elements of the weights stay in memory, where weights lie in a file.
+    /// Returns the layout for state in files, where a share begins at a multiple of `step` elements.
+    /// `weights_in_memory` (`max_in_cpu`) is the number of elements of weights that stay in memory, if weights lie in a
+    /// file.
     #[must_use]
     pub fn in_files(self, step: usize, weights_in_memory: Option<usize>) -> Self {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Lays the share of a parameter: `shard` elements of each rank where shares are shards, else `whole`, in room for
-    /// whole blocks of `block` elements. Parameters of different classes (numbers from 0) lie in different sub-groups, as
-    /// not the same is kept of them.
+    /// Places the share of a parameter: `shard` elements of each rank if shares are shards, otherwise `whole`, in room
+    /// for complete blocks of `block` elements. Parameters of different classes (numbers from 0) lie in different
+    /// sub-groups, because they have different states.
     pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
         let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(block).next_multiple_of(self.step);
         let begins = self.fills_memory(room);
         if begins {
-            // A sub-group's weights have one home, so where they change it, a new one begins.
+            // The weights of a sub-group have one storage. If the storage changes, a new sub-group begins.
             self.rules.clear();
         }
         if self.rules.len() <= class {
             self.rules.resize(class + 1, SubGroupFill::new(self.sub_group_size));
         }
-        // The rule counts shards at every stage, so that groups are the same at every stage.
+        // The rule counts shards at every stage, so that sub-groups are the same at every stage.
         let closes = self.rules[class].push(shard);
         SharePosition { share, room, begins, closes, spills: self.kept.is_none() }
     }
 
-    /// Whether this share is the first that lies in a file. The first weights stay in memory.
+    /// Returns whether this share is the first that lies in a file. The first weights stay in memory.
     fn fills_memory(&mut self, room: usize) -> bool {
         let (Some(limit), Some(kept)) = (self.weights_in_memory, self.kept) else { return false };
         self.kept = kept.checked_add(room).filter(|total| *total <= limit);
@@ -75,8 +77,8 @@ impl ShareLayout {
     }
 }
 
-/// How many of `groups` sub-groups keep their optimizer state in memory: DeepSpeed's rule for `ratio`, the share of
-/// sub-groups that is offloaded. They are the first ones.
+/// Returns how many of `groups` sub-groups keep their optimizer states in memory, which are the first ones. This is
+/// DeepSpeed's rule for `ratio`, the fraction of sub-groups that is offloaded.
 pub fn groups_in_memory(groups: usize, ratio: f64) -> usize {
     ((1.0 - ratio) * groups as f64) as usize
 }
@@ -92,7 +94,7 @@ mod tests {
             [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
         let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
-        // 16 elements stay, 32 would be too many; and what comes later lies in the file too.
+        // 16 elements stay in memory, 32 would be too many. Later shares lie in the file too.
         assert_eq!(laid.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
         assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
         assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);

@@ -1,17 +1,17 @@
-//! A stage is a value: what is sharded and what every rank holds whole.
+//! A stage as a value: the state that is sharded and the state that every rank holds in full.
 
 use std::fmt;
 
-/// Whether every rank holds the whole of something or only its share.
+/// Whether every rank holds all of something or only its share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharding {
-    /// Every rank holds the whole.
+    /// Every rank holds all of it.
     Replicated,
-    /// Every rank holds its share.
+    /// Every rank holds only its share.
     Sharded,
 }
 
-/// ZeRO stage, `zero_optimization.stage`.
+/// The ZeRO stage, `zero_optimization.stage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum ZeroStage {
     /// Nothing is sharded: plain data parallel training.
@@ -25,19 +25,19 @@ pub enum ZeroStage {
     Three,
 }
 
-/// The parts of the state that a stage shards.
+/// The placement of each part of the state at a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
     /// Parameters in the model's dtype.
     pub params: Sharding,
     /// Gradients between their backward and the optimizer step.
     pub grads: Sharding,
-    /// Master weights and moments.
+    /// Master weights and optimizer states.
     pub optim: Sharding,
 }
 
 impl Sharding {
-    /// Whether each rank holds only its share.
+    /// Returns whether each rank holds only its share.
     pub fn is_sharded(self) -> bool {
         self == Self::Sharded
     }
@@ -47,17 +47,17 @@ impl ZeroStage {
     /// All stages, in order.
     pub const ALL: [Self; 4] = [Self::Zero, Self::One, Self::Two, Self::Three];
 
-    /// The stage of that number, if there is one.
+    /// Returns the stage of that number, if there is one.
     pub fn from_number(n: u64) -> Option<Self> {
         usize::try_from(n).ok().and_then(|n| Self::ALL.get(n).copied())
     }
 
-    /// The number in the configuration.
+    /// Returns the number in the configuration.
     pub fn number(self) -> u8 {
         self as u8
     }
 
-    /// The one table of stages (ZeRO, arXiv 1910.02054, section 5).
+    /// Returns the placement of a stage by the table of ZeRO (arXiv 1910.02054, section 5).
     pub fn placement(self) -> Placement {
         use Sharding::{Replicated, Sharded};
         let (params, grads, optim) = match self {

@@ -1,4 +1,4 @@
-//! BERT (Devlin et al. 2018) that classifies sequences, with the parameter names of Hugging Face's files.
+//! BERT (Devlin et al. 2018) for sequence classification, with the parameter names of Hugging Face's files.
 
 use super::BertConfig;
 use crate::error::ModelError;
@@ -11,17 +11,17 @@ use crate::zero::unit;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
 
-/// An encoder of texts and a classifier on it: learned positions, kinds of tokens, attention that looks both ways, layer
-/// norms behind attention and MLP, a pooler on the first token.
+/// A text encoder with a classifier: learned positions, token types, bidirectional attention, layer norms after
+/// attention and MLP, and a pooler on the first token.
 ///
 /// Parameters have the names of Hugging Face's files: bert.embeddings.{word_embeddings, position_embeddings,
-/// token_type_embeddings}.weight and LayerNorm, per block N bert.encoder.layer.N., bert.pooler.dense and classifier. Each
-/// block is a unit ([`crate::zero::unit()`]).
+/// token_type_embeddings}.weight and LayerNorm, per block N bert.encoder.layer.N., bert.pooler.dense and classifier.
+/// Each block is a unit ([`crate::zero::unit()`]).
 ///
 /// As in transformers, lookups of the padding token add nothing to the table's gradient.
 ///
-/// Rows of a batch are filled up behind their texts; lengths say how far these go. What fills rows up is not computed with: it
-/// takes no time, and changes no bit of a result or a gradient.
+/// Rows of a batch are padded after their texts, and the lengths give the ends of the texts. Padding is skipped: it
+/// costs no time, and does not change a bit of a result or a gradient.
 #[derive(Debug, Clone)]
 pub struct Bert {
     config: BertConfig,
@@ -36,7 +36,7 @@ pub struct Bert {
     classifier: Linear,
 }
 
-/// One block: norm(x + attention(x)), then norm(that + mlp(that)).
+/// One block: y = norm(x + attention(x)), then norm(y + mlp(y)).
 #[derive(Debug, Clone)]
 pub struct BertBlock {
     heads: usize,
@@ -52,13 +52,14 @@ pub struct BertBlock {
     drop: Option<Dropout>,
 }
 
-/// All layers share a seed, for the draws of a forward are numbered ([`Dropout`]).
+/// Returns the dropout layer, if `p` is above 0. All layers share a seed, because the draws of a forward are numbered
+/// ([`Dropout`]).
 fn dropout(p: f32) -> Option<Dropout> {
     (p > 0.0).then(|| Dropout::new(p, 0))
 }
 
 impl BertBlock {
-    /// A block of `config`'s sizes.
+    /// Builds a block with the sizes in `config`.
     pub fn new(config: &BertConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (d, inner) = (config.hidden_size, config.intermediate_size);
         let norm = |name: &str| LayerNorm::new(d, config.layer_norm_eps, vb.pp(name));
@@ -81,7 +82,7 @@ impl BertBlock {
         })
     }
 
-    /// The block on `x` `[1, tokens, hidden_size]`.
+    /// Applies the block to `x` `[1, tokens, hidden_size]`.
     fn run(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
         let options = AttentionOptions { bidirectional: true, ..AttentionOptions::default() };
         let (q, k, v) = (self.query.forward(x)?, self.key.forward(x)?, self.value.forward(x)?);
@@ -93,7 +94,7 @@ impl BertBlock {
         self.norm.forward(&self.onto(x, &self.down, &h)?)
     }
 
-    /// x + dropout(projection(h)).
+    /// Returns x + dropout(projection(h)).
     fn onto(&self, x: &Tensor, projection: &Linear, h: &Tensor) -> Result<Tensor> {
         match &self.drop {
             None => projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() }),
@@ -103,10 +104,10 @@ impl BertBlock {
 }
 
 impl Bert {
-    /// Builds the model over the parameters that `vb` gives.
+    /// Builds the model with parameters from `vb`.
     ///
     /// # Errors
-    /// Sizes that make no model, and whatever the builder says about a parameter.
+    /// Invalid sizes, and any error of the builder about a parameter.
     pub fn new(config: &BertConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.validate().map_err(refuse)?;
         let (d, bert) = (config.hidden_size, vb.pp("bert"));
@@ -129,14 +130,14 @@ impl Bert {
         Ok(Self { config, words, positions, kinds, norm, drop, blocks, pooler, classifier_drop, classifier })
     }
 
-    /// The sizes the model was built with.
+    /// Returns the sizes that the model was built with.
     pub fn config(&self) -> &BertConfig {
         &self.config
     }
 
-    /// The states after the last block, `[batch, time, hidden_size]`, of ids `[batch, time]` (u32) whose rows hold texts of
-    /// these lengths, each at least 1, and anything behind them. `kinds` `[batch, time]` (u32): 0 for a first text, 1 for
-    /// a second; all 0 without it. States behind a text mean nothing.
+    /// Returns the states after the last block, `[batch, time, hidden_size]`, for ids `[batch, time]` (u32). The rows
+    /// contain texts of the given lengths, each at least 1, followed by anything. `kinds` `[batch, time]` (u32) is 0
+    /// for a first text and 1 for a second; without it all are 0. States after the end of a text have no meaning.
     ///
     /// # Errors
     /// More tokens than the model has positions, an id outside the vocabulary, lengths that do not fit.
@@ -144,16 +145,16 @@ impl Bert {
         let (batch, time) = ids.dims2()?;
         let states = self.texts(ids, kinds, lengths)?;
         let firsts = firsts(lengths);
-        // Behind a text, its last state again.
+        // After a text, its last state is repeated.
         let places = firsts.iter().zip(lengths).flat_map(|(first, len)| (0..time).map(move |i| first + i.min(len - 1)));
         rows(&states, places)?.reshape((batch, time, ()))
     }
 
-    /// The states of all texts, one behind the other and nothing between them, `[tokens, hidden_size]`.
+    /// Returns the states of all texts, one after the other without gaps, `[tokens, hidden_size]`.
     fn texts(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let context = self.config.max_position_embeddings;
-        // Checks the lengths too.
+        // This also checks the lengths.
         let padded = Sequences::padded(lengths, time)?;
         if padded.batch() != batch {
             bail!("a batch of {batch} rows has {} lengths; give one for each row", lengths.len())
@@ -182,10 +183,10 @@ impl Bert {
         x.squeeze(0)
     }
 
-    /// Logits `[batch, labels]`; see [`Bert::states`].
+    /// Returns the logits `[batch, labels]`; see [`Bert::states`].
     ///
     /// # Errors
-    /// As [`Bert::states`].
+    /// The errors of [`Bert::states`].
     pub fn forward(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let first = rows(&self.texts(ids, kinds, lengths)?, firsts(lengths).into_iter())?;
         let mut pooled = self.pooler.forward(&first)?.tanh()?;
@@ -195,11 +196,12 @@ impl Bert {
         self.classifier.forward(&pooled)
     }
 
-    /// The cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 in which -100 does not count) divided
-    /// by `divisor`, or by the number of labels that count.
+    /// Returns the cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 in which -100 does not
+    /// count) divided by `divisor`, or by the number of labels that count.
     ///
     /// # Errors
-    /// As [`Bert::forward`], and labels that the model does not have; none that counts and no divisor.
+    /// The errors of [`Bert::forward`]; labels that the model does not have; no label that counts if there is no
+    /// divisor.
     pub fn loss(
         &self,
         ids: &Tensor,
@@ -213,13 +215,13 @@ impl Bert {
     }
 }
 
-/// Where texts of these lengths begin, one behind the other.
+/// Returns the start of each text of these lengths, one after the other.
 fn firsts(lengths: &[usize]) -> Vec<usize> {
     let next = |end: &mut usize, length: &usize| Some(std::mem::replace(end, *end + length));
     lengths.iter().scan(0, next).collect()
 }
 
-/// These rows of `x`.
+/// Returns the rows of `x` at `places`.
 fn rows(x: &Tensor, places: impl Iterator<Item = usize>) -> Result<Tensor> {
     let places: Vec<u32> = places.map(|place| place as u32).collect();
     embedding(&Tensor::new(places, x.device())?, x)

@@ -1,4 +1,4 @@
-//! The shape of an encoder that classifies sequences, from the `config.json` of a BERT.
+//! The shape of a sequence classification encoder, from the `config.json` of a BERT.
 
 use super::DecoderConfig;
 use super::config_checks::{refused, require_parameters, require_sizes};
@@ -8,65 +8,66 @@ use crate::nn::Activation;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// The `model_type` of the encoder that is known.
+/// The `model_type` of the supported encoder.
 #[doc(hidden)]
 pub const BERT: &str = "bert";
 
-/// The shape of a BERT (Devlin et al. 2018) with a head that classifies sequences. The sizes have the names of `config.json`.
+/// The shape of a BERT (Devlin et al. 2018) with a sequence classification head. The sizes have the names of
+/// `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BertConfig {
-    /// Token ids, 0 to `vocab_size - 1`.
+    /// The vocabulary size; token ids are 0 to `vocab_size - 1`.
     pub vocab_size: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width inside of the MLP.
+    /// The width of the MLP's intermediate layer.
     pub intermediate_size: usize,
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub num_hidden_layers: usize,
-    /// Attention heads per block; divides `hidden_size`.
+    /// The number of attention heads per block; divides `hidden_size`.
     pub num_attention_heads: usize,
-    /// Positions: the longest input, in tokens.
+    /// The number of positions, which is the longest input in tokens.
     pub max_position_embeddings: usize,
-    /// Kinds of tokens: of a first text and of a second one.
+    /// The number of token types: one for a first text and one for a second.
     pub type_vocab_size: usize,
-    /// Added to the variance in layer norms.
+    /// The number added to the variance in layer norms.
     pub layer_norm_eps: f64,
-    /// The standard deviation of weights that begin at random.
+    /// The standard deviation of randomly initialized weights.
     pub initializer_range: f64,
     /// The MLP's activation.
     pub activation: Activation,
-    /// The token that fills rows up.
+    /// The padding token.
     pub pad_token_id: u32,
-    /// Names of the classes.
+    /// The names of the classes.
     pub labels: Vec<String>,
-    /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and each
-    /// MLP adds to the residual stream. Attention's weights are never dropped.
+    /// The probability with which training drops elements of the sum of the embeddings, and of the output that each
+    /// attention and each MLP adds to the residual stream. Attention weights are never dropped.
     pub hidden_dropout: f32,
-    /// The same for the classifier's input.
+    /// The dropout probability of the classifier's input.
     pub classifier_dropout: f32,
     /// Whether each block keeps only its input in forward and runs again in backward.
     pub checkpoint_activations: bool,
 }
 
 impl BertConfig {
-    /// What the `config.json` of a Hugging Face model describes.
+    /// Reads the shape from the `config.json` of a Hugging Face model.
     ///
     /// # Errors
-    /// A file that cannot be read; another model than a BERT; a value that this library does not compute with.
+    /// A file that cannot be read; a model that is not a BERT; a value that this library does not support.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&DecoderConfig::parse(path)?, path)
     }
 
-    /// The same of a file's parsed content.
+    /// Reads the shape from the parsed content of a `config.json`.
     ///
     /// # Errors
-    /// As [`BertConfig::read`].
+    /// The errors of [`BertConfig::read`].
     pub fn from_hugging_face(config: &Value) -> Result<Self> {
         Self::from_parsed(config, Path::new("config.json"))
     }
 
-    /// What the content of `file` describes.
+    /// Reads the shape from the parsed content of `file`.
     #[doc(hidden)]
     pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         let empty = Map::new();
@@ -122,10 +123,10 @@ impl BertConfig {
         }
     }
 
-    /// Checks that the sizes make a model.
+    /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond all bounds, a width that the heads do not divide, a number that cannot be computed with.
+    /// A size of 0 or beyond the limits, a width that the heads do not divide, a number that cannot be computed with.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab_size),
@@ -157,7 +158,7 @@ impl BertConfig {
             let allowed = format!("below vocab_size ({})", self.vocab_size);
             return Err(refused("pad_token_id", self.pad_token_id, &allowed));
         }
-        // Layers hold it in f32, where 1e-12 is small but a number.
+        // Layers store it in f32, in which 1e-12 is small but not 0.
         if !((self.layer_norm_eps as f32) > 0.0 && self.layer_norm_eps.is_finite()) {
             return Err(refused("layer_norm_eps", self.layer_norm_eps, "a positive finite number, as 1e-12"));
         }
@@ -174,7 +175,7 @@ impl BertConfig {
     }
 }
 
-/// Names of classes by their numbers, which go from 0 without a gap.
+/// Returns the class names by their numbers, which start at 0 and have no gap.
 fn labels(keys: &JsonKeys<'_>) -> Result<Vec<String>> {
     let Some(found) = keys.get("id2label") else {
         return Ok((0..keys.size("num_labels")?.unwrap_or(2)).map(|i| format!("LABEL_{i}")).collect());

@@ -1,9 +1,9 @@
-//! The common parts of the models' configurations: presets by name, and refusals.
+//! Helpers shared by the models' configurations: presets by name, and errors.
 
 use crate::error::{Error, ModelError, Result};
 use std::fmt::Display;
 
-/// The preset called `name`.
+/// Returns the preset called `name`.
 ///
 /// # Errors
 /// An unknown name; the message lists the known ones.
@@ -25,19 +25,19 @@ pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'sta
     .into())
 }
 
-/// The error about a field that makes no model.
+/// Returns the error for a field with an invalid value.
 pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> Error {
     ModelError::Config { key, found: found.to_string(), allowed: allowed.into() }.into()
 }
 
-/// The most parameters that a model may have. Their bytes, in any precision and with all that training adds, can be
-/// counted in 64 bits.
+/// The maximum number of parameters of a model. Their bytes, in any precision and with everything that training adds,
+/// can be counted in 64 bits.
 const MOST_PARAMETERS: u128 = 1 << 50;
 
-/// Above it, f32 cannot tell positions apart.
+/// The largest number of positions; above it, f32 cannot tell positions apart.
 pub(super) const MOST_POSITIONS: usize = 1 << 24;
 
-/// Checks that no size is 0 or larger than a token id or a dimension may be.
+/// Checks that no size is 0 or exceeds the range of a token id or a dimension.
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     let most = u32::MAX as usize;
     match sizes.iter().find(|(_, size)| !(1..=most).contains(size)) {

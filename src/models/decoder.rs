@@ -1,4 +1,4 @@
-//! Decoders by their description: from token ids to the states that the output projection takes.
+//! Decoders built from a configuration: from token ids to the states that the output projection takes.
 
 use super::decoder_block::{BlockContext, BlockNorm, DecoderBlock, STD};
 use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNaming};
@@ -10,21 +10,21 @@ use candle_nn::{Module, VarBuilder};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// A language model by a [`DecoderConfig`]: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 or GPT-2.
+/// A language model described by a [`DecoderConfig`]: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 or GPT-2.
 ///
-/// Its parameters have the names of the model's files in Hugging Face's format. Each block is a unit
+/// The parameters have the names of the model's files in Hugging Face format. Each block is a unit
 /// ([`crate::zero::unit()`]).
 pub type Decoder = LanguageModel<DecoderLayers>;
 
 /// Sizes that describe a decoder.
 pub trait DecoderSizes: Clone {
-    /// The decoder.
+    /// Returns the decoder's configuration.
     ///
     /// # Errors
-    /// Sizes that make no model.
+    /// Invalid sizes.
     fn decoder(&self) -> crate::Result<DecoderConfig>;
 
-    /// The longest input, in tokens.
+    /// Returns the longest input, in tokens.
     fn ctx(&self) -> usize;
 }
 
@@ -39,7 +39,7 @@ impl DecoderSizes for DecoderConfig {
     }
 }
 
-/// The layers of a [`Decoder`], or of a model of other sizes that describe one.
+/// The layers of a [`Decoder`], or of a model whose sizes describe one.
 #[derive(Debug, Clone)]
 pub struct DecoderLayers<C = DecoderConfig> {
     embedding: Embedding,
@@ -48,14 +48,14 @@ pub struct DecoderLayers<C = DecoderConfig> {
     drop: Option<Dropout>,
     blocks: Vec<Unit<DecoderBlock>>,
     norm: BlockNorm,
-    /// Nothing where the token embedding is the output projection.
+    /// The output projection, or `None` if the token embedding is used.
     head: Option<Linear>,
     logit_soft_cap: Option<f64>,
     sizes: PhantomData<fn() -> C>,
 }
 
 impl<C> DecoderLayers<C> {
-    /// The layers of a valid `config`.
+    /// Builds the layers of a valid `config`.
     pub(super) fn build(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (d, vocab) = (config.hidden_size, config.vocab);
         let [embedding, blocks, norm] = match config.naming {
@@ -85,7 +85,7 @@ impl<C> DecoderLayers<C> {
         Ok(Self { embedding, embedding_scale, positions, drop, blocks: units, norm, head, logit_soft_cap, sizes })
     }
 
-    /// The input of the first block, of tokens from position `first` on.
+    /// Returns the input of the first block for tokens from position `first` on.
     fn embedded(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         let mut x = self.embedding.forward(ids)?;
         if let Some(factor) = self.embedding_scale {
@@ -93,8 +93,8 @@ impl<C> DecoderLayers<C> {
         }
         if let Some(table) = &self.positions {
             let (batch, time) = ids.dims2()?;
-            // Positions for every sequence rather than one row broadcast over the batch: the lookup's backward sums the
-            // batch in f32, a broadcast's backward sums it in the storage dtype.
+            // Looks positions up for every sequence rather than broadcasting one row over the batch: the lookup's
+            // backward sums the batch in f32, a broadcast's backward sums it in the storage dtype.
             let positions = match sequences {
                 Some(sequences) => sequences.positions_on(ids.device())?,
                 None => {
@@ -108,7 +108,7 @@ impl<C> DecoderLayers<C> {
     }
 }
 
-/// A factor in the precision of what it multiplies, as transformers has it.
+/// Rounds a factor to the precision of its operand, as transformers does.
 fn rounded(factor: f64, dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => bf16::from_f64(factor).to_f64(),
@@ -117,7 +117,7 @@ fn rounded(factor: f64, dtype: DType) -> f64 {
     }
 }
 
-/// The tables of rotations, which blocks of the same rule share.
+/// The rotary tables, shared by blocks with the same configuration.
 #[derive(Default)]
 struct SharedRotaries(Vec<(BlockConfig, Rotary)>);
 

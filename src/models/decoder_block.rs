@@ -9,7 +9,7 @@ use crate::nn::{
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// One transformer block: x + attention(norm(x)), then that + mlp(norm(that)), where what is added may be normed too.
+/// One transformer block: y = x + attention(norm(x)), then y + mlp(norm(y)). The added terms may be normed too.
 #[derive(Debug, Clone)]
 pub struct DecoderBlock {
     before_attention: BlockNorm,
@@ -21,18 +21,18 @@ pub struct DecoderBlock {
     drop: Option<Dropout>,
 }
 
-/// What a block needs besides its input.
+/// The inputs of a block besides its hidden states.
 #[derive(Default)]
 pub(super) struct BlockContext<'a> {
-    /// Where packed sequences begin.
+    /// The starts of packed sequences.
     pub sequences: Option<&'a Sequences>,
     /// The keys and values of the positions before the input.
     pub cache: Option<&'a mut KeyValueCache>,
 }
 
 impl DecoderBlock {
-    /// A block of `config` by its `rule`, which turns with `rotary`. Projections onto the residual stream start smaller by
-    /// sqrt(2 num_hidden_layers).
+    /// Builds a block of `config` with the settings in `rule` and the tables in `rotary`. Initial weights of
+    /// projections onto the residual stream are smaller by a factor of sqrt(2 num_hidden_layers).
     pub(super) fn new(
         config: &DecoderConfig,
         rule: &BlockConfig,
@@ -53,7 +53,7 @@ impl DecoderBlock {
         })
     }
 
-    /// The block on `x` `[batch, time, hidden_size]`.
+    /// Applies the block to `x` `[batch, time, hidden_size]`.
     pub(super) fn run(&self, x: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let attended = self.attention.forward(&self.before_attention.forward(x)?, around)?;
         let x = &self.onto(x, &self.attention.output, &attended, self.after_attention.as_ref())?;
@@ -61,7 +61,7 @@ impl DecoderBlock {
         self.onto(x, &self.mlp.down, &h, self.after_mlp.as_ref())
     }
 
-    /// x + dropout(norm(projection(h))).
+    /// Returns x + dropout(norm(projection(h))).
     fn onto(&self, x: &Tensor, projection: &Projection, h: &Tensor, norm: Option<&BlockNorm>) -> Result<Tensor> {
         if norm.is_none() && self.drop.is_none() {
             return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
@@ -84,12 +84,13 @@ impl Module for DecoderBlock {
 }
 
 impl DecoderConfig {
-    /// The configured dropout. All layers share a seed, for the draws of a forward are numbered ([`Dropout`]).
+    /// Returns the configured dropout layer. All layers share a seed, because the draws of a forward are numbered
+    /// ([`Dropout`]).
     pub(super) fn dropout(&self) -> Option<Dropout> {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// The projection `name` of a block, onto the residual stream or not.
+    /// Builds the projection `name` of a block, onto the residual stream or not.
     fn projection(
         &self,
         name: &str,
@@ -105,10 +106,10 @@ impl DecoderConfig {
     }
 }
 
-/// Standard deviation of the weights at the start.
+/// The standard deviation of initial weights.
 pub(super) const STD: f64 = 0.02;
 
-/// The names inside of a block that are not the same everywhere.
+/// The parameter names within a block that differ between models.
 struct BlockNames {
     before_attention: &'static str,
     before_mlp: &'static str,
@@ -143,7 +144,7 @@ impl BlockNames {
     fn of(config: &DecoderConfig) -> Self {
         match config.naming {
             ParameterNaming::Gpt2 => GPT2,
-            // Of two norms the second one is called by its place behind attention.
+            // In models with two norms, the second one is named for its position after attention.
             _ if !config.norms_after => Self { before_mlp: "post_attention_layernorm", ..LLAMA },
             _ => LLAMA,
         }
@@ -167,7 +168,8 @@ impl BlockNorm {
     }
 }
 
-/// A root-mean-square norm of the configured kind; `by_head`: of each `width` elements of the last dimension.
+/// Builds a root-mean-square norm of the configured kind. With `by_head` it normalizes each `width` elements of the
+/// last dimension.
 fn rms_norm(config: &DecoderConfig, width: usize, by_head: bool, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let plus_one = config.norm == NormKind::RmsPlusOne;
     RmsNorm::with(width, RmsNormOptions { eps: config.norm_eps, plus_one, by_head }, vb)
@@ -189,7 +191,7 @@ struct BlockAttention {
     kv_heads: usize,
     head_dim: usize,
     input: QkvProjections,
-    /// The norms of the heads of queries and keys.
+    /// The per-head norms of queries and keys.
     head_norms: Option<[RmsNorm; 2]>,
     rotary: Option<Rotary>,
     options: AttentionOptions,
@@ -200,7 +202,7 @@ struct BlockAttention {
 #[derive(Debug, Clone)]
 enum QkvProjections {
     Apart([Projection; 3]),
-    /// Side by side.
+    /// One projection with queries, keys and values side by side.
     Fused(Projection),
 }
 
@@ -238,7 +240,7 @@ impl BlockAttention {
         })
     }
 
-    /// What the output projection takes.
+    /// Returns the input of the output projection.
     fn forward(&self, h: &Tensor, around: BlockContext<'_>) -> Result<Tensor> {
         let BlockContext { sequences, cache } = around;
         let first = cache.as_ref().map_or(0, |cache| cache.len());
@@ -258,7 +260,7 @@ impl BlockAttention {
         self.attend([q, k, v], first, sequences, cache)
     }
 
-    /// Attention of queries, keys and values as the projections give them.
+    /// Applies attention to queries, keys and values as returned by the projections.
     fn attend(
         &self,
         [q, k, v]: [Tensor; 3],
@@ -284,19 +286,19 @@ impl BlockAttention {
         }
     }
 
-    /// Whether attention takes queries, keys and values as they lie side by side.
+    /// Returns whether attention takes queries, keys and values side by side in one tensor.
     fn takes_fused(&self) -> bool {
         self.rotary.is_none() && self.head_norms.is_none() && self.heads == self.kv_heads
     }
 
-    /// Queries, keys and values that lie side by side.
+    /// Splits queries, keys and values that are side by side in one tensor.
     fn apart(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         Ok([columns(qkv, 0..q)?, columns(qkv, q..q + kv)?, columns(qkv, q + kv..q + 2 * kv)?])
     }
 }
 
-/// The MLP.
+/// The MLP of a block.
 #[derive(Debug, Clone)]
 struct Mlp {
     input: MlpInput,
@@ -308,9 +310,9 @@ struct Mlp {
 #[derive(Debug, Clone)]
 enum MlpInput {
     Plain(Projection),
-    /// The gate, and what it is multiplied with.
+    /// The gate and the up projection.
     Gated([Projection; 2]),
-    /// The same side by side, each of so many columns.
+    /// One projection with gate and up side by side, each with this number of columns.
     FusedGated(Projection, usize),
 }
 
@@ -327,7 +329,7 @@ impl Mlp {
         Ok(Self { input, activation: config.activation, down })
     }
 
-    /// What the last projection takes.
+    /// Returns the input of the down projection.
     fn inside(&self, x: &Tensor) -> Result<Tensor> {
         match &self.input {
             MlpInput::Plain(up) => {

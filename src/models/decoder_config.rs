@@ -1,43 +1,44 @@
-//! A decoder as one description: the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
+//! A decoder as one configuration, with the options in which Llama, Mistral, Qwen, Gemma, Phi and GPT-2 differ.
 
 use super::config_checks::{MOST_POSITIONS, refused, require_parameters, require_sizes};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
 
-/// The shape of a decoder: a stack of blocks, each of which adds to the residual stream what causal attention gives of it, and
-/// then what an MLP gives of it.
+/// The shape of a decoder: a stack of blocks, each of which adds the output of causal attention to the residual stream,
+/// and then the output of an MLP.
 ///
-/// It is read from the `config.json` of a Hugging Face model ([`DecoderConfig::read`]). The sizes have the names of such a file.
+/// It is read from the `config.json` of a Hugging Face model ([`DecoderConfig::read`]). The sizes have the names in
+/// such a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// How parameters are called, and how they are stored.
+    /// The naming and storage of parameters.
     pub naming: ParameterNaming,
-    /// What stands before all names but that of an output projection of its own: `"model."`, `"transformer."` or nothing.
+    /// The prefix of all names except that of a separate output projection: `"model."`, `"transformer."` or empty.
     pub prefix: &'static str,
-    /// Token ids, 0 to `vocab - 1`.
+    /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,
     /// The longest input, in tokens.
     pub ctx: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width inside of the MLP.
+    /// The width of the MLP's intermediate layer.
     pub intermediate_size: usize,
-    /// Query heads per block.
+    /// The number of query heads per block.
     pub num_attention_heads: usize,
-    /// Key and value heads per block; divides `num_attention_heads`.
+    /// The number of key and value heads per block; divides `num_attention_heads`.
     pub num_key_value_heads: usize,
-    /// Elements of a head.
+    /// The number of elements in a head.
     pub head_dim: usize,
-    /// What differs between the blocks; one for each of them.
+    /// The settings that differ between the blocks, one entry per block.
     pub blocks: Vec<BlockConfig>,
-    /// Rows of a table of learned positions; without one, positions are rotary.
+    /// The number of rows in a table of learned positions; without one, positions are rotary.
     pub learned_positions: Option<usize>,
     /// The kind of all norms on the residual stream.
     pub norm: NormKind,
-    /// Added to the variance or the mean square in norms.
+    /// The number added to the variance or the mean square in norms.
     pub norm_eps: f64,
-    /// Whether what attention and the MLP give is normed too before it is added (Gemma 2 and 3).
+    /// Whether the outputs of attention and the MLP are also normed before they are added (Gemma 2 and 3).
     pub norms_after: bool,
     /// Whether the heads of queries and keys are normed before they are rotated (Qwen 3, Gemma 3).
     pub query_key_norms: bool,
@@ -47,68 +48,71 @@ pub struct DecoderConfig {
     pub output_bias: bool,
     /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
-    /// Whether the MLP multiplies the activation of one projection with another projection (SwiGLU, GeGLU).
+    /// Whether the MLP multiplies the activation of one projection by another projection (SwiGLU, GeGLU).
     pub gated: bool,
     /// The MLP's activation.
     pub activation: Activation,
-    /// The factor of attention's scores; `1 / sqrt(head_dim)` where there is none.
+    /// The factor applied to attention scores, or `None` for `1 / sqrt(head_dim)`.
     pub query_scale: Option<f64>,
-    /// Attention's scores go through `cap * tanh(score / cap)`.
+    /// The cap of attention scores: they are mapped to `cap * tanh(score / cap)`.
     pub attention_soft_cap: Option<f64>,
-    /// Logits go through `cap * tanh(logit / cap)`.
+    /// The cap of logits: they are mapped to `cap * tanh(logit / cap)`.
     pub logit_soft_cap: Option<f64>,
-    /// The factor of the token embedding's rows.
+    /// The factor applied to the rows of the token embedding.
     pub embedding_scale: Option<f64>,
-    /// Lookups of this token add nothing to the embedding's gradient, as in transformers, which calls it the padding.
+    /// The padding token, as transformers calls it. Its lookups add nothing to the embedding's gradient.
     pub padding: Option<u32>,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
     /// Whether each block keeps only its input in forward and runs again in backward.
     pub checkpoint_activations: bool,
-    /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and each
-    /// MLP adds to the residual stream. Attention's weights are never dropped.
+    /// The probability with which training drops elements of the sum of the embeddings, and of the output that each
+    /// attention and each MLP adds to the residual stream. Attention weights are never dropped.
     pub dropout: f32,
-    /// The adapters of projections, which get them by their names in the files.
+    /// The adapters of projections, which are selected by their names in the files.
     pub lora: Option<LoraConfig>,
 }
 
-/// What differs between the blocks of a decoder.
+/// The settings that differ between the blocks of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct BlockConfig {
-    /// A position sees so many positions, itself included; without a number, all before it.
+    /// The number of positions that a position sees, itself included. Without a number it sees all positions up to its
+    /// own.
     pub window: Option<usize>,
-    /// How positions turn queries and keys. Of no use beside learned positions.
+    /// The rotary positions. They are not used with learned positions.
     pub rotary: RotaryConfig,
 }
 
-/// How the parameters of a decoder are called in Hugging Face's files, and how they are stored there.
+/// The naming and storage of a decoder's parameters in Hugging Face's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterNaming {
-    /// `layers.0.self_attn.q_proj.weight`, as in Llama's files and most others.
+    /// Names such as `layers.0.self_attn.q_proj.weight`, as in Llama's files and most others.
     Llama,
-    /// As in Phi-3's files: the same with queries, keys and values in one `qkv_proj`, and an MLP's two first projections in one
-    /// `gate_up_proj`.
+    /// Names as in Phi-3's files: Llama's, but with queries, keys and values in one `qkv_proj`, and the MLP's first two
+    /// projections in one `gate_up_proj`.
     Phi3,
-    /// `h.0.attn.c_attn.weight`, as in GPT-2's files: queries, keys and values in one projection, and weights `[in, out]`.
+    /// Names such as `h.0.attn.c_attn.weight`, as in GPT-2's files, with queries, keys and values in one projection,
+    /// and weights `[in, out]`.
     Gpt2,
 }
 
 /// A kind of norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
-    /// The root mean square, times a weight.
+    /// Division by the root mean square, times a weight.
     Rms,
-    /// The same times 1 + weight (Gemma).
+    /// Division by the root mean square, times 1 + weight (Gemma).
     RmsPlusOne,
     /// Layer norm with weight and bias.
     Layer,
 }
 
-/// The most blocks that a decoder may have.
+/// The maximum number of blocks in a decoder.
 pub(super) const MOST_BLOCKS: usize = 1 << 14;
 
 impl DecoderConfig {
-    /// GPT-2 as published, of other sizes: width, heads and blocks; without dropout, parameters named without a prefix.
+    /// Returns the configuration of a published GPT-2 with other sizes: width, heads and blocks. It has no dropout, and
+    /// its parameter names have no prefix.
     pub(super) fn gpt2(vocab: usize, ctx: usize, [hidden_size, heads, blocks]: [usize; 3]) -> Self {
         Self {
             naming: ParameterNaming::Gpt2,
@@ -135,7 +139,7 @@ impl DecoderConfig {
             attention_soft_cap: None,
             logit_soft_cap: None,
             embedding_scale: None,
-            // Transformers' GPT-2 looks its padding up as any token.
+            // In transformers, GPT-2 looks up its padding token like any other.
             padding: None,
             tie_word_embeddings: true,
             checkpoint_activations: false,
@@ -144,10 +148,11 @@ impl DecoderConfig {
         }
     }
 
-    /// Checks that the sizes make a model.
+    /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0 or beyond all bounds, heads that do not divide what they should, a number that is not positive and finite.
+    /// A size of 0 or beyond the limits, heads that do not divide what they should, a number that is not positive and
+    /// finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("vocab_size", self.vocab),
@@ -219,22 +224,22 @@ impl DecoderConfig {
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
     }
 
-    /// Elements of all parameters but those of adapters; an output projection that is the token embedding counts once.
+    /// Returns the number of elements of all parameters except those of adapters. A tied output projection counts once.
     pub fn num_parameters(&self) -> usize {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// Elements of a position's queries.
+    /// Returns the number of elements in a position's queries.
     pub(super) fn query_width(&self) -> usize {
         self.num_attention_heads * self.head_dim
     }
 
-    /// Elements of a position's keys, and of its values.
+    /// Returns the number of elements in a position's keys, which is also that of its values.
     pub(super) fn kv_width(&self) -> usize {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Elements of all parameters, of sizes that were not looked at.
+    /// Returns the number of elements of all parameters, for sizes that have not been validated.
     fn elements(&self) -> u128 {
         let wide = |size: usize| size as u128;
         let [d, inner, head, vocab] = [self.hidden_size, self.intermediate_size, self.head_dim, self.vocab].map(wide);

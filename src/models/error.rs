@@ -6,39 +6,39 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// A model configuration that cannot be built.
+    /// A model cannot be built from its configuration.
     #[error("model configuration: {key} is {found}, but must be {allowed}")]
     Config {
-        /// The field.
+        /// The name of the field.
         key: &'static str,
-        /// Its value.
+        /// The value of the field.
         found: String,
         /// The allowed values.
         allowed: String,
     },
-    /// A value of a Hugging Face model's `config.json` that no model here computes with.
+    /// No model here supports a value in a Hugging Face model's `config.json`.
     #[error("{}: {key} is {found}, but must be {allowed}", file.display())]
     HuggingFace {
         /// The file.
         file: PathBuf,
-        /// The key, with those around it.
+        /// The key, with the keys around it.
         key: String,
-        /// Its value.
+        /// The value of the key.
         found: String,
         /// The allowed values.
         allowed: String,
     },
-    /// A `config.json` of a model that is not known.
+    /// A `config.json` describes an unknown model.
     #[error("{}: model_type is {found}, which is not known here; known are {known}", file.display())]
     UnknownModelType {
         /// The file.
         file: PathBuf,
-        /// The type.
+        /// The model type.
         found: String,
-        /// The known ones.
+        /// The known model types.
         known: String,
     },
-    /// A `config.json` that is no JSON object.
+    /// A `config.json` is not a JSON object.
     #[error("{} is not the description of a model: {why}", file.display())]
     NoJson {
         /// The file.
@@ -46,31 +46,31 @@ pub enum ModelError {
         /// The problem.
         why: String,
     },
-    /// A preset name that nobody defined.
+    /// There is no preset with this name.
     #[error(
         "there is no model preset \"{found}\"{}; the presets are {known}",
         suggestion.as_ref().map(|s| format!(" (did you mean \"{s}\"?)")).unwrap_or_default()
     )]
     UnknownPreset {
-        /// The name asked for.
+        /// The requested name.
         found: String,
-        /// The nearest known name, when one is near.
+        /// The nearest known name, if one is close.
         suggestion: Option<String>,
-        /// All names.
+        /// All known names.
         known: String,
     },
-    /// More tokens than the model has positions.
+    /// The input has more tokens than the model has positions.
     #[error(
         "{length} tokens are longer than the model's context of {context}; cut the input or build the model with ctx \
          >= {length}"
     )]
     SequenceTooLong {
-        /// Tokens given.
+        /// The number of tokens in the input.
         length: usize,
-        /// The model's context.
+        /// The model's context length.
         context: usize,
     },
-    /// A token id that the embedding's table does not have.
+    /// The embedding table does not contain a token id.
     #[error(
         "token id {id} at position {position} (counted over the flattened ids) is outside the embedding's table of \
          {rows} rows; ids must be below {rows}: the tokenizer and the model's vocabulary must agree"
@@ -78,12 +78,12 @@ pub enum ModelError {
     TokenOutOfRange {
         /// The id found.
         id: u32,
-        /// Where, in the flattened ids.
+        /// The index of the id in the flattened ids.
         position: usize,
-        /// Rows of the table.
+        /// The number of rows in the table.
         rows: usize,
     },
-    /// A target that is no class of the logits.
+    /// A target is not a class of the logits.
     #[error(
         "target {target} at position {position} (counted over the flattened targets) is no class of logits with \
          {classes} classes; targets must be below {classes}"
@@ -91,9 +91,9 @@ pub enum ModelError {
     TargetOutOfRange {
         /// The target found.
         target: i64,
-        /// Where, in the flattened targets.
+        /// The index of the target in the flattened targets.
         position: usize,
-        /// Classes of the logits.
+        /// The number of classes of the logits.
         classes: usize,
     },
 }

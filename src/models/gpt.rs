@@ -2,7 +2,8 @@
 
 use super::{DecoderLayers, GptConfig, LanguageModel};
 
-/// GPT-2: learned positions, layer norms before attention and MLP, the output projection tied to the token embedding.
+/// GPT-2: learned positions, layer norms before attention and MLP, and the output projection tied to the token
+/// embedding.
 ///
 /// Parameters, in this order: wte.weight `[vocab, n_embd]`, wpe.weight `[ctx, n_embd]`, per block N h.N.ln_1.{weight,
 /// bias}, h.N.attn.c_attn.{weight `[in, out]`, bias}, h.N.attn.c_proj.{..}, h.N.ln_2.{..}, h.N.mlp.c_fc.{..},

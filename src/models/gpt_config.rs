@@ -1,4 +1,4 @@
-//! Sizes of a GPT-2.
+//! The sizes of a GPT-2.
 
 use super::config_checks::{find_preset, refused, require_parameters, require_sizes};
 use super::{DecoderConfig, DecoderSizes};
@@ -9,29 +9,29 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GptConfig {
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub n_layer: usize,
-    /// Attention heads per block; divides `n_embd`.
+    /// The number of attention heads per block; divides `n_embd`.
     pub n_head: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub n_embd: usize,
-    /// Positions: the longest input, in tokens.
+    /// The number of positions, which is the longest input in tokens.
     pub ctx: usize,
-    /// Token ids, 0 to `vocab - 1`.
+    /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,
-    /// Added to the variance in layer norms.
+    /// The number added to the variance in layer norms.
     pub eps: f64,
     /// Whether each block keeps only its input in forward and runs again in backward.
     #[serde(default)]
     pub checkpoint_activations: bool,
-    /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and
-    /// each MLP adds to the residual stream (embd_pdrop and resid_pdrop of Hugging Face's GPT-2). Attention's weights
-    /// are never dropped.
+    /// The probability with which training drops elements of the sum of the embeddings, and of the output that each
+    /// attention and each MLP adds to the residual stream (embd_pdrop and resid_pdrop of Hugging Face's GPT-2).
+    /// Attention weights are never dropped.
     #[serde(default)]
     pub dropout: f32,
 }
 
-/// (name, layers, heads, width, context, vocabulary)
+/// The presets: (name, layers, heads, width, context, vocabulary).
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 6] = [
     ("nano", 4, 4, 128, 128, 256),
     ("mini", 6, 6, 384, 256, 256),
@@ -42,8 +42,8 @@ const PRESETS: [(&str, usize, usize, usize, usize, usize); 6] = [
 ];
 
 impl GptConfig {
-    /// The sizes known as `name`: "nano" and "mini" (bytes as tokens, for tests and trials), "gpt2", "gpt2-medium",
-    /// "gpt2-large" and "gpt2-xl" as published.
+    /// Returns the preset called `name`: "nano" and "mini" (bytes as tokens, for tests and experiments), "gpt2",
+    /// "gpt2-medium", "gpt2-large" and "gpt2-xl" as published.
     ///
     /// # Errors
     /// An unknown name; the message lists the known ones.
@@ -53,16 +53,16 @@ impl GptConfig {
         Ok(Self { n_layer, n_head, n_embd, ctx, vocab, eps, checkpoint_activations, dropout })
     }
 
-    /// The names that [`GptConfig::preset`] knows.
+    /// Returns the names that [`GptConfig::preset`] accepts.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.iter().map(|preset| preset.0)
     }
 
-    /// Checks that the sizes make a model.
+    /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability
-    /// outside [0, 1).
+    /// A size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability outside
+    /// [0, 1).
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("n_layer", self.n_layer),
@@ -85,15 +85,15 @@ impl GptConfig {
         Ok(())
     }
 
-    /// Elements of all parameters; the output projection is the token embedding and counts once.
+    /// Returns the number of elements of all parameters. The output projection is the token embedding and counts once.
     pub fn num_parameters(&self) -> usize {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// The same of sizes that were not looked at.
+    /// Returns the number of elements for sizes that have not been validated.
     fn elements(&self) -> u128 {
         let [layers, d, ctx, vocab] = [self.n_layer, self.n_embd, self.ctx, self.vocab].map(|size| size as u128);
-        // 12 d d + 13 d
+        // 12 d d + 13 d.
         let block = d.saturating_mul(d).saturating_mul(12).saturating_add(13 * d);
         let embeddings = (vocab + ctx + 2).saturating_mul(d);
         layers.saturating_mul(block).saturating_add(embeddings)

@@ -1,7 +1,7 @@
-//! A decoder's description from the `config.json` of a Hugging Face model, in the style of transformers 5 (`rope_parameters`,
-//! `layer_types`) or 4 (`rope_theta`, `rope_scaling`, `sliding_window_pattern`).
+//! Reads a decoder's configuration from the `config.json` of a Hugging Face model, in the format of transformers 5
+//! (`rope_parameters`, `layer_types`) or 4 (`rope_theta`, `rope_scaling`, `sliding_window_pattern`).
 //!
-//! What a file leaves out has the value that transformers' class of the model gives it.
+//! Keys that a file omits have the default of the model's class in transformers.
 
 use super::decoder_config::MOST_BLOCKS;
 use super::json_keys::{JsonKeys, shortened};
@@ -13,55 +13,55 @@ use crate::nn::frequencies::Llama3RopeScaling;
 use serde_json::Value;
 use std::path::Path;
 
-/// The most bytes of a `config.json`.
+/// The maximum number of bytes in a `config.json`.
 const MOST_BYTES: u64 = 16 << 20;
 
 impl DecoderConfig {
-    /// What the `config.json` of a Hugging Face model describes, as transformers 5 or 4 writes it; `ctx` is its
-    /// `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
+    /// Reads the configuration from the `config.json` of a Hugging Face model, as transformers 5 or 4 writes it. `ctx`
+    /// is its `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
     ///
-    /// Known `model_type`s: llama (Llama 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 (and 2.5), qwen3, gemma2, gemma3 (its text
-    /// part), gemma3_text, phi3, gpt2. Keys that change nothing about a forward without dropout are not looked at.
+    /// Known `model_type`s: llama (Llama 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 (and 2.5), qwen3, gemma2, gemma3
+    /// (its text part), gemma3_text, phi3, gpt2. Keys that do not affect a forward without dropout are ignored.
     ///
     /// # Errors
-    /// A file that cannot be read; a model that is not known; a value that this library does not compute with, or that
-    /// contradicts another one.
+    /// A file that cannot be read; an unknown model; a value that this library does not support, or that contradicts
+    /// another one.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_parsed(&Self::parse(path)?, path)
     }
 
-    /// The content of a `config.json`.
+    /// Parses a `config.json`.
     #[doc(hidden)]
     pub fn parse(path: &Path) -> Result<Value> {
         parse(path)
     }
 
-    /// What the content of `file` describes.
+    /// Reads the configuration from the parsed content of `file`.
     #[doc(hidden)]
     pub fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         read(content, file)
     }
 
-    /// The same of a file's parsed content.
+    /// Reads the configuration from the parsed content of a `config.json`.
     ///
     /// # Errors
-    /// As [`DecoderConfig::read`].
+    /// The errors of [`DecoderConfig::read`].
     pub fn from_hugging_face(config: &Value) -> Result<Self> {
         Self::from_parsed(config, Path::new("config.json"))
     }
 }
 
-/// A file's content.
+/// Reads and parses a file.
 fn parse(file: &Path) -> Result<Value> {
     let io = |source| Error::Io { action: "read", path: file.to_owned(), source };
     let text = files::read_text(file, MOST_BYTES).map_err(io)?;
     let bad = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
-    // Editors of Windows write a mark before the text.
+    // Some Windows editors write a byte order mark before the text.
     serde_json::from_str(text.strip_prefix('\u{FEFF}').unwrap_or(&text)).map_err(bad)
 }
 
-/// The description in `config`, the content of `file`.
+/// Reads the configuration from `config`, the content of `file`.
 fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     let Value::Object(map) = config else {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is no object".into() }.into());
@@ -78,7 +78,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     if keys.get("quantization_config").is_some() {
         return Err(keys.refuse("quantization_config", "absent: weights are read in f32, bf16 or f16"));
     }
-    // Absent is a default of transformers; null is none.
+    // An absent key has a default in transformers; null does not.
     let sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"];
     if let Some(key) = sizes.into_iter().find(|key| map.get(*key).is_some_and(Value::is_null)) {
         return Err(keys.refuse(key, "a whole number from 1 on"));
@@ -100,7 +100,7 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     }
 }
 
-/// Models of one class of transformers, and the values of what their files leave out.
+/// The models of one class in transformers, with the defaults of the keys that their files omit.
 #[derive(Debug, Clone, Copy)]
 struct ModelFamily {
     model_type: &'static str,
@@ -109,9 +109,9 @@ struct ModelFamily {
     inner: usize,
     blocks: usize,
     heads: usize,
-    /// As many as query heads where there is no number.
+    /// The number of key and value heads, or `None` for the number of query heads.
     kv_heads: Option<usize>,
-    /// hidden_size / num_attention_heads where there is no number.
+    /// The number of elements in a head, or `None` for hidden_size / num_attention_heads.
     head: Option<usize>,
     ctx: usize,
     eps: f64,
@@ -211,7 +211,7 @@ impl ModelFamily {
     }
 }
 
-/// All models but GPT-2.
+/// Reads the configuration of any model except GPT-2.
 fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     let size = |key: &str, default: usize| Ok::<usize, Error>(keys.size(key)?.unwrap_or(default));
     let hidden_size = size("hidden_size", family.hidden)?;
@@ -239,7 +239,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     let bias = keys.flag("attention_bias", false)?;
     let (qkv_bias, output_bias) = match family.model_type {
         "qwen2" => (true, false),
-        // Without the key in transformers: nothing looks at it.
+        // In transformers these models do not read the key.
         "mistral" | "phi3" => (false, false),
         _ => (bias, bias),
     };
@@ -311,7 +311,7 @@ fn gpt2(keys: &JsonKeys<'_>) -> Result<DecoderConfig> {
     })
 }
 
-/// The number of blocks, before there is memory for each of them.
+/// Reads the number of blocks, and checks it before memory is allocated for each of them.
 fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     match keys.size(key)?.unwrap_or(default) {
         blocks if blocks <= MOST_BLOCKS => Ok(blocks),
@@ -319,7 +319,7 @@ fn blocks(keys: &JsonKeys<'_>, key: &str, default: usize) -> Result<usize> {
     }
 }
 
-/// The padding token. A number below 0 counts from the end.
+/// Reads the padding token. A number below 0 counts from the end.
 fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Option<u32>> {
     const KEY: &str = "pad_token_id";
     let Some(value) = keys.get(KEY) else { return Ok(family.padding.filter(|_| !keys.is_null(KEY))) };
@@ -330,7 +330,7 @@ fn padding(keys: &JsonKeys<'_>, family: &ModelFamily, vocab: usize) -> Result<Op
     }
 }
 
-/// The activation that `key` names; without it the tanh approximation of GELU, or SiLU.
+/// Reads the activation that `key` names. Without the key it is the tanh approximation of GELU, or SiLU.
 fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> Result<Activation> {
     match keys.text(key)? {
         None if is_gelu => Ok(Activation::GeluTanh),
@@ -346,7 +346,7 @@ fn activation(keys: &JsonKeys<'_>, key: &str, is_gelu: bool, is_gated: bool) -> 
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// Windows and rotary positions of the blocks.
+/// Reads the windows and rotary positions of the blocks.
 fn block_rules(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Result<Vec<BlockConfig>> {
     let window = match keys.is_null("sliding_window") {
         true => None,
@@ -370,7 +370,7 @@ fn block_rules(keys: &JsonKeys<'_>, family: &ModelFamily, blocks: usize) -> Resu
     types.iter().map(rule).collect()
 }
 
-/// The kind of each block's attention.
+/// Reads the attention type of each block.
 fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> Result<Vec<&'a str>> {
     let slides = !family.is_qwen() || keys.flag("use_sliding_window", false)?;
     if let Some(given) = keys.get("layer_types") {
@@ -391,7 +391,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
     }
     let of = |is_full: &dyn Fn(usize) -> bool| (0..blocks).map(|i| if is_full(i) { FULL } else { SLIDING }).collect();
     if family.is_qwen() {
-        // A number that may be 0.
+        // This number may be 0.
         let first = match keys.get("max_window_layers") {
             None => 28,
             Some(value) => {
@@ -410,7 +410,7 @@ fn block_types<'a>(keys: &JsonKeys<'a>, family: &ModelFamily, blocks: usize) -> 
     Ok(of(&|i| (i + 1) % pattern == 0))
 }
 
-/// The rotary positions of blocks with a window in Gemma 3.
+/// Reads the rotary positions of Gemma 3's blocks with a window.
 fn local_rotary(keys: &JsonKeys<'_>) -> Result<RotaryConfig> {
     if keys.get("rope_parameters").is_some() {
         return rotary(keys, SLIDING, 1e4);
@@ -418,14 +418,14 @@ fn local_rotary(keys: &JsonKeys<'_>) -> Result<RotaryConfig> {
     Ok(RotaryConfig { theta: keys.positive("rope_local_base_freq")?.unwrap_or(1e4), scaling: RotaryScaling::None })
 }
 
-/// The rotary positions of blocks of a `kind`.
+/// Reads the rotary positions of blocks with attention type `kind`.
 fn rotary(keys: &JsonKeys<'_>, kind: &str, theta: f64) -> Result<RotaryConfig> {
     let plain = keys.positive("rope_theta")?;
     let old = keys.object("rope_scaling", "rope_scaling.")?.map(|given| scaling(&given)).transpose()?;
     let Some(given) = keys.object("rope_parameters", "rope_parameters.")? else {
         return Ok(RotaryConfig { theta: plain.unwrap_or(theta), scaling: old.unwrap_or(RotaryScaling::None) });
     };
-    // One for each kind of attention, or one for all.
+    // There is an entry for each attention type, or one for all.
     let given = match given.keys().any(|key| [FULL, SLIDING].contains(&key)) {
         false => given,
         true if kind == FULL => given.object(FULL, "rope_parameters.full_attention.")?.unwrap_or(given),
@@ -448,7 +448,7 @@ fn rotary(keys: &JsonKeys<'_>, kind: &str, theta: f64) -> Result<RotaryConfig> {
     Ok(RotaryConfig { theta: own.or(plain).unwrap_or(theta), scaling })
 }
 
-/// How frequencies are slowed.
+/// Reads the frequency scaling.
 fn scaling(given: &JsonKeys<'_>) -> Result<RotaryScaling> {
     let (new, old) = (given.text("rope_type")?, given.text("type")?);
     if let (Some(new), Some(old)) = (new, old)

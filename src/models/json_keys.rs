@@ -1,15 +1,15 @@
-//! Typed values of a JSON object, and refusals that name file, key and value.
+//! Reads typed values from a JSON object, with errors that name the file, the key and the value.
 
 use crate::error::{Error, ModelError, Result};
 use serde_json::{Map, Value};
 use std::fmt::Display;
 use std::path::Path;
 
-/// An object of a file.
+/// A JSON object in a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct JsonKeys<'a> {
     file: &'a Path,
-    /// What stands before its keys in messages.
+    /// The prefix of the keys in messages.
     prefix: &'a str,
     map: &'a Map<String, Value>,
 }
@@ -19,12 +19,12 @@ impl<'a> JsonKeys<'a> {
         Self { file, prefix, map }
     }
 
-    /// The value of `key`; nothing for null.
+    /// Returns the value of `key`, or `None` if it is null or absent.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// Whether `key` is null, as a value of its own.
+    /// Returns whether `key` is present and null.
     pub fn is_null(&self, key: &str) -> bool {
         self.map.get(key).is_some_and(Value::is_null)
     }
@@ -33,19 +33,19 @@ impl<'a> JsonKeys<'a> {
         self.map.keys().map(String::as_str)
     }
 
-    /// The error about the value of `key`.
+    /// Returns the error for the value of `key`.
     pub fn refuse(&self, key: &str, allowed: impl Display) -> Error {
         let found = self.map.get(key).map_or_else(|| "absent".to_owned(), shortened);
         self.refuse_as(key, found, allowed)
     }
 
-    /// The same about what follows from it.
+    /// Returns the error for a value derived from that of `key`.
     pub fn refuse_as(&self, key: &str, found: impl Display, allowed: impl Display) -> Error {
         let (file, key) = (self.file.to_owned(), format!("{}{key}", self.prefix));
         ModelError::HuggingFace { file, key, found: found.to_string(), allowed: allowed.to_string() }.into()
     }
 
-    /// The object at `key`.
+    /// Returns the object at `key`.
     pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<JsonKeys<'a>>> {
         match self.get(key) {
             None => Ok(None),
@@ -54,7 +54,7 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
-    /// A whole number of at least 1.
+    /// Returns the integer at `key`, which must be at least 1.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().and_then(|size| u32::try_from(size).ok()) {
@@ -63,7 +63,7 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
-    /// A positive finite number.
+    /// Returns the number at `key`, which must be positive and finite.
     pub fn positive(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64().filter(|number| *number > 0.0 && number.is_finite()) {
@@ -72,7 +72,7 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
-    /// true or false; `default` where nothing is said.
+    /// Returns the boolean at `key`, or `default` if it is absent.
     pub fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -89,7 +89,7 @@ impl<'a> JsonKeys<'a> {
         }
     }
 
-    /// An error unless `key` is absent, null or `value`.
+    /// Returns an error unless `key` is absent, null or `value`.
     pub fn only(&self, key: &str, value: bool, why: &str) -> Result<()> {
         match self.flag(key, value)? == value {
             true => Ok(()),
@@ -98,7 +98,7 @@ impl<'a> JsonKeys<'a> {
     }
 }
 
-/// A value for a message.
+/// Formats a value for a message.
 #[doc(hidden)]
 pub fn shortened(value: &Value) -> String {
     const MOST: usize = 60;

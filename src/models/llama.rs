@@ -2,7 +2,8 @@
 
 use super::{DecoderLayers, LanguageModel, LlamaConfig};
 
-/// Llama: rotary positions, RMS norms before attention and MLP, grouped key and value heads, a gated MLP, no biases.
+/// Llama: rotary positions, RMS norms before attention and MLP, grouped key and value heads, a gated MLP, and no
+/// biases.
 ///
 /// Parameters, in this order: model.embed_tokens.weight `[vocab, hidden_size]`, per block N model.layers.N. with
 /// input_layernorm.weight, self_attn.{q_proj, k_proj, v_proj, o_proj}.weight `[out, in]`,

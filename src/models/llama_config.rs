@@ -1,4 +1,4 @@
-//! Sizes of a Llama.
+//! The sizes of a Llama.
 
 use super::config_checks::{MOST_POSITIONS, find_preset, refused, require_parameters, require_sizes};
 use super::{BlockConfig, DecoderConfig, DecoderSizes, NormKind, ParameterNaming, RotaryConfig, RotaryScaling};
@@ -6,28 +6,28 @@ use crate::Result;
 use crate::nn::Activation;
 use serde::{Deserialize, Serialize};
 
-/// The shape of a Llama (Touvron et al. 2023), by the names of Hugging Face's `config.json`, with the context and the
-/// vocabulary as [`GptConfig`](super::GptConfig) calls them.
+/// The shape of a Llama (Touvron et al. 2023), with the names of Hugging Face's `config.json`, except that the context
+/// length and the vocabulary are named as in [`GptConfig`](super::GptConfig).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LlamaConfig {
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width inside of the MLP.
+    /// The width of the MLP's intermediate layer.
     pub intermediate_size: usize,
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub num_hidden_layers: usize,
-    /// Query heads per block; divides `hidden_size` into heads of an even width.
+    /// The number of query heads per block; divides `hidden_size` into heads of an even width.
     pub num_attention_heads: usize,
-    /// Key and value heads per block; divides `num_attention_heads`.
+    /// The number of key and value heads per block; divides `num_attention_heads`.
     pub num_key_value_heads: usize,
-    /// Positions: the longest input, in tokens.
+    /// The number of positions, which is the longest input in tokens.
     pub ctx: usize,
-    /// Token ids, 0 to `vocab - 1`.
+    /// The vocabulary size; token ids are 0 to `vocab - 1`.
     pub vocab: usize,
-    /// Base of the rotary positions' wavelengths.
+    /// The base of the rotary positions' wavelengths.
     pub rope_theta: f64,
-    /// Added to the mean square in norms.
+    /// The number added to the mean square in norms.
     pub rms_norm_eps: f64,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
@@ -36,7 +36,7 @@ pub struct LlamaConfig {
     pub checkpoint_activations: bool,
 }
 
-/// A name and its sizes.
+/// A preset's name and sizes.
 struct LlamaPreset {
     name: &'static str,
     hidden_size: usize,
@@ -61,12 +61,12 @@ const PRESETS: [LlamaPreset; 6] = [
 ];
 
 impl LlamaConfig {
-    /// The sizes known as `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and trials),
+    /// Returns the preset called `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and experiments),
     /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
     ///
-    /// Llama 3.2's published weights were trained on with slowed rotary frequencies (`rope_scaling`) from a context of
-    /// 8192 to one of 131072. Rotary positions are never scaled here and the presets end at 8192: right for training
-    /// from the start, but not what those weights expect.
+    /// Llama 3.2's published weights had their context extended from 8192 to 131072 by further training with slowed
+    /// rotary frequencies (`rope_scaling`). Here rotary positions are never scaled and the presets end at 8192. This is
+    /// right for training from scratch, but not what those weights expect.
     ///
     /// # Errors
     /// An unknown name; the message lists the known ones.
@@ -87,16 +87,16 @@ impl LlamaConfig {
         })
     }
 
-    /// The names that [`LlamaConfig::preset`] knows.
+    /// Returns the names that [`LlamaConfig::preset`] accepts.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.iter().map(|preset| preset.name)
     }
 
-    /// Checks that the sizes make a model.
+    /// Checks that the sizes describe a valid model.
     ///
     /// # Errors
-    /// A size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is
-    /// not positive and finite.
+    /// A size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is not
+    /// positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[
             ("hidden_size", self.hidden_size),
@@ -133,21 +133,21 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// Elements of a position's keys, and of its values.
+    /// Returns the number of elements in a position's keys, which is also that of its values.
     fn kv_width(&self) -> usize {
         self.hidden_size / self.num_attention_heads * self.num_key_value_heads
     }
 
-    /// Elements of all parameters; an output projection that is the token embedding counts once.
+    /// Returns the number of elements of all parameters. A tied output projection counts once.
     pub fn num_parameters(&self) -> usize {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// The same of sizes that were not looked at, the heads aside.
+    /// Returns the number of elements for sizes that have not been validated, except for the heads.
     fn elements(&self) -> u128 {
         let sizes = [self.num_hidden_layers, self.hidden_size, self.intermediate_size, self.vocab, self.kv_width()];
         let [layers, d, inner, vocab, kv] = sizes.map(|size| size as u128);
-        // 2 d d + 2 d kv + 3 d inner + 2 d
+        // 2 d d + 2 d kv + 3 d inner + 2 d.
         let block = (2 * d + 2 * kv + 3 * inner + 2).saturating_mul(d);
         let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
         layers.saturating_mul(block).saturating_add((embeddings * vocab + 1).saturating_mul(d))

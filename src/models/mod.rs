@@ -1,5 +1,5 @@
-//! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine; and how they
-//! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
+//! Models built on [`candle_nn::VarBuilder`] and [`crate::nn`], trainable with or without an engine, and text
+//! generation with them ([`LanguageModel::generate`], or token by token with [`Session`]).
 
 mod activation_bytes;
 mod bert;
@@ -39,7 +39,7 @@ pub use rotary_config::{RotaryConfig, RotaryScaling};
 pub use sampling::{TokenRng, keep_likeliest, next_token};
 pub use session::Session;
 
-/// `name`, if a model of any architecture is known by it.
+/// Returns `name` if it is a preset of any architecture.
 ///
 /// # Errors
 /// An unknown name; the message lists the known ones.

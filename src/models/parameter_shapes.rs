@@ -1,4 +1,4 @@
-//! The parameters of a model, without a model.
+//! Lists the parameters of a model without building it.
 
 use super::decoder::DecoderLayers;
 use super::{Bert, BertConfig, DecoderConfig};
@@ -11,22 +11,23 @@ use candle_nn::{Init, VarBuilder};
 use std::sync::{Arc, Mutex};
 
 impl DecoderConfig {
-    /// Names and shapes of the parameters, in the order in which a model asks for them. Nothing of their size is allocated.
+    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// allocated.
     ///
     /// # Errors
-    /// Sizes that make no model.
+    /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
         let asked = ShapeRecorder::default();
         self.validate()?;
-        // With tables of one position only.
+        // The rotary tables need only one position.
         DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, asked.builder())?;
         Ok(asked.names())
     }
 
-    /// Paths of the projections that can have an adapter.
+    /// Returns the paths of the projections that can have an adapter.
     ///
     /// # Errors
-    /// Sizes that make no model.
+    /// Invalid sizes.
     pub fn projections(&self) -> Result<Vec<String>> {
         let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
         let names = all.parameters()?.into_iter().map(|(name, _)| name);
@@ -35,10 +36,11 @@ impl DecoderConfig {
 }
 
 impl BertConfig {
-    /// Names and shapes of the parameters, in the order in which a model asks for them. Nothing of their size is allocated.
+    /// Returns the names and shapes of the parameters, in the order in which a model asks for them. Their memory is not
+    /// allocated.
     ///
     /// # Errors
-    /// Sizes that make no model.
+    /// Invalid sizes.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
         let asked = ShapeRecorder::default();
         Bert::new(self, asked.builder())?;
@@ -46,11 +48,11 @@ impl BertConfig {
     }
 }
 
-/// Records the names and shapes that a model asks for, without memory for them.
+/// A recorder of the names and shapes that a model asks for, which allocates no memory for them.
 #[derive(Debug, Clone, Default)]
 struct ShapeRecorder(Arc<Mutex<NamedShapes>>);
 
-/// Names and shapes.
+/// Parameter names with their shapes.
 type NamedShapes = Vec<(String, Vec<usize>)>;
 
 impl ShapeRecorder {
@@ -58,7 +60,7 @@ impl ShapeRecorder {
         VarBuilder::from_backend(Box::new(self.clone()), DType::F32, Device::Cpu)
     }
 
-    /// All that was asked for.
+    /// Returns everything that was asked for.
     fn names(&self) -> NamedShapes {
         std::mem::take(&mut *lock(&self.0))
     }
@@ -67,7 +69,7 @@ impl ShapeRecorder {
 impl SimpleBackend for ShapeRecorder {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         lock(&self.0).push((name.to_owned(), shape.dims().to_vec()));
-        // One element, seen as often as the shape says.
+        // One element, broadcast to the shape.
         Tensor::zeros(1, dtype, device)?.broadcast_as(shape)
     }
 

@@ -3,41 +3,41 @@
 use crate::nn::frequencies::{self, Llama3RopeScaling};
 use candle_core::Result;
 
-/// How positions turn queries and keys.
+/// The settings of a block's rotary positions, which rotate queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RotaryConfig {
-    /// Base of the wavelengths.
+    /// The base of the wavelengths.
     pub theta: f64,
-    /// How the frequencies that follow from it are slowed.
+    /// The scaling of the frequencies that follow from the base.
     pub scaling: RotaryScaling,
 }
 
-/// How rotary frequencies are slowed, for contexts longer than those of the first training.
+/// The scaling that slows rotary frequencies, for contexts longer than those of the original training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RotaryScaling {
-    /// Not at all.
+    /// No scaling.
     None,
-    /// All by a factor.
+    /// All frequencies are slowed by the same factor.
     Linear {
         /// The factor.
         factor: f64,
     },
-    /// Slow ones more than fast ones.
+    /// Slow frequencies are slowed more than fast ones.
     Llama3(Llama3RopeScaling),
 }
 
 impl Default for RotaryConfig {
-    /// theta 10000, not slowed.
+    /// Returns theta 10000 without scaling.
     fn default() -> Self {
         Self { theta: 1e4, scaling: RotaryScaling::None }
     }
 }
 
 impl RotaryConfig {
-    /// The frequencies of the pairs of a head of `head` elements, in radians a position.
+    /// Returns the frequencies of the pairs in a head of `head` elements, in radians per position.
     ///
     /// # Errors
-    /// An odd head, numbers that are not above 0.
+    /// An odd head size, numbers that are not above 0.
     pub fn frequencies(&self, head: usize) -> Result<Vec<f64>> {
         let plain = frequencies::default(head, self.theta)?;
         match &self.scaling {

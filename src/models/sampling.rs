@@ -1,18 +1,18 @@
-//! Choosing the next token from a row of logits.
+//! Chooses the next token from a row of logits.
 
-/// A small random generator for sampling: splitmix64 (Steele et al. 2014), the same numbers on every machine.
+/// A small random generator for sampling: splitmix64 (Steele et al. 2014), with the same numbers on every machine.
 #[derive(Debug, Clone)]
 pub struct TokenRng {
     state: u64,
 }
 
 impl TokenRng {
-    /// A generator whose numbers follow from `seed` alone.
+    /// Creates a generator whose numbers depend only on `seed`.
     pub fn new(seed: u64) -> Self {
         Self { state: seed }
     }
 
-    /// The next number, uniform in [0, 1).
+    /// Returns the next number, uniform in [0, 1).
     pub fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.state;
@@ -23,8 +23,8 @@ impl TokenRng {
     }
 }
 
-/// Chooses a token from `logits` `[vocab]`: the largest (the first of equals) at temperature 0 or below, else one drawn
-/// from softmax(logits / temperature). Logits that are nan are never chosen while another is not.
+/// Chooses a token from `logits` `[vocab]`: the one with the largest logit (the first of equals) at temperature 0 or
+/// below, otherwise one sampled from softmax(logits / temperature). NaN logits are never chosen unless all are NaN.
 ///
 /// Panics on an empty row.
 pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {
@@ -53,9 +53,10 @@ pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {
     best as u32
 }
 
-/// Leaves the `top_k` largest of `logits` (all with 0), and of those the likeliest whose probabilities, softmax(logits /
-/// temperature), add up to `top_p` (all with 1), at least one; the others become minus infinity, as those that are nan do. Of
-/// equals the first come first. At temperature 0 or below nothing changes: there the largest is chosen anyway.
+/// Keeps the `top_k` largest of `logits` (0 keeps all), and of those the most likely ones whose probabilities,
+/// softmax(logits / temperature), add up to `top_p` (1 keeps all), but at least one. The others become minus infinity,
+/// as do those that are NaN. Of equal logits the first ones are kept. At temperature 0 or below nothing changes,
+/// because the largest is chosen anyway.
 pub fn keep_likeliest(logits: &mut [f32], top_k: usize, top_p: f64, temperature: f64) {
     let by_rank = top_k > 0 && top_k < logits.len();
     if !(temperature > 0.0 && (by_rank || top_p < 1.0)) {
@@ -93,7 +94,7 @@ mod tests {
     fn the_likeliest_are_those_of_the_rank_and_of_the_probability() {
         const NO: f32 = f32::NEG_INFINITY;
         let kept = |top_k, top_p, temperature| {
-            // Probabilities 0.5, 0.1, 0.3 and 0.1 at temperature 1.
+            // The probabilities are 0.5, 0.1, 0.3 and 0.1 at temperature 1.
             let mut logits = [0.5f32.ln(), 0.1f32.ln(), 0.3f32.ln(), 0.1f32.ln(), f32::NAN];
             keep_likeliest(&mut logits, top_k, top_p, temperature);
             logits.map(|x| x > NO)
@@ -103,9 +104,9 @@ mod tests {
         assert_eq!(kept(0, 0.45, 1.0), [true, false, false, false, false]);
         assert_eq!(kept(0, 0.7, 1.0), [true, false, true, false, false]);
         assert_eq!(kept(0, 0.85, 1.0), [true, true, true, false, false]);
-        // Of the two largest the first has 5/8.
+        // Of the two largest, the first has probability 5/8.
         assert_eq!(kept(2, 0.6, 1.0), [true, false, false, false, false]);
-        // A high temperature makes all of them alike.
+        // A high temperature makes all probabilities nearly equal.
         assert_eq!(kept(0, 0.7, 1e6), [true, true, true, false, false]);
         let mut logits = [1.0f32, 3.0];
         keep_likeliest(&mut logits, 1, 0.1, 0.0);

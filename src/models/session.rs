@@ -3,12 +3,12 @@
 use crate::nn::KeyValueCache;
 use candle_core::{Result, bail};
 
-/// A text that a model continues, with the keys and values of it that the model's blocks have computed: for
+/// A text that a model continues, with the keys and values that the model's blocks have computed for it. Used by
 /// [`LanguageModel::extend`](super::LanguageModel::extend).
 ///
-/// It belongs to one model and the weights that this has meanwhile: after a training step begin another one. Keys and
-/// values have the dtype that the model computes in, and take 2 x blocks x positions x (width of a position's keys)
-/// elements, for whole sixteens of positions.
+/// A session is valid for one model and its current weights: start a new one after a training step. Keys and values
+/// have the dtype that the model computes in. They take 2 x blocks x positions x (width of a position's keys) elements,
+/// with the number of positions rounded up to a multiple of 16.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -29,43 +29,44 @@ use candle_core::{Result, bail};
 #[derive(Debug, Clone, Default)]
 pub struct Session {
     tokens: Vec<u32>,
-    /// The first tokens, whose keys and values all of the caches hold.
+    /// The number of first tokens whose keys and values are in all caches.
     seen: usize,
-    /// One for each block.
+    /// The caches, one for each block.
     caches: Vec<KeyValueCache>,
-    /// Tokens that are expected.
+    /// The number of tokens to reserve memory for.
     expected: usize,
 }
 
 impl Session {
-    /// A session without text.
+    /// Creates a session without text.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The text so far.
+    /// Returns the text so far.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// Takes memory for a text of so many tokens, or for the model's context if that is less, when the text begins or next
-    /// outgrows its memory. Otherwise memory doubles each time.
+    /// Sets the text length in tokens that memory is allocated for when the text begins or next outgrows its memory,
+    /// limited by the model's context. Otherwise memory doubles each time.
     pub fn reserve(&mut self, tokens: usize) {
         self.expected = tokens;
     }
 
-    /// Goes back to the first `len` tokens. Memory stays.
+    /// Truncates the text to the first `len` tokens. Memory is kept.
     pub fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len);
         self.seen = self.seen.min(len);
     }
 
-    /// Bytes of the memory of keys and values, room for more tokens included.
+    /// Returns the bytes allocated for keys and values, including room for more tokens.
     pub fn cache_bytes(&self) -> usize {
         self.caches.iter().map(KeyValueCache::size_in_bytes).sum()
     }
 
-    /// The number of first tokens whose keys and values are there, and the caches that hold these and no others.
+    /// Returns the number of first tokens whose keys and values are cached, and the caches, which hold these and no
+    /// others.
     pub(super) fn caches(&mut self, blocks: usize, ctx: usize) -> Result<(usize, &mut [KeyValueCache])> {
         if self.caches.is_empty() {
             self.caches = vec![KeyValueCache::new(ctx); blocks];
@@ -83,13 +84,13 @@ impl Session {
         Ok((self.seen, &mut self.caches))
     }
 
-    /// The text is now `tokens`, and the caches hold all of it.
+    /// Sets the text to `tokens`, all of which the caches hold.
     pub(super) fn saw(&mut self, tokens: Vec<u32>) {
         self.seen = tokens.len();
         self.tokens = tokens;
     }
 
-    /// The text is now `tokens`, of which nothing is kept.
+    /// Sets the text to `tokens`, none of which are cached.
     pub(super) fn saw_without_keeping(&mut self, tokens: Vec<u32>) {
         *self = Self { tokens, expected: self.expected, ..Self::default() };
     }

@@ -1,4 +1,4 @@
-//! CRC-32C (Castagnoli), and the masked form that TFRecord files have.
+//! CRC-32C (Castagnoli), and its masked form used in TFRecord files.
 
 /// The polynomial 0x1EDC6F41 with its bits reversed.
 const POLYNOMIAL: u32 = 0x82f6_3b78;
@@ -19,12 +19,13 @@ const TABLE: [u32; 256] = {
     table
 };
 
-/// The checksum of `bytes`.
+/// Returns the checksum of `bytes`.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc: u32, byte| crc >> 8 ^ TABLE[usize::from(crc as u8 ^ byte)])
 }
 
-/// The checksum as TFRecord stores it: rotated and shifted, so that a checksum of checksums stays a good one.
+/// Returns the checksum as TFRecord stores it: rotated and offset, so that a checksum of data that contains checksums
+/// stays reliable.
 pub(super) fn masked(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

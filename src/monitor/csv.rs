@@ -1,4 +1,4 @@
-//! One CSV file per tag, as DeepSpeed's `csv_monitor`.
+//! Writes one CSV file per tag, as DeepSpeed's `csv_monitor` does.
 
 use super::metrics::end_last_line;
 use super::{Monitor, MonitorEvent};
@@ -10,20 +10,20 @@ use std::io::Write;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-/// Appends to `FOLDER/TAG.csv`, with `_` for `/` and blanks in the tag. The first line of a file is `step,NAME`, with
-/// the tag's last component. A resumed run appends to the files that are there.
+/// A monitor that appends to `FOLDER/TAG.csv`, with `/` and blanks in the tag replaced by `_`. The first line of a file
+/// is `step,NAME`, with the tag's last component. A resumed run appends to the existing files.
 #[derive(Debug)]
 pub struct CsvMonitor {
     folder: PathBuf,
-    /// Files that have been opened before.
+    /// The files that have been opened before.
     known: HashSet<PathBuf>,
 }
 
 impl CsvMonitor {
-    /// Writes into `folder`, which is created where it is missing.
+    /// Creates a monitor that writes into `folder`, which is created if it is missing.
     ///
     /// # Errors
-    /// [`Error::Io`] where the folder cannot be created, or no file in it.
+    /// [`Error::Io`] if the folder, or a file in it, cannot be created.
     pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
@@ -57,11 +57,11 @@ impl Monitor for CsvMonitor {
     }
 }
 
-/// Refuses a file that begins with something else than the line of names, or with what a kill has left of it.
+/// Rejects a file that does not begin with the header line, or with the part of it that a killed run has left.
 fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     let mut begin = vec![0; header.len()];
     let read = file.read_at(&mut begin, 0)?;
-    // Names may have been others in the past; a step is always the first.
+    // The name may have been different in the past, but the first column is always the step.
     if header.as_bytes().starts_with(&begin[..read]) || begin[..read].starts_with(b"step,") {
         return Ok(());
     }
@@ -69,14 +69,14 @@ fn only_values(file: &File, header: &str) -> std::io::Result<()> {
     Err(std::io::Error::new(std::io::ErrorKind::AlreadyExists, text))
 }
 
-/// A tag as the name of a file, which has at most 255 bytes and no byte 0.
+/// Converts a tag to a file name, which has at most 255 bytes and no zero byte.
 fn file_stem(tag: &str) -> String {
     let stem = tag.replace(['/', ' ', '\0'], "_");
     let end = (0..=stem.len().min(200)).rfind(|end| stem.is_char_boundary(*end)).unwrap_or(0);
     stem[..end].to_string()
 }
 
-/// A field of a line; in quotes where it would not be one otherwise.
+/// Returns a field of a line, in quotes if it needs them.
 fn quoted(field: &str) -> String {
     match field.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", field.replace('"', "\"\"")),

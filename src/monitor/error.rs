@@ -6,26 +6,26 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MonitorError {
-    /// The port for Prometheus cannot be listened on.
+    /// Listening on the port for Prometheus fails.
     #[error(
         "cannot serve metrics for Prometheus on port {port} of 127.0.0.1: {source}; give another port, or 0 for a free \
          one"
     )]
     PrometheusPort {
-        /// The port that was asked for.
+        /// The requested port.
         port: u16,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The environment variable that asks for a port for Prometheus holds something else.
+    /// The environment variable for the Prometheus port does not contain a port number.
     #[error("environment variable {name} is `{value}`; it must be a port number from 0 to 65535")]
     PrometheusVariable {
-        /// The variable.
+        /// The name of the variable.
         name: &'static str,
-        /// Its value.
+        /// The value of the variable.
         value: String,
     },
-    /// Another job writes metrics into the same file.
+    /// Another job writes metrics to the same file.
     #[error(
         "cannot write metrics to {}: a job that is running writes them there already{}; give each job a file of its \
          own, or stop the other one",
@@ -35,7 +35,7 @@ pub enum MonitorError {
     MetricsBusy {
         /// The file.
         path: PathBuf,
-        /// The process that locked it, where the system says.
+        /// The process that locked the file, if the system reports it.
         owner: Option<u32>,
     },
     /// The timeline of a job cannot be written.

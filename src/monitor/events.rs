@@ -1,34 +1,35 @@
-//! The trait of a monitor, and its events.
+//! The monitor trait and its events.
 
 use crate::Result;
 
-/// One value of a scalar that is followed over a run.
+/// A value of a scalar that is tracked over a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MonitorEvent {
-    /// Its name, such as `Train/Samples/lr`.
+    /// The name of the scalar, such as `Train/Samples/lr`.
     pub tag: String,
-    /// Its value.
+    /// The value.
     pub value: f64,
-    /// Where on the x axis; the engine's own events have the samples of all ranks so far.
+    /// The position on the x axis. The engine's own events use the number of samples of all ranks so far.
     pub step: u64,
 }
 
 impl MonitorEvent {
-    /// A value of `tag` at `step`.
+    /// Creates an event with a value of `tag` at `step`.
     pub fn new(tag: impl Into<String>, value: f64, step: u64) -> Self {
         Self { tag: tag.into(), value, step }
     }
 }
 
-/// Where events go: files, a port, or something of your own.
+/// A destination of events: files, a port, or a custom implementation.
 ///
-/// Whatever makes a monitor opens what it writes to, so that a folder that cannot be written is an error before the
-/// first step. A monitor that fails later is dropped with one message, and training continues.
+/// The constructor of a monitor should open the files or ports that it writes to, so that a folder that is not writable
+/// causes an error before the first step. A monitor that fails later is dropped with one message, and training
+/// continues.
 pub trait Monitor: Send {
-    /// Takes events, in the order in which they happened. What was taken must be visible outside of the process when
-    /// this returns: the process may be killed at any time.
+    /// Writes events, in the order in which they happened. They must be visible outside of the process when this
+    /// returns, because the process may be killed at any time.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io), or another error that says what cannot be written.
+    /// [`Error::Io`](crate::Error::Io), or another error that names what cannot be written.
     fn write(&mut self, events: &[MonitorEvent]) -> Result<()>;
 }

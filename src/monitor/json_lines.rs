@@ -1,16 +1,16 @@
-//! Events as JSON lines.
+//! Writes events as JSON lines.
 
 use super::{MetricsWriter, Monitor, MonitorEvent};
 use crate::Result;
 use serde_json::json;
 use std::path::Path;
 
-/// Appends a line `{"step": 64, "tag": "Train/Samples/lr", "value": 0.001}` per event.
+/// A monitor that appends one line such as `{"step": 64, "tag": "Train/Samples/lr", "value": 0.001}` per event.
 #[derive(Debug)]
 pub struct JsonLines(MetricsWriter);
 
 impl JsonLines {
-    /// Appends to the file, or creates it.
+    /// Opens the file to append to it, or creates it.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).

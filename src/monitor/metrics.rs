@@ -1,4 +1,4 @@
-//! Metrics as JSON lines.
+//! Writes metrics as JSON lines.
 
 use crate::error::MonitorError;
 use crate::files::{self, AtomicFile, lock_owner};
@@ -12,13 +12,14 @@ use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOp
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a process that was killed may hold the file.
+/// The time that a killed process may still hold the file.
 const DYING: Duration = Duration::from_secs(2);
 
-/// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
+/// A writer of one JSON object per line. Each line is passed to the system at once, so a run that dies leaves complete
+/// lines.
 ///
-/// A file that was [created](Self::create) or [resumed](Self::resume) belongs to this process until the writer is
-/// dropped. Lines that several processes [append](Self::append) to one file stay whole.
+/// A file that was [created](Self::create) or [resumed](Self::resume) is locked by this process until the writer is
+/// dropped. If several processes [append](Self::append) to one file, each line stays intact.
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
@@ -26,16 +27,16 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Creates the file, or empties one of earlier metrics.
+    /// Creates the file, or empties one with earlier metrics.
     ///
     /// # Errors
-    /// [`Error::Io`], also for a pipe, and for a file that has something else than metrics, which stays as it is;
-    /// [`MonitorError::MetricsBusy`] where another process writes it.
+    /// [`Error::Io`], also for a pipe, and for a file that contains anything other than metrics, which is left
+    /// unchanged; [`MonitorError::MetricsBusy`] if another process writes the file.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "create", path: path.into(), source };
         let file = open_to_append(path).map_err(wrong)?;
-        // Not before it is this process's.
+        // The file must not be emptied before this process has locked it.
         if claim(&file, path)? {
             only_metrics(&file).map_err(wrong)?;
             file.set_len(0).map_err(wrong)?;
@@ -43,7 +44,7 @@ impl MetricsWriter {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Appends to the file, or creates it.
+    /// Opens the file to append to it, or creates it.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -61,11 +62,11 @@ impl MetricsWriter {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Goes on with the file of a run that stopped, from `step` on: lines of later steps and its summary go, since they
-    /// will be written again. Without a file it begins one.
+    /// Continues the file of a stopped run from `step` on. Lines of later steps and the run's summary are removed,
+    /// since they will be written again. If there is no file, it is created.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] where another process writes it.
+    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] if another process writes the file.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
@@ -83,7 +84,7 @@ impl MetricsWriter {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        // Beside, then under its name: a kill in between must not cost the log.
+        // The new file is written under another name and then renamed: a kill in between must not lose the log.
         let replace = || {
             let mut new = AtomicFile::beside(path)?;
             new.file().write_all(kept.as_bytes())?;
@@ -95,17 +96,17 @@ impl MetricsWriter {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.
+    /// Appends one line. Numbers that are not finite become `null`, since JSON cannot represent them.
     ///
     /// # Errors
-    /// [`Error::Io`], also when `record` cannot be JSON (a map whose keys are not text).
+    /// [`Error::Io`], also if `record` cannot be converted to JSON (a map whose keys are not text).
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let write = |file: &mut File| {
             let mut line = serde_json::to_vec(record)?;
             line.push(b'\n');
             let before = file.metadata()?;
             file.write_all(&line).inspect_err(|_| {
-                // What a full disk has taken of it is no line.
+                // If the disk is full, the written part is not a complete line and is removed.
                 if before.is_file() {
                     _ = file.set_len(before.len());
                 }
@@ -116,13 +117,15 @@ impl MetricsWriter {
 }
 
 impl Drop for MetricsWriter {
-    /// A process that another thread is starting holds a copy of the file until it runs its program.
+    /// Unlocks the file explicitly, because a process that another thread is starting holds a copy of the file until it
+    /// runs its program.
     fn drop(&mut self) {
         _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// Opens a file, which is created where there is none, or a device that takes characters; a pipe would be waited for.
+/// Opens a file, which is created if it does not exist, or a character device. A pipe is rejected, because opening it
+/// would block.
 fn open_to_append(path: &Path) -> std::io::Result<File> {
     if let Ok(found) = path.metadata()
         && !found.file_type().is_char_device()
@@ -131,16 +134,16 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
     }
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     OpenOptions::new().create(true).append(true).read(true).custom_flags(flags).open(path).or_else(|e| {
-        // A device that gives nothing, or a file that may only be written.
+        // This is a device that cannot be read, or a file that may only be written.
         let again = OpenOptions::new().append(true).custom_flags(flags).open(path);
         if e.kind() == ErrorKind::NotFound { Err(e) } else { again }
     })
 }
 
-/// Refuses a file that has something else than metrics: each line of its beginning, as far as it is whole, is an object with
-/// numbers, of which one is named `step` or `epoch`, or a summary. Texts are nothing that metrics have, beside the tag of an event.
+/// Rejects a file that contains anything other than metrics. Each complete line at its beginning must be a summary, or
+/// an object with a number named `step` or `epoch`. Metrics contain no strings except the tag of an event.
 fn only_metrics(file: &File) -> std::io::Result<()> {
-    /// Bytes that are looked at.
+    /// The number of bytes that are checked.
     const MOST: usize = 1 << 16;
     let mut begin = vec![0; MOST];
     let mut filled = 0;
@@ -160,7 +163,7 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     let whole = begin.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
     let (lines, rest) = begin.split_at(whole);
     let mut lines = lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
-    // What a full disk or a kill has left of a line begins as one.
+    // A line that a full disk or a kill has cut off must begin like metrics.
     let is_cut = match (serde_json::from_slice::<Value>(rest), whole) {
         _ if rest.is_empty() => true,
         (Ok(_), _) => is_metrics(rest),
@@ -174,14 +177,15 @@ fn only_metrics(file: &File) -> std::io::Result<()> {
     Err(std::io::Error::new(ErrorKind::AlreadyExists, text))
 }
 
-/// Keeps other processes from the file as long as it is open. False for what is no file: a device is everybody's.
+/// Locks the file against other processes while it is open. Returns false for anything but a regular file: a device is
+/// shared.
 fn claim(file: &File, path: &Path) -> Result<bool> {
     let found = file.metadata().map_err(|source| Error::Io { action: "read", path: path.into(), source })?;
     if !found.is_file() {
         return Ok(false);
     }
     let start = Instant::now();
-    // Where the file system knows no locks, nobody asks for them either.
+    // If the file system does not support locks, the file is used without one.
     while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
         match lock_owner(found.ino()) {
             Some(owner) if owner == std::process::id() => break,
@@ -194,9 +198,10 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Takes away what a full disk or a kill has left of a last line. Other things than files stay as they are.
+/// Removes the rest of a last line that a full disk or a kill has cut off. Anything but a regular file is left
+/// unchanged.
 pub(super) fn end_last_line(file: &File) -> std::io::Result<()> {
-    /// Bytes that are read at a time, from the end.
+    /// The number of bytes that are read at a time, starting from the end.
     const PART: u64 = 4096;
     let whole = file.metadata()?;
     let mut end = if whole.is_file() { whole.len() } else { 0 };
@@ -283,14 +288,14 @@ mod tests {
         let path = dir.path().join("m.jsonl");
         let mut first = MetricsWriter::create(&path).unwrap();
         first.write(&json!({"step": 0})).unwrap();
-        // The shell of another process: this one may open its own file twice.
+        // A shell is used because it is another process: this one may open its own file twice.
         drop(MetricsWriter::resume(&path, 1).unwrap());
         drop(first);
         let mut other = std::process::Command::new("flock");
         other.arg(&path).args(["sh", "-c", "echo held; read line"]);
         let mut other = match other.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn() {
             Ok(other) => other,
-            // Without util-linux there is none.
+            // `flock` is missing if util-linux is not installed.
             Err(e) if e.kind() == ErrorKind::NotFound => return,
             Err(e) => panic!("{e}"),
         };

@@ -1,7 +1,7 @@
-//! The output of a run while it trains: metrics for programs, progress for people.
+//! The output of a run during training: metrics for programs, progress for people.
 //!
-//! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`)
-//! and to those that its builder is given.
+//! The engine writes its [`MonitorEvent`]s to the [`Monitor`]s that the configuration enables (`tensorboard`,
+//! `csv_monitor`) and to those that were passed to its builder.
 
 mod crc32c;
 mod csv;

@@ -1,11 +1,11 @@
-//! The monitors of a run, which all get the same events.
+//! The monitors of a run, all of which receive the same events.
 
 use super::{CsvMonitor, Monitor, MonitorEvent, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
 use crate::notice::{say, warn};
 
-/// Makes a monitor, on the rank that writes.
+/// A function that creates a monitor, on the rank that writes.
 pub(crate) type MonitorOpener = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
 
 /// The monitors of rank 0; other ranks have none.
@@ -13,7 +13,7 @@ pub(crate) type MonitorOpener = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + S
 pub(crate) struct Monitors(Vec<Box<dyn Monitor>>);
 
 impl Monitors {
-    /// Opens those that the configuration, the environment and the engine's builder ask for.
+    /// Opens the monitors requested by the configuration, the environment and the engine's builder.
     pub fn open(config: &Monitoring, more: Vec<MonitorOpener>) -> Result<Self> {
         let mut all: Vec<Box<dyn Monitor>> = Vec::new();
         if let Some(tensorboard) = &config.tensorboard {
@@ -36,12 +36,12 @@ impl Monitors {
         Ok(Self(all))
     }
 
-    /// Whether nobody listens.
+    /// Returns whether there are no monitors.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Writes to all. A monitor that fails is dropped.
+    /// Writes to all monitors. A monitor that fails is dropped.
     pub fn write(&mut self, events: &[MonitorEvent]) {
         self.0.retain_mut(|monitor| match monitor.write(events) {
             Ok(()) => true,

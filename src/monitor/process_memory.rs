@@ -1,24 +1,24 @@
-//! The operating system's figures for this process's memory.
+//! The operating system's figures about this process's memory.
 
-/// The most memory that this process ever had resident, in bytes (`VmHWM` of /proc/self/status). `None` where the
-/// system does not tell.
+/// Returns the peak resident memory of this process in bytes (`VmHWM` of /proc/self/status), or `None` if the system
+/// does not report it.
 pub fn rss_peak_bytes() -> Option<u64> {
     bytes_of("VmHWM:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// The memory that this process has resident now, in bytes (`VmRSS`). `None` where the system does not report it.
+/// Returns the current resident memory of this process in bytes (`VmRSS`), or `None` if the system does not report it.
 pub fn rss_bytes() -> Option<u64> {
     bytes_of("VmRSS:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// The memory that this process could still take, in bytes: what the system has available, within the limits of the
-/// process's control groups (of a container, or of a job). `None` where the system does not report it.
+/// Returns the memory in bytes that this process could still allocate: what the system has available, within the limits
+/// of the process's control groups (of a container, or of a job). Returns `None` if the system does not report it.
 pub fn available_memory() -> Option<u64> {
     Some(crate::offload::available_memory()).filter(|bytes| *bytes > 0)
 }
 
-/// The memory that this process may still take by the limits that are set for it alone (`RLIMIT_DATA` and `RLIMIT_AS`: `ulimit`
-/// -d and -v), in bytes. `None` without a limit, and where the system does not report it.
+/// Returns the memory in bytes that this process may still allocate within its own limits (`RLIMIT_DATA` and
+/// `RLIMIT_AS`: `ulimit` -d and -v), or `None` if there is no limit or the system does not report it.
 pub fn process_limit() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let left = |resource, name| {
@@ -59,7 +59,7 @@ mod tests {
     #[test]
     fn a_limit_of_the_process_is_what_is_left_of_the_narrowest() {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-        // Too wide to trouble the tests beside this one.
+        // Large enough not to affect the tests that run in parallel.
         const WIDE: u64 = 16 << 40;
         let before = [Resource::Data, Resource::As].map(|resource| (resource, getrlimit(resource)));
         let set = |resource, maximum, current| setrlimit(resource, Rlimit { current, maximum }).expect("a lower limit");

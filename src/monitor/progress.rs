@@ -1,4 +1,4 @@
-//! Progress for people: a bar on a terminal, plain lines in a pipe or a file. Both go to standard error.
+//! Progress for people: a bar on a terminal, plain lines in a pipe or a file. Both are written to standard error.
 
 #[cfg(feature = "cli")]
 use indicatif::{ProgressBar, ProgressStyle};
@@ -7,21 +7,22 @@ use std::io::IsTerminal as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-/// Pauses between two lines when no step count is asked for: a part of the time that the run has lasted, within bounds.
+/// The divisor of the elapsed time that determines the pause between two lines if no step count is given, within the
+/// bounds below.
 const PAUSE_PART: u32 = 20;
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Between two looks of a bar while nothing is reported.
+/// The interval at which a bar is redrawn while nothing is reported.
 #[cfg(feature = "cli")]
 const TICK: Duration = Duration::from_millis(500);
-/// Between two lines within the first step.
+/// The pause between two lines within the first step.
 const PAUSE_WITHIN: Duration = Duration::from_secs(10);
 
-/// Shows how far a run is.
+/// A display of a run's progress.
 #[derive(Debug)]
 pub struct Progress {
     total: u64,
-    /// What is counted, in lines; steps, where there is nothing.
+    /// The unit that lines count, or `None` for steps.
     unit: Option<&'static str>,
     display: ProgressDisplay,
 }
@@ -34,22 +35,23 @@ enum ProgressDisplay {
     Lines(PrintInterval),
 }
 
-/// When a line is due.
+/// The rule that decides when a line is due.
 #[derive(Debug)]
 struct PrintInterval {
     every: Option<u64>,
     start: Instant,
-    /// Steps that were done before the first that is reported.
+    /// The number of steps that were done before the first reported one.
     before: u64,
     last_line: Option<Instant>,
-    /// The last line before the first step was reported.
+    /// The time of the last line before the first step was reported.
     last_within: Option<Instant>,
 }
 
 impl Progress {
-    /// Progress over `total` steps: a bar if standard error is a terminal (with feature `cli`), else a line every
-    /// `every` steps, or about every second at first and ever more rarely, down to one a minute. The first and the last
-    /// step always show. Lines end with an estimate of the time that is left.
+    /// Creates a display for `total` steps: a bar if standard error is a terminal (with feature `cli`), otherwise a
+    /// line every `every` steps. Without `every`, a line is written about every second at first, and then less and less
+    /// often, down to one a minute. The first and the last step are always shown. Lines end with an estimate of the
+    /// remaining time.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {
@@ -58,18 +60,18 @@ impl Progress {
         Self { total, unit: None, display: ProgressDisplay::Lines(PrintInterval::new(every, Instant::now())) }
     }
 
-    /// Shows nothing: for all ranks but one.
+    /// Creates a display that shows nothing, for all ranks but one.
     pub fn silent() -> Self {
         Self { total: 0, unit: None, display: ProgressDisplay::Nothing }
     }
 
-    /// The same over something else than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
+    /// Counts another unit than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
     pub fn counting(self, unit: &'static str) -> Self {
         Self { unit: Some(unit), ..self }
     }
 
-    /// Shows that work has begun behind step `done`, before the first step is reported: the bar, whose time runs from then on, or a
-    /// line.
+    /// Shows that work has begun after step `done`, before the first step is reported. A bar starts its clock now;
+    /// otherwise a line is written.
     pub fn begin(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}
@@ -83,8 +85,8 @@ impl Progress {
         }
     }
 
-    /// Shows how far the step behind step `done` is: `part` of `of` parts. Lines do not, but in the first step of a run, where
-    /// nothing else is to be seen yet, and then as seldom as others.
+    /// Shows the progress within the step after step `done`: `part` of `of` parts. Lines show it only in the first step
+    /// of a run, when there is nothing else to show yet, and no more often than other lines.
     pub fn within(&mut self, done: u64, part: usize, of: usize) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}
@@ -104,7 +106,7 @@ impl Progress {
         }
     }
 
-    /// Reports that step `done` (from 1) is done. `message` is only made when it is shown.
+    /// Reports that step `done` (counted from 1) is done. `message` is called only if it is shown.
     pub fn step(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}
@@ -130,11 +132,11 @@ impl Progress {
         }
     }
 
-    /// Leaves the bar as it is and frees the line below it.
+    /// Leaves the bar as it is and moves to the line below it.
     pub fn finish(&self) {
         #[cfg(feature = "cli")]
         if let ProgressDisplay::Bar(bar) = &self.display {
-            // What is over has no time left, also if it ended early.
+            // A finished run has no remaining time, even if it ended early.
             if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed}] {msg}") {
                 bar.set_style(style);
             }
@@ -143,7 +145,7 @@ impl Progress {
     }
 }
 
-/// A message behind the unit that is counted.
+/// Puts the unit, if any, before a message.
 fn in_unit(unit: Option<&str>, message: String) -> String {
     match unit {
         Some(unit) if message.is_empty() => unit.to_string(),
@@ -183,7 +185,7 @@ impl PrintInterval {
         due
     }
 
-    /// Whether a line is due within the first step.
+    /// Returns whether a line is due within the first step.
     fn is_due_before_the_first(&mut self, now: Instant) -> bool {
         let since = now.duration_since(self.last_within.unwrap_or(self.start));
         let due = self.last_line.is_none() && since >= PAUSE_WITHIN;
@@ -193,7 +195,8 @@ impl PrintInterval {
         due
     }
 
-    /// The time that the rest will take at the speed so far. Nothing after the first step, which tells little.
+    /// Returns the time that the rest will take at the speed so far, or `None` after the first step, which is not
+    /// representative.
     fn left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
         let made = done.checked_sub(self.before).filter(|made| *made > 1)?;
         let rest = total.checked_sub(done).filter(|rest| *rest > 0)?;
@@ -202,7 +205,7 @@ impl PrintInterval {
     }
 }
 
-/// `40s`, `3m 20s`, `2h 5m`, `4d 3h`.
+/// Formats a time such as `40s`, `3m 20s`, `2h 5m` or `4d 3h`.
 fn in_words(time: Duration) -> String {
     let seconds = time.as_secs_f64().round() as u64;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -246,7 +249,7 @@ mod tests {
         let start = Instant::now();
         let mut rhythm = PrintInterval::new(None, start);
         let at = |seconds| start + Duration::from_secs(seconds);
-        // A run that was resumed after step 100.
+        // The run was resumed after step 100.
         assert!(rhythm.is_due(101, 200, at(10)));
         assert_eq!(rhythm.left(101, 200, at(10)), None, "one step tells little");
         assert_eq!(rhythm.left(120, 200, at(200)), Some(Duration::from_secs(800)));

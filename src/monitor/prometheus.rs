@@ -1,4 +1,4 @@
-//! The last value of every tag for Prometheus, on a port of this host.
+//! Serves the last value of every tag to Prometheus on a port of this host.
 
 use super::{Monitor, MonitorEvent};
 use crate::error::{Error, MonitorError, Result};
@@ -13,15 +13,15 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The environment variable with the port, which `zerorun --prometheus` sets.
+/// The name of the environment variable for the port, which `zerorun --prometheus` sets.
 #[doc(hidden)]
 pub const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
 
-/// How long one client may take, and the longest request.
+/// The time limit for one client, and the size limit of a request.
 const PATIENCE: Duration = Duration::from_secs(1);
 const REQUEST_BYTES: usize = 8 << 10;
 
-/// Answers `GET /metrics` on 127.0.0.1, from a thread of its own that training never waits for.
+/// A monitor that answers `GET /metrics` on 127.0.0.1, from its own thread. Training never waits for it.
 #[derive(Debug)]
 pub struct Prometheus {
     address: SocketAddr,
@@ -30,17 +30,17 @@ pub struct Prometheus {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Value and step by tag.
+/// The value and step of each tag.
 type LastValues = BTreeMap<String, (f64, u64)>;
 
-/// How many of them this process has.
+/// The number of monitors of this kind in this process.
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
 
 impl Prometheus {
-    /// Listens on a port; 0 is a free one. A message names the address.
+    /// Listens on a port; 0 selects a free one. The address is printed.
     ///
     /// # Errors
-    /// [`MonitorError::PrometheusPort`]: the port is taken, or not allowed.
+    /// [`MonitorError::PrometheusPort`] if the port is taken, or not allowed.
     pub fn listen(port: u16) -> Result<Self> {
         let failed = |source| Error::from(MonitorError::PrometheusPort { port, source });
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
@@ -53,9 +53,9 @@ impl Prometheus {
                     return;
                 }
                 match client {
-                    // A client that goes away is none of training's business.
+                    // A client that disconnects must not affect training.
                     Ok(client) => _ = answer(client, &values),
-                    // Out of descriptors, say: not at once again.
+                    // The process may be out of file descriptors, so wait before trying again.
                     Err(_) => std::thread::sleep(PATIENCE),
                 }
             }
@@ -66,10 +66,10 @@ impl Prometheus {
         Ok(Self { address, last, stop, thread: Some(thread) })
     }
 
-    /// The port on which `CANDLE_ZERO_PROMETHEUS` asks for a monitor.
+    /// Returns the port that `CANDLE_ZERO_PROMETHEUS` requests.
     ///
     /// # Errors
-    /// [`MonitorError::PrometheusVariable`]: it is no port.
+    /// [`MonitorError::PrometheusVariable`] if the value is not a port.
     pub(crate) fn asked_for() -> Result<Option<u16>> {
         let Some(value) = std::env::var_os(PORT) else { return Ok(None) };
         let value = value.to_string_lossy().into_owned();
@@ -79,12 +79,12 @@ impl Prometheus {
         }
     }
 
-    /// Whether this process has one already, for another engine.
+    /// Returns whether this process already has such a monitor, for another engine.
     pub(crate) fn is_listening() -> bool {
         LISTENING.load(Ordering::Relaxed) > 0
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -104,7 +104,7 @@ impl Drop for Prometheus {
     fn drop(&mut self) {
         LISTENING.fetch_sub(1, Ordering::Relaxed);
         self.stop.store(true, Ordering::Relaxed);
-        // Wakes the thread; where that fails it has ended, or ends with the process.
+        // Wakes the thread. If that fails, the thread has ended, or ends with the process.
         if TcpStream::connect_timeout(&self.address, PATIENCE).is_ok()
             && let Some(thread) = self.thread.take()
         {
@@ -117,7 +117,7 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
     let until = Instant::now() + PATIENCE;
     client.set_write_timeout(Some(PATIENCE))?;
     let (mut request, mut part) = (Vec::new(), [0; 1024]);
-    // As far as the end of the headers, so that a client that is still sending is not cut off.
+    // Reads up to the end of the headers, so that a client that is still sending is not cut off.
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST_BYTES {
         let left = until.saturating_duration_since(Instant::now());
         client.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
@@ -141,7 +141,8 @@ fn answer(mut client: TcpStream, last: &Mutex<LastValues>) -> std::io::Result<()
     client.write_all(format!("HTTP/1.1 {status}\r\n{head} {length}\r\n\r\n{body}").as_bytes())
 }
 
-/// Prometheus's text format. A tag is a label: any text can be one, and no two tags become the same name.
+/// Formats the values in Prometheus's text format. A tag is a label: any text can be one, and no two tags become the
+/// same name.
 fn text(last: &LastValues) -> String {
     let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
     let mut steps = "# HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.\n\
@@ -154,7 +155,7 @@ fn text(last: &LastValues) -> String {
             f64::NEG_INFINITY => "-Inf".into(),
             value => format!("{value:?}"),
         };
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         _ = writeln!(values, "candle_zero_value{{tag=\"{tag}\"}} {value}");
         _ = writeln!(steps, "candle_zero_step{{tag=\"{tag}\"}} {step}");
     }
@@ -197,7 +198,7 @@ mod tests {
         candle_zero_step{tag="a\"\\\n"} 1
         "#);
         assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
-        // Dropped, it gives the port back.
+        // Dropping it frees the port.
         drop(prometheus);
         assert_eq!(Prometheus::listen(address.port()).unwrap().address(), address);
     }

@@ -1,4 +1,4 @@
-//! TensorBoard's event files.
+//! Writes TensorBoard's event files.
 //!
 //! A file is a sequence of TFRecords, each a protobuf message `MonitorEvent`:
 //!
@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writes one event file. A resumed run writes another one into the same folder: TensorBoard joins them.
+/// A monitor that writes one event file. A resumed run writes another one into the same folder, and TensorBoard joins
+/// them.
 #[derive(Debug)]
 pub struct TensorBoard {
     file: File,
@@ -26,7 +27,7 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates a file in `folder`, which is created where it is missing.
+    /// Creates a file in `folder`, which is created if it is missing.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -44,7 +45,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// The file.
+    /// Returns the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -56,7 +57,7 @@ impl TensorBoard {
 }
 
 impl Monitor for TensorBoard {
-    /// Values are stored in f32, as TensorBoard's scalars are.
+    /// Writes events. Values are stored in f32, as TensorBoard's scalars are.
     fn write(&mut self, events: &[MonitorEvent]) -> Result<()> {
         let now = seconds();
         let records: Vec<u8> = events.iter().flat_map(|event| record(&message(event, now))).collect();
@@ -64,8 +65,8 @@ impl Monitor for TensorBoard {
     }
 }
 
-/// `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first words, and the rest makes it
-/// unique.
+/// Returns a file name such as `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first
+/// words, and the rest makes it unique.
 fn file_name() -> String {
     static FILES: AtomicU64 = AtomicU64::new(0);
     let host = host_name();
@@ -74,7 +75,7 @@ fn file_name() -> String {
     format!("events.out.tfevents.{:010}.{host}.{}.{number}", seconds() as u64, std::process::id())
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 fn seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
@@ -85,7 +86,7 @@ fn message(event: &MonitorEvent, now: f64) -> Vec<u8> {
     ProtobufMessage::default().double(1, now).varint(2, event.step).bytes(5, &summary.0).0
 }
 
-/// A TFRecord around a message.
+/// Returns a TFRecord that contains a message.
 fn record(message: &[u8]) -> Vec<u8> {
     let length = (message.len() as u64).to_le_bytes();
     [&length[..], &masked(&length).to_le_bytes(), message, &masked(message).to_le_bytes()].concat()
@@ -96,7 +97,7 @@ fn record(message: &[u8]) -> Vec<u8> {
 struct ProtobufMessage(Vec<u8>);
 
 impl ProtobufMessage {
-    /// A key: the field's number and how its value is laid out.
+    /// Writes a key: the field's number and the encoding of its value.
     fn key(&mut self, field: u8, wire_type: u8) {
         self.0.push(field << 3 | wire_type);
     }
@@ -140,15 +141,15 @@ impl ProtobufMessage {
 mod tests {
     use super::*;
 
-    /// CRC-32C as a division of polynomials, bit by bit from the highest power: no table, nothing reversed but the
-    /// bytes.
+    /// Computes CRC-32C by polynomial division, bit by bit from the highest power: no table, and nothing reversed but
+    /// the bytes.
     fn crc_by_division(bytes: &[u8]) -> u32 {
         const DIVISOR: u64 = 0x1_1EDC_6F41;
         let bits = bytes.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1));
         let bits: Vec<u8> = bits.chain([0; 32]).collect();
         let mut rest = 0u64;
         for (i, bit) in bits.iter().enumerate() {
-            // All ones are added to the first 32 bits.
+            // The first 32 bits are XORed with ones.
             rest = rest << 1 | u64::from(bit ^ u8::from(i < 32));
             if rest >> 32 == 1 {
                 rest ^= DIVISOR;
@@ -163,7 +164,7 @@ mod tests {
         assert_eq!(u32::from_le_bytes(found.try_into().unwrap()), masked);
     }
 
-    /// The messages of the whole records of a file, checksums checked.
+    /// Returns the messages of the complete records in a file, after checking their checksums.
     fn messages(mut bytes: &[u8]) -> Vec<&[u8]> {
         let mut messages = vec![];
         while bytes.len() >= 12 {
@@ -181,7 +182,7 @@ mod tests {
         messages
     }
 
-    /// A field of a message by its number: the value's bytes, and of a varint its value.
+    /// Returns a field of a message by its number: the bytes of the value, and the value itself if it is a varint.
     fn field(mut message: &[u8], number: u64) -> Option<(&[u8], u64)> {
         let varint = |message: &mut &[u8]| {
             let length = message.iter().position(|byte| byte & 0x80 == 0).unwrap() + 1;
@@ -238,7 +239,7 @@ mod tests {
             let simple = f32::from_le_bytes(field(value, 2).unwrap().0.try_into().unwrap());
             assert_eq!(simple.to_bits(), (event.value as f32).to_bits());
         }
-        // A run that is killed in the middle of a record leaves the records before it.
+        // A run that is killed in the middle of a record leaves the records before it intact.
         assert_eq!(messages(&bytes[..bytes.len() - 3]).len(), written.len());
     }
 

@@ -1,36 +1,36 @@
-//! Samples per second, as DeepSpeed's throughput timer takes them.
+//! Measures samples per second in the same way as DeepSpeed's throughput timer.
 
 use std::time::Duration;
 
-/// Optimizer steps that are not timed: the first ones allocate, and record what later ones follow.
+/// The number of optimizer steps that are not timed: the first ones allocate memory, and record what later ones follow.
 const WARM_UP: u64 = 2;
 
-/// Times micro steps, from the beginning of forward to the end of the step.
+/// A timer of micro steps, from the beginning of forward to the end of the step.
 #[derive(Debug, Default)]
 pub(crate) struct ThroughputTimer {
-    /// Optimizer steps of this process.
+    /// The number of optimizer steps in this process.
     steps: u64,
-    /// Total time of the timed steps.
+    /// The total time of the timed steps.
     total: Duration,
     step: Duration,
 }
 
-/// Samples of all ranks per second.
+/// The throughput of all ranks together.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct SamplesPerSecond {
-    /// Samples per second in the last optimizer step.
+    /// The samples per second in the last optimizer step.
     pub current: f64,
-    /// Samples per second in all timed steps.
+    /// The samples per second in all timed steps.
     pub average: f64,
 }
 
 impl ThroughputTimer {
-    /// A micro step took so long.
+    /// Adds the time that a micro step took.
     pub fn add(&mut self, took: Duration) {
         self.step += took;
     }
 
-    /// An optimizer step of `samples` is over. The first two are not reported.
+    /// Ends an optimizer step of `samples` samples, and returns the throughput. The first two steps are not reported.
     pub fn boundary(&mut self, samples: usize) -> Option<SamplesPerSecond> {
         let took = std::mem::take(&mut self.step);
         self.steps += 1;

@@ -1,4 +1,4 @@
-//! Activations: GELU, SiLU, the gated SwiGLU and GeGLU, and products with a number.
+//! Activations: GELU, SiLU, the gated SwiGLU and GeGLU, and multiplication by a number.
 
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::gemm::Activation;
@@ -9,23 +9,24 @@ use crate::nn::on_gpu;
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 
-/// GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation:
-/// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), elementwise, computed in f32.
+/// Computes GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation: 0.5 x (1 + tanh(sqrt(2/pi)
+/// (x + 0.044715 x^3))), elementwise, in f32.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     elementwise("gelu_tanh", Activation::GeluTanh, x, composed::gelu_tanh)
 }
 
-/// SiLU (Elfwing et al. 2017): x / (1 + exp(-x)), elementwise, computed in f32.
+/// Computes SiLU (Elfwing et al. 2017): x / (1 + exp(-x)), elementwise, in f32.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     elementwise("silu", Activation::Silu, x, composed::silu)
 }
 
-/// GELU itself (Hendrycks and Gimpel 2016), BERT's activation: x (1 + erf(x / sqrt(2))) / 2, elementwise, computed in f32.
+/// Computes the exact GELU (Hendrycks and Gimpel 2016), BERT's activation: x (1 + erf(x / sqrt(2))) / 2, elementwise,
+/// in f32.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     elementwise("gelu", Activation::Gelu, x, composed::gelu)
 }
 
-/// The function of a tensor.
+/// Applies the activation `function` to a tensor.
 pub(super) fn activated(function: Activation, x: &Tensor) -> Result<Tensor> {
     match function {
         Activation::GeluTanh => gelu_tanh(x),
@@ -73,7 +74,7 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
     })
 }
 
-/// silu(gate) * up, elementwise, computed in f32 and rounded once (Shazeer 2020): the middle of Llama's MLP.
+/// Computes silu(gate) * up, elementwise, in f32 and rounded once (Shazeer 2020): the gated activation of Llama's MLP.
 ///
 /// # Errors
 /// Tensors of different shapes.
@@ -81,7 +82,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated("swiglu", Activation::Silu, gate, up, composed::swiglu)
 }
 
-/// gelu_tanh(gate) * up, elementwise, computed in f32 and rounded once (Shazeer 2020): the middle of Gemma's MLP.
+/// Computes gelu_tanh(gate) * up, elementwise, in f32 and rounded once (Shazeer 2020): the gated activation of Gemma's
+/// MLP.
 ///
 /// # Errors
 /// Tensors of different shapes.
@@ -130,8 +132,8 @@ fn gated(
     })
 }
 
-/// x times a number, which is rounded to x's dtype as PyTorch rounds a tensor of one element: Gemma's factor of the
-/// embeddings. Computed in f32 and rounded once.
+/// Multiplies x by a number, which is rounded to x's dtype as PyTorch rounds a one-element tensor. Gemma scales its
+/// embeddings in this way. The product is computed in f32 and rounded once.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     const NAME: &str = "scaled";
     if !x.device().is_cpu() {

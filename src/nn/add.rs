@@ -7,10 +7,10 @@ use crate::nn::on_gpu;
 use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
-/// a + b, elementwise, computed in f32 and rounded once.
+/// Computes a + b, elementwise, in f32 and rounded once.
 ///
-/// The sum, as Candle's `+` gives it, with a gradient that does not travel through Candle's graph. To add the result of
-/// a linear layer to a residual stream, [`crate::nn::linear_then`] needs no pass of its own.
+/// The sum is that of Candle's `+`, but its gradient does not pass through Candle's graph. To add the result of a
+/// linear layer to a residual stream, prefer [`crate::nn::linear_then`], which needs no separate pass.
 ///
 /// # Errors
 /// Tensors of different shapes.

@@ -1,4 +1,4 @@
-//! Multi-head attention, with grouped heads.
+//! Multi-head attention, also with grouped heads.
 
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::{self, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
@@ -9,22 +9,24 @@ use crate::nn::{AttentionOptions, Sequences, composed};
 use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
-/// softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
+/// Computes softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
 ///
-/// `qkv` `[batch, time, 3 width]` holds queries, keys and values side by side, each split into `n_head` equal heads, as
-/// GPT-2's c_attn gives them; the result is `[batch, time, width]`. Position t sees positions 0 to t. Arithmetic is f32
-/// for every dtype. Worked in tiles: no memory quadratic in time, and no work for positions that are not seen.
+/// `qkv` `[batch, time, 3 width]` contains queries, keys and values side by side, each split into `n_head` equal heads,
+/// as in the output of GPT-2's c_attn; the result is `[batch, time, width]`. Position t sees positions 0 to t.
+/// Arithmetic is f32 for every dtype. The work is done in tiles, without memory quadratic in time, and without work for
+/// positions that are not seen.
 ///
 /// # Errors
-/// Another rank, or a width that 3 `n_head` does not divide.
+/// An input with another number of dimensions, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     fused_attention(qkv, n_head, &AttentionOptions::default(), None)
 }
 
-/// [`causal_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone.
+/// Computes [`causal_attention`] with options, and for packed rows. Each sequence has the same bits as if it were
+/// computed separately.
 ///
 /// # Errors
-/// As [`causal_attention`]; options that are not above 0, sequences of another batch.
+/// The errors of [`causal_attention`]; options that are not above 0, sequences that do not match the batch.
 pub fn fused_attention(
     qkv: &Tensor,
     n_head: usize,
@@ -76,11 +78,11 @@ pub fn fused_attention(
     })
 }
 
-/// softmax(q k^T / sqrt(head width), causal) v for separate queries, keys and values with grouped heads.
+/// Computes softmax(q k^T / sqrt(head width), causal) v for separate queries, keys and values with grouped heads.
 ///
 /// `q` `[batch, time, n_head * head]`, `k` and `v` `[batch, time, n_kv_head * head]`; `n_kv_head` divides `n_head`, and
-/// each of the key and value heads serves `n_head / n_kv_head` query heads in a row. The result has the shape of `q`.
-/// Otherwise as [`causal_attention`].
+/// each key and value head serves `n_head / n_kv_head` consecutive query heads. The result has the shape of `q`.
+/// Everything else is as in [`causal_attention`].
 ///
 /// # Errors
 /// Shapes or numbers of heads that do not fit.
@@ -88,11 +90,12 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
 
-/// [`grouped_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone. Tiles in which
-/// no query sees a key are not touched: packed rows and windows cost less than full ones.
+/// Computes [`grouped_attention`] with options, and for packed rows. Each sequence has the same bits as if it were
+/// computed separately. Tiles in which no query sees a key are skipped, so packed rows and windows cost less than full
+/// rows.
 ///
 /// # Errors
-/// As [`grouped_attention`]; options that are not above 0, sequences of another batch.
+/// The errors of [`grouped_attention`]; options that are not above 0, sequences that do not match the batch.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -149,7 +152,7 @@ pub fn attention(
 
 const NAME: &str = "causal_attention";
 
-/// The sizes that [`fused_attention`]'s input has.
+/// Returns the sizes of [`fused_attention`]'s input.
 pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape> {
     match *qkv.dims() {
         [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => {
@@ -162,7 +165,7 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<AttentionShape>
     }
 }
 
-/// The sizes that [`attention()`]'s inputs have.
+/// Returns the sizes of [`attention()`]'s inputs.
 pub(super) fn grouped_heads(
     q: &Tensor,
     k: &Tensor,
@@ -194,7 +197,7 @@ pub(super) fn grouped_heads(
     }
 }
 
-/// Queries, keys and values that lie side by side, `width` elements each.
+/// Returns the queries, keys and values that are side by side in `x`, `width` elements each.
 pub(super) fn fused_parts<E: TensorElement>(x: &[E], width: usize) -> [MultiHeadRows<'_, E>; 3] {
     [0, 1, 2].map(|part| MultiHeadRows::new(x.get(part * width..).unwrap_or_default(), 3 * width))
 }

@@ -4,22 +4,23 @@ use super::Sequences;
 use crate::kernels::attention::AttentionRule;
 use candle_core::{Result, bail};
 
-/// How scores become probabilities, and which keys a query sees. Default: causal attention of the usual scale.
+/// The options of attention: how scores become probabilities, and which keys a query sees. The default is causal
+/// attention with the usual scale.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct AttentionOptions {
-    /// Factor of the products of queries and keys; 1 / sqrt(width of a head) otherwise.
+    /// The factor applied to the products of queries and keys; without it, 1 / sqrt(width of a head).
     pub scale: Option<f64>,
-    /// Scores are bound to c tanh(score / c) for this c (Gemma 2).
+    /// The soft cap c of scores: they are mapped to c tanh(score / c) (Gemma 2).
     pub soft_cap: Option<f64>,
-    /// The query at position q sees the keys k with q - window < k <= q, as many as the window, its own included.
-    /// Otherwise all up to its own.
+    /// The window: the query at position q sees the keys k with q - window < k <= q, which are as many as the window,
+    /// its own included. Without a window it sees all keys up to its own.
     pub window: Option<usize>,
-    /// A query sees all positions of its sequence, also those behind it. There is no window then.
+    /// Whether a query sees all positions of its sequence, including later ones. A window is not allowed then.
     pub bidirectional: bool,
 }
 
 impl AttentionOptions {
-    /// For heads of `head` elements.
+    /// Returns the attention rule for heads of `head` elements.
     pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<AttentionRule<'a>> {
         let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
         if !above_0(self.scale) || !above_0(self.soft_cap) || self.window == Some(0) {

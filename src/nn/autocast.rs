@@ -1,7 +1,7 @@
-//! Products of an f32 model in a lower format, as PyTorch's autocast does them (DeepSpeed's `torch_autocast`).
+//! Matrix products of an f32 model in a lower-precision format, like PyTorch's autocast (DeepSpeed's `torch_autocast`).
 //!
-//! Parameters, activations and gradients are f32; a linear layer rounds its input and its weight to the lower format,
-//! multiplies them, and widens the result. Everything else computes in f32 as it would without.
+//! Parameters, activations and gradients are f32. A linear layer rounds its input and its weight to the lower format,
+//! multiplies them, and widens the result. Everything else is computed in f32 as usual.
 
 use super::linear_product::LinearSizes;
 use super::{LinearEpilogue, WeightLayout, composed, f32_parameters};
@@ -12,12 +12,12 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
-/// The format of a product of these operands, where it is another one than theirs.
+/// Returns the lower format for a product of these operands, if it differs from theirs.
 pub(super) fn lower(x: &Tensor, weight: &Tensor) -> Option<DType> {
     autocast_format().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
 }
 
-/// [`linear_then`](super::linear_then) with the product in `dtype`; what follows it is in f32.
+/// Computes [`linear_then`](super::linear_then) with the product in `dtype`; the epilogue is computed in f32.
 pub(super) fn linear_then(
     x: &Tensor,
     weight: &Tensor,
@@ -37,7 +37,8 @@ pub(super) fn linear_then(
 
 const NAME: &str = "linear (autocast)";
 
-/// The product in `L`. Backward keeps the rounded input and rounds the weight again, which may have left memory.
+/// Computes the product in `L`. Backward keeps the rounded input, and rounds the weight again, because the weight may
+/// have left memory meanwhile.
 fn linear<L: TensorElement>(
     x: &Tensor,
     weight: &Tensor,
@@ -85,7 +86,7 @@ fn linear<L: TensorElement>(
     })
 }
 
-/// The values of an f32 tensor, rounded.
+/// Returns the values of an f32 tensor, rounded to `L`.
 fn rounded<L: TensorElement>(tensor: &Tensor) -> Result<Vec<L>> {
     with_elements::<f32, _>(tensor, NAME, |values| {
         let mut low = buffer::<L>(values.len());

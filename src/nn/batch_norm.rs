@@ -1,4 +1,4 @@
-//! Batch normalization whose statistics are those of the batches of all ranks.
+//! Batch normalization with the statistics of the batches of all ranks.
 
 use crate::graph::{Grad, OpInputs};
 use crate::kernels::batch_norm::{self as kernel, BatchNormSizes, ChannelStatistics};
@@ -12,15 +12,16 @@ use candle_nn::{BatchNormConfig, Init, ModuleT, VarBuilder};
 
 const NAME: &str = "sync_batch_norm";
 
-/// Batch normalization (Ioffe and Szegedy 2015) over the batches of all ranks, as PyTorch's `SyncBatchNorm`: N ranks
-/// with a part of a batch each compute what one rank computes of the whole. Without an engine it is plain batch norm.
+/// Batch normalization (Ioffe and Szegedy 2015) over the batches of all ranks, like PyTorch's `SyncBatchNorm`: N ranks
+/// with parts of a batch compute the same as one rank with the full batch. Without an engine it is plain batch norm.
 ///
-/// x is `[batch, features, ..]` of f32, bf16 or f16; arithmetic is in f32 and sums are in f64, in rank order. Training
-/// takes one collective in forward and one in backward, each of two numbers for a feature; the running statistics are
-/// the same on all ranks. In a model on a GPU the layer computes on the host.
+/// x is `[batch, features, ..]` of f32, bf16 or f16. Arithmetic is in f32; sums are in f64, in rank order. Training
+/// uses one collective in forward and one in backward, each with two numbers per feature. The running statistics are
+/// equal on all ranks. In a model on a GPU the layer computes on the host.
 ///
-/// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too; "weight"
-/// and "bias", of x's dtype or f32, are there if `affine`. Names are those of [`candle_nn::BatchNorm`] and of PyTorch.
+/// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too. "weight"
+/// and "bias", in x's dtype or f32, exist if `affine` is set. The names are those of [`candle_nn::BatchNorm`] and of
+/// PyTorch.
 #[derive(Clone)]
 pub struct SyncBatchNorm {
     weight_and_bias: Option<(Tensor, Tensor)>,
@@ -31,11 +32,11 @@ pub struct SyncBatchNorm {
     link: EngineLink,
 }
 
-/// A [`SyncBatchNorm`] of so many features, as [`candle_nn::batch_norm()`] makes its layer.
+/// Builds a [`SyncBatchNorm`] with this number of features, with the arguments of [`candle_nn::batch_norm()`].
 ///
 /// # Errors
-/// A negative `eps`, a `momentum` outside of 0 to 1, `remove_mean: false`, which is not offered; what the `VarBuilder`
-/// refuses.
+/// A negative `eps`, a `momentum` outside of 0 to 1, `remove_mean: false`, which is not supported; any error of the
+/// `VarBuilder`.
 pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
     num_features: usize,
     config: C,
@@ -64,26 +65,27 @@ pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
 }
 
 impl SyncBatchNorm {
-    /// The running mean, f32 `[features]`.
+    /// Returns the running mean, f32 `[features]`.
     pub fn running_mean(&self) -> &Tensor {
         self.running_mean.as_tensor()
     }
 
-    /// The running variance, f32 `[features]`.
+    /// Returns the running variance, f32 `[features]`.
     pub fn running_var(&self) -> &Tensor {
         self.running_var.as_tensor()
     }
 
-    /// Weight and bias, `[features]` each, of an affine layer.
+    /// Returns weight and bias, `[features]` each, of an affine layer.
     pub fn weight_and_bias(&self) -> Option<(&Tensor, &Tensor)> {
         self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
     }
 
-    /// Normalizes by the statistics of this batch on all ranks, and brings them into the running statistics. Collective
-    /// in an engine.
+    /// Normalizes by the statistics of this batch on all ranks, and updates the running statistics with them. This is a
+    /// collective operation in an engine.
     ///
     /// # Errors
-    /// An input of other features; fewer than two elements of a feature on all ranks together; a failed collective.
+    /// An input with another number of features; fewer than two elements per feature on all ranks together; a failed
+    /// collective.
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         let device = x.device().clone();
@@ -101,7 +103,7 @@ impl SyncBatchNorm {
     /// Normalizes by the running statistics, with gradients for x, weight and bias.
     ///
     /// # Errors
-    /// An input of other features.
+    /// An input with another number of features.
     pub fn forward_eval(&self, x: &Tensor) -> Result<Tensor> {
         self.sizes(x)?;
         let dtype = x.dtype();
@@ -129,7 +131,7 @@ impl SyncBatchNorm {
         }
     }
 
-    /// The forward of training, on the CPU.
+    /// Runs the training forward on the CPU.
     fn normalized(&self, x: &Tensor, sizes: BatchNormSizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (weight, bias) = match affine {
@@ -178,7 +180,8 @@ impl SyncBatchNorm {
         })
     }
 
-    /// Collective in an engine: elements, and mean and squared distances of each feature, over all ranks.
+    /// Returns the number of elements, and the mean and sum of squared deviations of each feature, over all ranks. This
+    /// is a collective operation in an engine.
     fn over_ranks(&self, count: usize, own: Vec<[f64; 2]>) -> Result<(f64, Vec<[f64; 2]>)> {
         let Some(core) = self.link.core() else { return Ok((count as f64, own)) };
         let values = std::iter::once(count as f64).chain(own.into_iter().flatten()).collect();
@@ -186,7 +189,7 @@ impl SyncBatchNorm {
         let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
         let features = ranks[0].len() / 2;
         let merged = |feature: usize| {
-            // As one batch: Chan, Golub and LeVeque 1979.
+            // Merges them as one batch: Chan, Golub and LeVeque 1979.
             let (mut seen, mut mean, mut squares) = (0.0, 0.0, 0.0);
             for rank in &ranks {
                 let [n, its_mean, its_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];
@@ -202,7 +205,7 @@ impl SyncBatchNorm {
         Ok((total, (0..features).map(merged).collect()))
     }
 
-    /// Collective in an engine: the sums of all ranks.
+    /// Returns the sums over all ranks. This is a collective operation in an engine.
     fn sums_over_ranks(&self, own: &[[f64; 2]]) -> Result<Vec<[f64; 2]>> {
         let Some(core) = self.link.core() else { return Ok(own.to_vec()) };
         let ranks = core.numbers_of_all(own.iter().flatten().copied().collect())?;
@@ -210,7 +213,7 @@ impl SyncBatchNorm {
         Ok((0..own.len()).map(|feature| [sum(2 * feature), sum(2 * feature + 1)]).collect())
     }
 
-    /// Brings a batch's statistics into the running ones; the variance as that of a sample.
+    /// Updates the running statistics with those of a batch. The variance is the sample variance.
     fn update(&self, count: f64, moments: &[[f64; 2]]) -> Result<()> {
         let batch =
             |i: usize| moments.iter().map(move |values| if i == 0 { values[0] } else { values[1] / (count - 1.0) });
@@ -239,12 +242,12 @@ impl std::fmt::Debug for SyncBatchNorm {
     }
 }
 
-/// A parameter's values now, in f32.
+/// Returns the current values of a parameter in f32.
 fn widened(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
     parameter.map(|parameter| norm::widened(parameter, NAME)).transpose()
 }
 
-/// Lets `look` see an input and the gradient of the result.
+/// Calls `look` with an input and the gradient of the result.
 fn with_grad<E: TensorElement, T>(x: &Tensor, grad: &Grad, look: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
     with_elements::<E, _>(x, NAME, |x| grad.read::<E, _>(NAME, |dy| Ok(look(x, dy))))
 }

@@ -1,4 +1,4 @@
-//! Some of the columns of a tensor: what lies side by side in the result of a fused projection.
+//! Selects columns of a tensor, such as the parts of a fused projection's result.
 
 use crate::graph::OpInputs;
 use crate::kernels::add::add_into;
@@ -8,16 +8,17 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{D, Result, Tensor, bail};
 use std::ops::Range;
 
-/// Rows that one task copies.
+/// The number of rows that one task copies.
 const ROWS_PER_TASK: usize = 64;
 
-/// Columns `range` of the last dimension of `x` `[.., width]`: a tensor `[.., range.len()]` of its own memory.
+/// Returns columns `range` of the last dimension of `x` `[.., width]` as a tensor `[.., range.len()]` with its own
+/// memory.
 ///
-/// Backward adds to these columns of the gradient in place, and makes no tensor of the input's size for each part, as the
-/// gradient of Candle's `narrow` does.
+/// Backward adds to these columns of the gradient in place. Unlike the gradient of Candle's `narrow`, it does not
+/// create a tensor of the input's size for each part.
 ///
 /// # Errors
-/// A range that is empty or ends behind the last column.
+/// A range that is empty or ends after the last column.
 pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     const NAME: &str = "columns";
     let width = x.dims().last().copied().unwrap_or(0);

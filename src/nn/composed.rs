@@ -1,7 +1,7 @@
-//! The layers' functions composed of Candle's differentiable ops: what runs where this library has no kernels (other devices, f64),
-//! and what its kernels are tested against.
+//! The layers' functions composed of Candle's differentiable ops. They run where this library has no kernels (other
+//! devices, f64), and its kernels are tested against them.
 //!
-//! 16-bit inputs are widened to f32 where sums or exponentials are taken. Candle sums in the storage dtype otherwise.
+//! 16-bit inputs are widened to f32 before sums or exponentials, because Candle sums in the storage dtype.
 
 mod grids;
 
@@ -11,17 +11,17 @@ pub use grids::{conv_transpose1d, conv1d, matmul};
 use super::{Activation, AttentionOptions, LinearEpilogue, RmsNormOptions, Sequences, WeightLayout, frequencies};
 use candle_core::{D, DType, Result, Tensor};
 
-/// f32 for 16-bit tensors, themselves for others.
+/// Returns 16-bit tensors in f32, and others as they are.
 fn wide(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// See [`crate::nn::linear()`]. The product's sums are the device's: f32 for 16-bit operands on CUDA.
+/// See [`crate::nn::linear()`]. Sums are computed as the device does it: in f32 for 16-bit operands on CUDA.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     let mut dims = x.dims().to_vec();
     let inputs = dims.pop().unwrap_or(0);
     let rows = dims.iter().product::<usize>();
-    // Two dimensions: Candle's batched product misreads some broadcast or transposed operands.
+    // Two dimensions are used because Candle's batched product misreads some broadcast or transposed operands.
     let x = x.reshape((rows, inputs))?;
     let (y, outputs) = match layout {
         WeightLayout::OutIn => (x.matmul(&weight.t()?)?, weight.dim(0)?),
@@ -119,7 +119,7 @@ pub fn rotary_from(x: &Tensor, head: usize, theta: f64, first: usize) -> Result<
     rotary_at(x, &frequencies::default(head, theta)?, &positions)
 }
 
-/// See [`crate::nn::Rotary::forward_in`]; a position for each row of `x`.
+/// See [`crate::nn::Rotary::forward_in`]; there is one position per row of `x`.
 pub fn rotary_at(x: &Tensor, frequencies: &[f64], positions: &[usize]) -> Result<Tensor> {
     let (batch, time, width) = x.dims3()?;
     let (half, head) = (frequencies.len(), 2 * frequencies.len());
@@ -144,7 +144,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::gelu_tanh()`].
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    // Not Candle's `gelu`: its backward has constants of six digits.
+    // Candle's `gelu` is not used, because its backward has constants of six digits.
     let h = wide(x)?;
     let cube = (h.sqr()? * &h)?;
     let inner =
@@ -169,7 +169,8 @@ pub fn fused_attention(
     attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head, options, sequences)
 }
 
-/// See [`crate::nn::grouped_attention()`]. With more keys than queries, the queries are at the last of the keys' positions.
+/// See [`crate::nn::grouped_attention()`]. If there are more keys than queries, the queries are at the last of the
+/// keys' positions.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
     attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default(), None)
 }
@@ -188,7 +189,7 @@ pub fn attention(
     let (keys, head, group) = (k.dim(1)?, width / n_head, n_head / n_kv_head);
     let split =
         |x: &Tensor, heads: usize| wide(&x.reshape((batch, x.dim(1)?, heads, head))?)?.transpose(1, 2)?.contiguous();
-    // Each key and value head as often as query heads use it.
+    // Repeats each key and value head for every query head that uses it.
     let repeated = |x: &Tensor| {
         let x = split(x, n_kv_head)?.unsqueeze(2)?;
         Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, keys, head))
@@ -203,12 +204,13 @@ pub fn attention(
     y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(dtype)
 }
 
-/// c tanh(x / c).
+/// Computes c tanh(x / c).
 fn soft_capped(x: &Tensor, cap: f64) -> Result<Tensor> {
     (x / cap)?.tanh()? * cap
 }
 
-/// Minus infinity where a query does not see a key, else 0: for each row of the sequences, or one for all.
+/// Returns minus infinity where a query does not see a key, and 0 elsewhere: for each row of the sequences, or once for
+/// all rows.
 fn hidden(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
     let rows = sequences.map_or(1, Sequences::batch);
     let before = keys.saturating_sub(time);
@@ -221,12 +223,12 @@ fn hidden(options: &AttentionOptions, sequences: Option<&Sequences>, [time, keys
     all.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()
 }
 
-/// See [`crate::nn::cross_entropy()`]; targets must be valid. f64 logits give a f64 loss.
+/// See [`crate::nn::cross_entropy()`]; targets must be valid. f64 logits produce an f64 loss.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     log_probabilities(logits, targets, None)?.mean_all()?.neg()
 }
 
-/// See [`crate::nn::linear_log_probabilities()`]: of logits, row after row, whose targets must be valid.
+/// See [`crate::nn::linear_log_probabilities()`]. Takes logits, row after row, whose targets must be valid.
 pub fn log_probabilities(logits: &Tensor, targets: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
     let classes = logits.dim(D::Minus1)?;
     let logits = wide(&logits.reshape(((), classes))?)?;

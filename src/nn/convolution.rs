@@ -1,4 +1,4 @@
-//! Convolution along one axis and its transpose, with candle-nn's names and settings.
+//! Convolution along one axis and its transpose, with the names and settings of candle-nn.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
@@ -12,10 +12,11 @@ use candle_nn::{Conv1dConfig, ConvTranspose1dConfig, Init, Module, VarBuilder, i
 const CONV: &str = "conv1d";
 const TRANSPOSED: &str = "conv_transpose1d";
 
-/// Convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight `[out, in / groups, kernel]`
-/// named "weight" and a bias `[out]` named "bias": what [`candle_nn::Conv1d`] is, whose gradients are wrong on the CPU.
+/// Convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight `[out, in / groups,
+/// kernel]` named "weight" and a bias `[out]` named "bias". It replaces [`candle_nn::Conv1d`], whose gradients are
+/// wrong on the CPU.
 ///
-/// Sums are in f32 whatever the formats, and rounded once. (GPT-2's layer of that name is [`super::Conv1D`].)
+/// Sums are in f32 for all dtypes, and rounded once. (GPT-2's layer of that name is [`super::Conv1D`].)
 #[derive(Debug, Clone)]
 pub struct Conv1d {
     weight: Tensor,
@@ -24,30 +25,33 @@ pub struct Conv1d {
 }
 
 impl Conv1d {
-    /// A layer over tensors that exist already.
+    /// Creates a layer from existing tensors.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
         Self { weight, bias, config }
     }
 
-    /// Padding, stride, dilation and groups.
+    /// Returns padding, stride, dilation and groups.
     pub fn config(&self) -> &Conv1dConfig {
         &self.config
     }
 
-    /// The weight, `[out, in / groups, kernel]`.
+    /// Returns the weight, `[out, in / groups, kernel]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, `[out]`.
+    /// Returns the bias, `[out]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 }
 
 impl Module for Conv1d {
+    /// Returns the convolution of `x`.
+    ///
     /// # Errors
-    /// Shapes that do not fit, an input shorter than the kernel's reach, a stride, dilation or number of groups that is 0.
+    /// Shapes that do not fit, an input shorter than the span of the kernel, a stride, dilation or number of groups
+    /// that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         if !has_kernels(x) {
@@ -91,12 +95,12 @@ impl Conv1d {
     }
 }
 
-/// The transpose of a convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight
-/// `[in, out / groups, kernel]` named "weight" and a bias `[out]` named "bias": what [`candle_nn::ConvTranspose1d`] is,
-/// which has no backward and, on the CPU, gives wrong values for a batch of several.
+/// The transpose of a convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight `[in,
+/// out / groups, kernel]` named "weight" and a bias `[out]` named "bias". It replaces [`candle_nn::ConvTranspose1d`],
+/// which has no backward and, on the CPU, returns wrong values for a batch of several inputs.
 ///
-/// length' is (length - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1. Sums are in f32 whatever the
-/// formats, and rounded once.
+/// length' is (length - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1. Sums are in f32 for all
+/// dtypes, and rounded once.
 #[derive(Debug, Clone)]
 pub struct ConvTranspose1d {
     weight: Tensor,
@@ -105,31 +109,33 @@ pub struct ConvTranspose1d {
 }
 
 impl ConvTranspose1d {
-    /// A layer over tensors that exist already.
+    /// Creates a layer from existing tensors.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
         Self { weight, bias, config }
     }
 
-    /// Paddings, stride, dilation and groups.
+    /// Returns paddings, stride, dilation and groups.
     pub fn config(&self) -> &ConvTranspose1dConfig {
         &self.config
     }
 
-    /// The weight, `[in, out / groups, kernel]`.
+    /// Returns the weight, `[in, out / groups, kernel]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias, `[out]`.
+    /// Returns the bias, `[out]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 }
 
 impl Module for ConvTranspose1d {
+    /// Returns the transposed convolution of `x`.
+    ///
     /// # Errors
-    /// Shapes that do not fit, a padding that leaves nothing, an output padding that is neither below the stride nor below
-    /// the dilation, a stride, dilation or number of groups that is 0.
+    /// Shapes that do not fit, a padding that leaves nothing, an output padding that is neither below the stride nor
+    /// below the dilation, a stride, dilation or number of groups that is 0.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sizes = self.sizes(x)?;
         if !has_kernels(x) {
@@ -142,7 +148,7 @@ impl Module for ConvTranspose1d {
 }
 
 impl ConvTranspose1d {
-    /// The sizes of the convolution whose transpose this is.
+    /// Returns the sizes of the convolution of which this is the transpose.
     fn sizes(&self, x: &Tensor) -> Result<ConvolutionSizes> {
         let ConvTranspose1dConfig { padding, output_padding, stride, dilation, groups } = self.config;
         let (&[batch, channels, l_out], &[inputs, c_in, kernel]) = (x.dims(), self.weight.dims()) else {
@@ -195,7 +201,7 @@ impl ConvTranspose1d {
     }
 }
 
-/// The elements over which a kernel reaches.
+/// Returns the number of elements that a kernel spans.
 fn reach(op: &'static str, kernel: usize, dilation: usize) -> Result<usize> {
     match (kernel - 1).checked_mul(dilation).and_then(|reach| reach.checked_add(1)) {
         Some(reach) => Ok(reach),
@@ -219,7 +225,7 @@ fn has_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<
     }
 }
 
-/// The convolution of these sizes, or its transpose, on the CPU.
+/// Applies the convolution of these sizes, or its transpose, on the CPU.
 fn apply<E: TensorElement>(
     op: &'static str,
     x: &Tensor,
@@ -276,10 +282,10 @@ fn apply<E: TensorElement>(
     })
 }
 
-/// A [`Conv1d`] with a bias, initialized as [`candle_nn::conv1d()`] does it.
+/// Builds a [`Conv1d`] with a bias, initialized as in [`candle_nn::conv1d()`].
 ///
 /// # Errors
-/// Settings that are 0 or groups that do not divide the channels; what the `VarBuilder` refuses.
+/// Settings that are 0 or groups that do not divide the channels; any error of the `VarBuilder`.
 pub fn conv1d(
     in_channels: usize,
     out_channels: usize,
@@ -293,10 +299,10 @@ pub fn conv1d(
     Ok(Conv1d { bias: Some(bias), ..layer })
 }
 
-/// A [`Conv1d`] without bias, initialized as [`candle_nn::conv1d_no_bias()`] does it.
+/// Builds a [`Conv1d`] without a bias, initialized as in [`candle_nn::conv1d_no_bias()`].
 ///
 /// # Errors
-/// As [`conv1d()`].
+/// The errors of [`conv1d()`].
 pub fn conv1d_no_bias(
     in_channels: usize,
     out_channels: usize,
@@ -309,10 +315,10 @@ pub fn conv1d_no_bias(
     Ok(Conv1d::new(weight, None, cfg))
 }
 
-/// A [`ConvTranspose1d`] with a bias, initialized as [`candle_nn::conv_transpose1d()`] does it.
+/// Builds a [`ConvTranspose1d`] with a bias, initialized as in [`candle_nn::conv_transpose1d()`].
 ///
 /// # Errors
-/// As [`conv1d()`].
+/// The errors of [`conv1d()`].
 pub fn conv_transpose1d(
     in_channels: usize,
     out_channels: usize,
@@ -325,10 +331,10 @@ pub fn conv_transpose1d(
     Ok(ConvTranspose1d { bias: Some(bias), ..layer })
 }
 
-/// A [`ConvTranspose1d`] without bias, initialized as [`candle_nn::conv_transpose1d_no_bias()`] does it.
+/// Builds a [`ConvTranspose1d`] without a bias, initialized as in [`candle_nn::conv_transpose1d_no_bias()`].
 ///
 /// # Errors
-/// As [`conv1d()`].
+/// The errors of [`conv1d()`].
 pub fn conv_transpose1d_no_bias(
     in_channels: usize,
     out_channels: usize,
@@ -347,7 +353,7 @@ fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
     Init::Uniform { lo: -bound, up: bound }
 }
 
-/// The channels of a group.
+/// Returns the number of channels per group.
 fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !channels.is_multiple_of(groups) {
         bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide that of channels")

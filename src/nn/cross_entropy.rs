@@ -1,4 +1,4 @@
-//! The cross entropy against target classes: of logits, and of hidden states through an output projection.
+//! The cross entropy against target classes, of logits, and of hidden states through an output projection.
 
 use crate::error::ModelError;
 use crate::graph::{Grad, OpInputs, is_once};
@@ -17,37 +17,37 @@ use candle_core::{CpuStorage, D, DType, Result, Tensor, bail};
 use std::borrow::Cow;
 use std::sync::Mutex;
 
-/// Mean over all rows of `-log softmax(logits)[target]`: a scalar of f32.
+/// Returns the mean of `-log softmax(logits)[target]` over all rows, a scalar of f32.
 ///
-/// `logits` `[.., classes]` (f32, bf16, f16), `targets` u32 or i64 with the shape of the logits' leading dimensions.
-/// Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt that is not
-/// to be learned. The mean is that of the others, in each micro batch and on each rank of its own. All arithmetic is
-/// f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows that count), with the
-/// incoming gradient - a loss scale may be in it - taken as the f32 number it is, and rounded once to the logits'
-/// dtype.
+/// `logits` is `[.., classes]` (f32, bf16, f16); `targets` is u32 or i64 with the shape of the logits' leading
+/// dimensions. Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt
+/// that must not be learned. The mean is over the other rows, separately for each micro batch and rank. All arithmetic
+/// is in f32, except that the sum of the mean is in f64. The backward is (softmax - onehot) * (incoming gradient / rows
+/// that count), computed with the incoming gradient, which may contain a loss scale, in f32, and rounded once to the
+/// logits' dtype.
 ///
 /// # Errors
-/// Shapes that do not fit, no rows that count, or a target that is no class: the message names the target, its
+/// Shapes that do not fit, no rows that count, or a target that is not a class. The message names the target, its
 /// position and the number of classes.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, LossOptions::default())
 }
 
-/// What becomes of logits and of the rows' losses. Default: the mean over the rows that count, of the logits as they are.
+/// The options of the loss: how logits and the losses of rows are processed. The default is the mean over the rows that
+/// count, of unchanged logits.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LossOptions {
-    /// Logits are bound to c tanh(logit / c) for this c (Gemma 2).
+    /// The soft cap c of logits: they are mapped to c tanh(logit / c) (Gemma 2).
     pub soft_cap: Option<f64>,
-    /// The sum of the losses is divided by this rather than by the number of rows that count: by 1 for the sum, or by the
-    /// targets of a whole batch of which this is a part. Without any row that counts the loss is then 0, and so are its
-    /// gradients.
+    /// The divisor of the sum of the losses, instead of the number of rows that count: 1 for the sum, or the number of
+    /// targets in a full batch of which this is a part. If no row counts, the loss and its gradients are then 0.
     pub divisor: Option<f64>,
 }
 
-/// [`cross_entropy`] with options.
+/// Computes [`cross_entropy`] with options.
 ///
 /// # Errors
-/// As [`cross_entropy`]; options that are not above 0.
+/// The errors of [`cross_entropy`]; options that are not above 0.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits are a scalar; [rows, classes] or [batch, time, classes] is needed")
@@ -90,26 +90,27 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
 
 const NAME: &str = "cross_entropy";
 
-/// Bytes of the logits that exist at a time.
+/// The bytes of the logits that exist at a time.
 const CHUNK: usize = 52 << 20;
 
-/// [`cross_entropy`] of the logits h w of hidden states `h` `[.., width]`, which are never whole in memory: they are
-/// made, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
-/// [`WeightLayout::OutIn`], else `[width, classes]`; in f32 under `h` of 16 bits, the logits are f32 too.
+/// Computes [`cross_entropy`] for the logits h w of hidden states `h` `[.., width]`. The logits are never in memory all
+/// at once: they are computed, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
+/// [`WeightLayout::OutIn`], otherwise `[width, classes]`. If it is in f32 and `h` has 16 bits, the logits are f32 too.
 ///
-/// Where gradients are wanted they are computed together with the loss, in f32 and without the incoming gradient,
-/// which multiplies them in backward before they are rounded. Kept until then: the gradients of `h` and `weight`, f32.
+/// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
+/// Backward multiplies them by the incoming gradient before they are rounded. Until then the gradients of `h` and
+/// `weight` are kept in f32.
 ///
 /// # Errors
-/// As [`cross_entropy`] and [`crate::nn::linear()`].
+/// The errors of [`cross_entropy`] and [`crate::nn::linear()`].
 pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<Tensor> {
     linear_cross_entropy_with(h, weight, layout, targets, LossOptions::default())
 }
 
-/// [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
+/// Computes [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
 ///
 /// # Errors
-/// As [`linear_cross_entropy`]; options that are not above 0.
+/// The errors of [`linear_cross_entropy`]; options that are not above 0.
 pub fn linear_cross_entropy_with(
     h: &Tensor,
     weight: &Tensor,
@@ -161,12 +162,12 @@ pub fn linear_cross_entropy_with(
     })
 }
 
-/// The logarithms of the targets' probabilities, f32 of the targets' shape: 0 for rows that do not count. Of the logits h w
-/// as in [`linear_cross_entropy`], which are never whole in memory: backward makes them once more. Each row may have a
-/// gradient of its own, as preference optimization wants it of sums over an answer's tokens.
+/// Returns the logarithms of the targets' probabilities, in f32 with the targets' shape, and 0 for rows that do not
+/// count. The logits h w, as in [`linear_cross_entropy`], are never in memory all at once; backward computes them
+/// again. Each row may have its own gradient, as preference optimization needs it for sums over an answer's tokens.
 ///
 /// # Errors
-/// As [`linear_cross_entropy`], but that no row need count; a cap that is not above 0.
+/// The errors of [`linear_cross_entropy`], except that no row has to count; a cap that is not above 0.
 pub fn linear_log_probabilities(
     h: &Tensor,
     weight: &Tensor,
@@ -219,7 +220,7 @@ pub fn linear_log_probabilities(
     })
 }
 
-/// The number of classes and the width of hidden states.
+/// Returns the number of classes and the width of hidden states.
 fn sizes(op: &str, h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<(usize, usize)> {
     let (classes, width) = match layout {
         WeightLayout::OutIn => weight.dims2()?,
@@ -238,7 +239,7 @@ fn sizes(op: &str, h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &
     Ok((classes, width))
 }
 
-/// A cap of logits in f32.
+/// Returns the soft cap of logits in f32.
 fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
     match soft_cap {
         Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
@@ -248,7 +249,7 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
     }
 }
 
-/// The output projection of one application.
+/// The output projection and the rows that count in one application.
 struct LossHead {
     counting: CountedRows,
     cap: Option<f32>,
@@ -258,8 +259,8 @@ struct LossHead {
 }
 
 impl LossHead {
-    /// The losses of the rows that count, and the gradients of these rows of `h` and of `weight` of the sum of the losses,
-    /// each times its scale; empty where not wanted.
+    /// Returns the losses of the rows that count, and the gradients of the sum of the losses, each loss times its
+    /// scale, with respect to these rows of `h` and to `weight`. Gradients that are not wanted are empty.
     fn run<E: TensorElement>(
         &self,
         h: &[E],
@@ -289,7 +290,7 @@ impl LossHead {
                 kernels::cross_entropy::losses(logits, classes, targets, self.cap, losses);
                 continue;
             }
-            // Without the factor 1 / rows, which would make small numbers vanish in f16.
+            // The factor 1 / rows is left out here, because it would make small numbers vanish in f16.
             kernels::cross_entropy::gradients(logits, classes, targets, self.cap, |row| scale(start + row), losses);
             let d = Matrix::new(logits, rows, classes);
             if wants_h {
@@ -304,12 +305,12 @@ impl LossHead {
     }
 }
 
-/// The incoming gradient of a scalar.
+/// Returns the incoming gradient of a scalar.
 fn scalar(grad: &Grad) -> Result<f32> {
     grad.view(|values| values.get(0))
 }
 
-/// `values * factor`, rounded once.
+/// Returns `values * factor`, rounded once.
 fn scaled<E: TensorElement>(mut values: Vec<f32>, factor: f32) -> Flat {
     if E::DTYPE == DType::F32 {
         FlatMut::F32(&mut values).scale(factor);
@@ -320,36 +321,36 @@ fn scaled<E: TensorElement>(mut values: Vec<f32>, factor: f32) -> Flat {
     out
 }
 
-/// The sum of losses over a divisor.
+/// Returns the sum of losses divided by `divisor`.
 fn mean(losses: &[f32], divisor: f64) -> f32 {
     (losses.iter().map(|x| f64::from(*x)).sum::<f64>() / divisor) as f32
 }
 
 /// The targets on the host.
 struct HostTargets {
-    /// Of each row, a class or [`IGNORED`].
+    /// The class of each row, or [`IGNORED`].
     of_rows: Vec<u32>,
-    /// Rows that count.
+    /// The number of rows that count.
     count: usize,
 }
 
 /// The rows that count.
 struct CountedRows {
     rows: Vec<usize>,
-    /// Their targets.
+    /// The targets of the rows.
     targets: Vec<u32>,
-    /// Rows in all.
+    /// The number of all rows.
     all: usize,
 }
 
 impl CountedRows {
-    /// The rows that count, their targets, and the number of all rows.
+    /// Returns the rows that count, their targets, and the number of all rows.
     #[cfg(feature = "cuda")]
     fn parts(&self) -> (&[usize], &[u32], usize) {
         (&self.rows, &self.targets, self.all)
     }
 
-    /// These rows of rows of `width` elements.
+    /// Selects the rows that count from `x`, whose rows have `width` elements.
     fn take<'a, E: TensorElement>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
         if self.rows.len() == self.all {
             return Cow::Borrowed(x);
@@ -359,7 +360,7 @@ impl CountedRows {
         Cow::Owned(some)
     }
 
-    /// All rows: these, and zeros for the others.
+    /// Expands the rows that count to all rows, with zeros for the others.
     fn put<E: TensorElement>(&self, some: Flat, width: usize) -> Flat {
         match E::of_flat(&some) {
             Some(values) if self.rows.len() < self.all => {
@@ -381,7 +382,7 @@ impl HostTargets {
         CountedRows { rows, targets, all: self.of_rows.len() }
     }
 
-    /// What the sum of the losses is divided by: the given number, or that of the rows that count.
+    /// Returns the divisor of the sum of the losses: the given number, or the number of rows that count.
     fn divisor(&self, given: Option<f64>, shapes: &dyn Fn() -> String) -> Result<f64> {
         match given {
             Some(divisor) if divisor > 0.0 && divisor.is_finite() => Ok(divisor),
@@ -394,7 +395,7 @@ impl HostTargets {
         }
     }
 
-    /// The logarithms of the targets' probabilities of the rows that count, of Candle's operations.
+    /// Returns the logarithms of the targets' probabilities for the rows that count, composed of Candle's operations.
     fn composed(&self, logits: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
         let CountedRows { rows, targets, .. } = self.counting();
         let rows = rows.into_iter().map(|row| row as u32).collect();
@@ -404,7 +405,7 @@ impl HostTargets {
     }
 }
 
-/// The target that does not count, in i64: PyTorch's `ignore_index`.
+/// The i64 target that does not count: PyTorch's `ignore_index`.
 const IGNORED_I64: i64 = -100;
 
 fn host_targets(targets: &Tensor, classes: usize) -> Result<HostTargets> {

@@ -4,7 +4,7 @@ use crate::graph::{Grad, OpInputs};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
 use serde::Serialize;
 
-/// What [`dpo_loss`] gives.
+/// The result of [`dpo_loss`].
 #[derive(Debug, Clone)]
 pub struct DpoLoss {
     /// The mean loss, a scalar of f32 with a graph.
@@ -13,37 +13,37 @@ pub struct DpoLoss {
     pub rewards: Rewards,
 }
 
-/// Implicit rewards of answers, means over pairs. The reward of an answer is beta times how much larger its log probability
-/// is by the model than by the reference.
+/// The implicit rewards of answers, as means over pairs. The reward of an answer is beta times the difference of its
+/// log probabilities under the model and under the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct Rewards {
-    /// Of the chosen answers.
+    /// The reward of the chosen answers.
     pub chosen: f64,
-    /// Of the rejected answers.
+    /// The reward of the rejected answers.
     pub rejected: f64,
-    /// By how much that of the chosen answer is larger.
+    /// The difference between the rewards of the chosen and the rejected answers.
     pub margin: f64,
-    /// The share of pairs in which that of the chosen answer is larger.
+    /// The share of pairs in which the chosen answer has the larger reward.
     pub accuracy: f64,
 }
 
 impl Rewards {
-    /// The numbers, for sums over batches and ranks.
+    /// Returns the rewards as numbers, for sums over batches and ranks.
     pub fn to_numbers(self) -> [f64; 4] {
         [self.chosen, self.rejected, self.margin, self.accuracy]
     }
 
-    /// The rewards of such numbers.
+    /// Creates the rewards from such numbers.
     pub fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
         Self { chosen, rejected, margin, accuracy }
     }
 }
 
-/// The mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))).
+/// Returns the mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))).
 ///
-/// All operands are `[pairs]`: sums of log probabilities of the answers' tokens, by the model (`policy`, with a graph) and by
-/// its reference (without), each of the chosen and the rejected ones. The reference of a model with adapters is the model
-/// [without](crate::nn::without_adapters) them.
+/// All operands are `[pairs]`: sums of log probabilities of the answers' tokens, under the model (`policy`, with a
+/// graph) and under its reference (without a graph), each for the chosen and the rejected answers. The reference of a
+/// model with adapters is the model [without](crate::nn::without_adapters) its adapters.
 ///
 /// # Errors
 /// Operands of different shapes, no pairs, a beta that is not positive and finite.
@@ -75,15 +75,16 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
     Ok(DpoLoss { loss: mean_of_losses(&margins, &values)?, rewards })
 }
 
-/// The mean of -log sigmoid(x), which is max(-x, 0) + log(1 + exp(-|x|)): that never overflows. Not by Candle's operations,
-/// whose derivatives of these two parts do not fit each other at 0, where every training begins.
+/// Returns the mean of -log sigmoid(x), computed as max(-x, 0) + log(1 + exp(-|x|)), which never overflows. It is not
+/// composed of Candle's operations, because their derivatives of these two parts do not match at 0, where every
+/// training begins.
 fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     const NAME: &str = "dpo_loss";
     let inputs = OpInputs::of([Some(margins)])?;
     let losses = values.iter().map(|x| f64::from(*x)).map(|x| (-x).max(0.0) + (-x.abs()).exp().ln_1p());
     let pairs = values.len() as f64;
     let mean = (losses.sum::<f64>() / pairs) as f32;
-    // -sigmoid(-x)
+    // The slope is -sigmoid(-x).
     let slopes: Vec<f64> = values.iter().map(|x| -1.0 / (1.0 + f64::from(*x).exp()) / pairs).collect();
     inputs.result(NAME, CpuStorage::F32(vec![mean]), (), move |grad, [to_margins]| {
         let factor = grad.read::<f32, _>(NAME, |grad| Ok(f64::from(grad.first().copied().unwrap_or(0.0))))?;
@@ -112,7 +113,7 @@ mod tests {
             let wide = |values: [f32; 4]| f64::from(values[i]);
             beta * ((wide(chosen) - wide(rejected)) - (wide(by_reference) - wide(other)))
         };
-        // In f64 the plain formula overflows for none of these.
+        // In f64 the plain formula does not overflow for any of these.
         let loss = |x: f64| (1.0 + (-x).exp()).ln();
         let want = (0..4).map(|i| loss(margin(i))).sum::<f64>() / 4.0;
         let found = f64::from(dpo.loss.to_scalar::<f32>().unwrap());

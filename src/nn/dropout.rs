@@ -11,8 +11,9 @@ use crate::zero::rank_core::EngineLink;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 
-/// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
-/// `seed`, `draw` and their positions alone (Philox4x32-10, Salmon et al. 2011): nothing is kept for backward.
+/// Returns x with each element replaced by 0 with probability `p` in [0, 1), and divided by 1 - p otherwise. The choice
+/// of elements depends only on `seed`, `draw` and their positions (Philox4x32-10, Salmon et al. 2011), so nothing is
+/// kept for backward.
 ///
 /// # Errors
 /// A probability outside [0, 1).
@@ -54,34 +55,35 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     })
 }
 
-/// The place of a draw's first random number: draws are apart by more than the elements of any tensor.
+/// Returns the offset of a draw's first random number. Draws are further apart than the number of elements in any
+/// tensor.
 fn offset_of(draw: u64) -> u64 {
     draw << 40
 }
 
-/// Dropout as a layer. Inside of an engine each forward of each rank draws anew, also each of several forwards of one
-/// micro step; a recomputing unit draws again what it drew first, and evaluation passes everything through. Without an
-/// engine every use draws anew.
+/// Dropout as a layer. Within an engine each forward of each rank uses a new draw, also each of several forwards in one
+/// micro step. A recomputed unit repeats its first draw, and evaluation passes everything through. Without an engine
+/// every use has a new draw.
 ///
-/// Draws belong to the thread that called the engine's `forward`. On other threads (a model that runs its experts in
-/// parallel) the order of draws would be left to chance, so dropout is an error there while an engine trains; in
-/// evaluation it passes everything through.
+/// Draws belong to the thread that called the engine's `forward`. On other threads (such as those of a model that runs
+/// its experts in parallel) the order of draws would not be deterministic. Dropout is therefore an error there while an
+/// engine trains; in evaluation it passes everything through.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f32,
     seed: u64,
-    /// To the engine of the model that it is a part of.
+    /// The link to the engine of the model that contains the layer.
     link: EngineLink,
 }
 
 impl Dropout {
-    /// Drops elements with probability `p`.
+    /// Creates a layer that drops elements with probability `p`.
     pub fn new(p: f32, seed: u64) -> Self {
         Self { p, seed, link: link_under_construction() }
     }
 }
 
-/// Which elements one use of a [`Dropout`] drops.
+/// The mask of one use of a [`Dropout`], which determines the dropped elements.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DropoutMask {
     pub p: f32,
@@ -90,14 +92,14 @@ pub(super) struct DropoutMask {
 }
 
 impl DropoutMask {
-    /// y = what [`dropout`] makes of the elements of x from number `first` on.
+    /// Applies [`dropout`] to the elements of x from index `first` on, and writes the result to y.
     pub fn apply<E: TensorElement>(&self, first: usize, x: &[E], y: &mut [E]) {
         kernel::dropout(x, self.p, self.seed, offset_of(self.draw).wrapping_add(first as u64), y);
     }
 }
 
 impl Dropout {
-    /// The mask of the next use; nothing where everything passes through.
+    /// Returns the mask of the next use, or `None` if everything passes through.
     pub(super) fn draw(&self) -> Result<Option<DropoutMask>> {
         let draws = rng_position();
         let core = self.link.core();

@@ -1,4 +1,4 @@
-//! Lookup of rows of a table by token id.
+//! Looks up rows of a table by token id.
 
 use crate::error::ModelError;
 use crate::graph::{OpInputs, hold_still};
@@ -12,27 +12,28 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
 use std::borrow::Cow;
 
-/// Rows `ids` (u32, any shape) of `table` `[rows, width]`: a tensor of the ids' shape with `width` added at the end.
+/// Returns rows `ids` (u32, any shape) of `table` `[rows, width]`, as a tensor of the ids' shape with `width` appended.
 ///
-/// The backward touches only the rows of the table's gradient that were looked up; where one was looked up several
-/// times the gradients are summed in f32, in the order of their positions, and rounded once.
+/// The backward touches only the rows of the table's gradient that were looked up. If a row was looked up several
+/// times, its gradients are summed in f32, in the order of their positions, and rounded once.
 ///
 /// # Errors
-/// Ids of another dtype, or not below the table's rows: the message names the id, its position and the rows.
+/// Ids of another dtype, or ids that are not below the number of rows. The message names the id, its position and the
+/// number of rows.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     embedding_in(ids, table, table.dtype())
 }
 
-/// [`embedding()`] with the rows in `dtype`: of a table in f32 in a model of 16 bits, rounded. The table's gradient is in
-/// the table's dtype.
+/// Computes [`embedding()`] with the result in `dtype`: the rows of an f32 table in a 16-bit model are rounded. The
+/// table's gradient has the table's dtype.
 ///
 /// # Errors
-/// As [`embedding()`]; a dtype other than the table's or, of a table in f32, bf16 or f16.
+/// The errors of [`embedding()`]; a dtype other than the table's or, for an f32 table, bf16 or f16.
 pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor> {
     looked_up(ids, table, dtype, None)
 }
 
-/// The rows; lookups of `padding` add nothing to the table's gradient.
+/// Returns the rows. Lookups of `padding` add nothing to the table's gradient.
 fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -> Result<Tensor> {
     let is_low = matches!(dtype, DType::BF16 | DType::F16);
     if dtype != table.dtype() && !(is_low && table.dtype() == DType::F32) {
@@ -70,7 +71,7 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_table]| {
             grad.read::<E, _>(NAME, |dy| {
                 let (host, dy) = without_padding(&host, dy, width, padding);
-                // What is not looked up has gradient 0: a new gradient comes as zeros.
+                // Rows that were not looked up have gradient 0: a new gradient starts as zeros.
                 to_table.accumulate_zeroed::<E>(rows * width, |dtable| {
                     kernels::embedding::embedding_backward_into(&host, &dy, width, dtable);
                     Ok(())
@@ -82,7 +83,7 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
 
 const NAME: &str = "embedding";
 
-/// The ids that are not `padding`, and the rows of the gradient that belong to them.
+/// Returns the ids that are not `padding`, and the rows of the gradient that belong to them.
 fn without_padding<'a, E: TensorElement>(
     ids: &'a [u32],
     dy: &'a [E],
@@ -98,7 +99,7 @@ fn without_padding<'a, E: TensorElement>(
     }
 }
 
-/// Rows of a table in f32, in `E`.
+/// Returns rows of an f32 table, rounded to `E`.
 fn rounded<E: TensorElement>(
     ids: Vec<u32>,
     table: &Tensor,
@@ -128,7 +129,7 @@ fn rounded<E: TensorElement>(
     })
 }
 
-/// The elements of a u32 tensor on whatever device, in row-major order.
+/// Returns the elements of a u32 tensor on any device, in row-major order.
 pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
         bail!("{op}: the {what} have dtype {:?}; u32 is needed: convert them with to_dtype(DType::U32)", ids.dtype())
@@ -136,8 +137,8 @@ pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     ids.flatten_all()?.to_vec1()
 }
 
-/// A table of `rows` vectors, named "weight"; starts from N(0, 0.02) as GPT-2's. Its results have the `VarBuilder`'s dtype,
-/// also where the table is kept in f32.
+/// A table of `rows` vectors, named "weight" and initialized from N(0, 0.02) like GPT-2's. Results have the
+/// `VarBuilder`'s dtype, even if the table is kept in f32.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Tensor,
@@ -146,12 +147,12 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A table `[rows, width]`.
+    /// Builds a table `[rows, width]`.
     pub fn new(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self { weight: vb.get_with_hints((rows, width), "weight", normal(0.02))?, dtype: vb.dtype(), padding: None })
     }
 
-    /// Lookups of this id add nothing to the table's gradient: PyTorch's `padding_idx`.
+    /// Sets an id whose lookups add nothing to the table's gradient: PyTorch's `padding_idx`.
     #[must_use]
     pub fn padding(mut self, id: Option<u32>) -> Self {
         self.padding = id;
@@ -160,7 +161,7 @@ impl Embedding {
         self
     }
 
-    /// The table, `[rows, width]`.
+    /// Returns the table, `[rows, width]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }

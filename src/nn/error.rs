@@ -1,10 +1,10 @@
-//! Errors of layers' settings.
+//! Errors in the settings of layers.
 
-/// Errors of the settings of low-rank adapters.
+/// Errors in the settings of low-rank adapters.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoraError {
-    /// A key that no setting has.
+    /// A key is unknown.
     #[error(
         "LoRA settings \"{settings}\": there is no key {found}{}; the keys are r, alpha, dropout and targets, each \
          with a value, and rslora and dora",
@@ -15,10 +15,10 @@ pub enum LoraError {
         settings: String,
         /// The key found.
         found: String,
-        /// The nearest key, when one is near.
+        /// The nearest known key, if one is close.
         suggestion: Option<String>,
     },
-    /// A key given twice.
+    /// A key is given twice.
     #[error("LoRA settings \"{settings}\": {key} is given twice; give it once")]
     Twice {
         /// All settings as given.
@@ -26,25 +26,25 @@ pub enum LoraError {
         /// The key.
         key: String,
     },
-    /// A value that cannot be used.
+    /// A value is not allowed.
     #[error("LoRA settings: {key} is {found}, but must be {allowed}")]
     Value {
         /// The key.
         key: &'static str,
-        /// Its value.
+        /// The value of the key.
         found: String,
         /// The allowed values.
         allowed: String,
     },
-    /// A target that no projection has.
+    /// A target does not match any projection.
     #[error(
         "LoRA target {target} is not the end of a projection's name; the projections that can have an adapter are {known}, \
          and all-linear means all of them (norms, embeddings and the output projection get none)"
     )]
     NoSuchTarget {
-        /// The target asked for.
+        /// The requested target.
         target: String,
-        /// The last parts of the names of the model's projections.
+        /// The last components of the names of the model's projections.
         known: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Linear layers with parameters in f32 under activations of 16 bits (`keep_in_fp32_modules`, `ParameterGroup::keep_f32`).
+//! Linear layers with f32 parameters and 16-bit activations (`keep_in_fp32_modules`, `ParameterGroup::keep_f32`).
 //!
 //! ```text
 //!   x in 16 bits -> f32 \
@@ -6,8 +6,8 @@
 //!   weight in f32 ------/
 //! ```
 //!
-//! Backward has the gradient of the result in x's format and widens it; each operand's gradient is a sum in f32 and gets
-//! that operand's format.
+//! Backward receives the gradient of the result in x's format and widens it. Each operand's gradient is summed in f32
+//! and converted to that operand's format.
 
 use super::activation::activated;
 use super::linear_product::LinearSizes;
@@ -19,13 +19,13 @@ use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 
-/// Whether a parameter is wider than the activations.
+/// Returns whether a parameter is wider than the activations.
 pub(super) fn is_wider(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
     let is_f32 = |t: &Tensor| t.dtype() == DType::F32;
     matches!(x.dtype(), DType::BF16 | DType::F16) && (is_f32(weight) || bias.is_some_and(is_f32))
 }
 
-/// [`linear_then`](super::linear_then) with the product in f32; what follows it sees the result in x's format.
+/// Computes [`linear_then`](super::linear_then) with the product in f32; the epilogue takes the result in x's format.
 pub(super) fn linear_then(
     x: &Tensor,
     weight: &Tensor,
@@ -43,7 +43,7 @@ pub(super) fn linear_then(
     follow(y, then)
 }
 
-/// What follows a product that is there, in passes of their own.
+/// Applies the epilogue to an existing product, in separate passes.
 pub(super) fn follow(y: Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
     let y = match then.activation {
         Some(function) => activated(function, &y)?,
@@ -123,7 +123,7 @@ fn linear<E: TensorElement>(
     })
 }
 
-/// Lets `look` see a tensor's values in f32: themselves where that is what they are.
+/// Calls `look` with a tensor's values in f32, without a copy if they are f32 already.
 pub(super) fn with_wide<R>(tensor: &Tensor, look: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     if tensor.dtype() == DType::F32 {
         return with_elements::<f32, _>(tensor, NAME, look);

@@ -1,16 +1,17 @@
 //! The frequencies of rotary positions, by the rules of Hugging Face's configurations.
 //!
-//! Pair i of a head turns by frequency i, in radians, from one position to the next.
+//! From one position to the next, pair i of a head is rotated by frequency i, in radians.
 
 use crate::error::ModelError;
 use crate::nn::refuse;
 use candle_core::Result;
 use std::f64::consts::TAU;
 
-/// The usual ones, theta^(-2 i / head) for the pairs i of a head of `head` elements (rope type "default").
+/// Returns the standard frequencies, theta^(-2 i / head) for the pairs i of a head of `head` elements (rope type
+/// "default").
 ///
 /// # Errors
-/// A head that is odd or empty, a theta that is not above 0.
+/// A head size that is odd or 0, a theta that is not above 0.
 pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     if head == 0 || !head.is_multiple_of(2) {
         candle_core::bail!(
@@ -21,7 +22,7 @@ pub fn default(head: usize, theta: f64) -> Result<Vec<f64>> {
     Ok((0..head / 2).map(|i| theta.powf(-((2 * i) as f64) / head as f64)).collect())
 }
 
-/// Slower by a factor: as if positions were closer together (rope type "linear").
+/// Returns frequencies that are slower by a factor, as if positions were closer together (rope type "linear").
 ///
 /// # Errors
 /// A factor that is not above 0.
@@ -30,20 +31,22 @@ pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
     Ok(frequencies.iter().map(|frequency| frequency / factor).collect())
 }
 
-/// The numbers of rope type "llama3".
+/// The parameters of rope type "llama3".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3RopeScaling {
-    /// By which the slowest frequencies are divided.
+    /// The divisor of the slowest frequencies.
     pub factor: f64,
-    /// Frequencies of fewer turns than this in the original context are the slow ones.
+    /// The low threshold: frequencies with fewer turns in the original context are slow ones.
     pub low_freq_factor: f64,
-    /// Frequencies of more turns than this stay as they are; those between pass from one to the other.
+    /// The high threshold: frequencies with more turns in the original context are unchanged. Those between the
+    /// thresholds are interpolated.
     pub high_freq_factor: f64,
-    /// The context, in tokens, before it was made longer.
+    /// The context length in tokens before it was extended.
     pub original_max_position_embeddings: usize,
 }
 
-/// Slow ones slower, fast ones as they are (rope type "llama3", of Llama 3.1 and later).
+/// Returns frequencies of which slow ones are slowed and fast ones are unchanged (rope type "llama3", used by Llama 3.1
+/// and later).
 ///
 /// # Errors
 /// Numbers that are not above 0, or a high factor that is not above the low one.
@@ -92,7 +95,7 @@ mod tests {
         };
         let scaled = llama3(&plain, &scaling).unwrap();
         for (scaled, plain) in scaled.iter().zip(&plain) {
-            // Hugging Face's own arithmetic.
+            // This follows Hugging Face's own arithmetic.
             let (wavelen, original) = (TAU / plain, 64.0);
             let smooth = (original / wavelen - 1.0) / 3.0;
             let want = match wavelen {

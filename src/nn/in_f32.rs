@@ -1,5 +1,5 @@
-//! For layers whose kernels compute in f32 only: inputs of 16 bits are widened before, results and gradients rounded once
-//! behind them.
+//! Helpers for layers whose kernels compute only in f32: 16-bit inputs are widened, and results and gradients are
+//! rounded once.
 
 use crate::graph::{Grad, InputGradSink};
 use crate::kernels::buffer;
@@ -8,12 +8,12 @@ use crate::nn::norm;
 use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Result, Tensor};
 
-/// Whether kernels of this library take the tensor: f32, bf16 or f16 on the CPU.
+/// Returns whether this library has kernels for the tensor: f32, bf16 or f16 on the CPU.
 pub(super) fn has_kernels(x: &Tensor) -> bool {
     x.device().is_cpu() && matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// Lets `look` see the values of contiguous CPU tensors, as they are now, in f32.
+/// Calls `look` with the current values of contiguous CPU tensors, in f32.
 pub(super) fn with_f32<R, const N: usize>(
     tensors: [Option<&Tensor>; N],
     op: &'static str,
@@ -29,7 +29,7 @@ pub(super) fn with_f32<R, const N: usize>(
     })
 }
 
-/// Values in another format, each rounded once.
+/// Converts values to another format, rounding each once.
 pub(super) fn narrowed<E: TensorElement>(values: Vec<f32>) -> Vec<E> {
     bytemuck::allocation::try_cast_vec(values).unwrap_or_else(|(_, values)| {
         let mut low = buffer::<E>(values.len());
@@ -38,7 +38,7 @@ pub(super) fn narrowed<E: TensorElement>(values: Vec<f32>) -> Vec<E> {
     })
 }
 
-/// Lets `look` see the gradient of a result of `E` in f32.
+/// Calls `look` with the gradient of a result of type `E`, in f32.
 pub(super) fn with_grad<E: TensorElement, R>(
     grad: &Grad,
     op: &'static str,

@@ -1,4 +1,4 @@
-//! Attention of what continues a text, over keys and values that are kept of the text so far.
+//! Attention for text continuation, with cached keys and values of the text so far.
 
 use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
 use super::{AttentionOptions, attention, composed, fused_attention};
@@ -12,8 +12,8 @@ use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::fmt::{self, Display, Formatter};
 
-/// The keys and values that one attention layer has computed of a text, or of a batch of texts of one length, so that the
-/// layer computes those of new positions only.
+/// The keys and values that one attention layer has computed for a text, or for a batch of texts of one length, so that
+/// the layer only needs to compute those of new positions.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -30,21 +30,21 @@ use std::fmt::{self, Display, Formatter};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// It is for evaluation: attention with a cache has no backward, and refuses inputs of which a graph is being recorded. What
-/// it holds has the dtype of the keys. Memory is taken as the text grows, twice as much each time, up to the limit: that of
-/// whole sixteens of positions.
+/// A cache is for evaluation: attention with a cache has no backward, and rejects inputs for which a graph is being
+/// recorded. The cached values have the dtype of the keys. Memory grows with the text, doubling each time up to the
+/// limit, and is allocated for multiples of 16 positions.
 #[derive(Debug, Clone)]
 pub struct KeyValueCache {
     limit: usize,
     len: usize,
-    /// Positions that the next memory has room for, at least.
+    /// The minimum number of positions that the next allocation has room for.
     wanted: usize,
     host: Option<HostCache>,
-    /// Keys and values on any other device, `[batch, positions, kv_heads * head]`.
+    /// The keys and values on any other device, `[batch, positions, kv_heads * head]`.
     device: Option<[Tensor; 2]>,
 }
 
-/// Keys and values by sequence and key head, as attention's kernel wants them.
+/// The keys and values by sequence and key head, in the layout of the attention kernel.
 #[derive(Debug, Clone)]
 struct HostCache {
     keys: Flat,
@@ -53,7 +53,7 @@ struct HostCache {
     sizes: CacheSizes,
 }
 
-/// What all positions of a cache have in common.
+/// The sizes that all positions of a cache share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct CacheSizes {
     batch: usize,
@@ -76,55 +76,55 @@ impl Display for CacheSizes {
 }
 
 impl KeyValueCache {
-    /// An empty cache for at most `limit` positions.
+    /// Creates an empty cache for at most `limit` positions.
     pub fn new(limit: usize) -> Self {
         Self { limit, len: 0, wanted: 0, host: None, device: None }
     }
 
-    /// Positions whose keys and values are there.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of the memory that keys and values have, room for more positions included.
+    /// Returns the bytes allocated for keys and values, including room for more positions.
     pub fn size_in_bytes(&self) -> usize {
         let host = self.host.iter().flat_map(|host| [&host.keys, &host.values]).map(Flat::capacity_in_bytes);
         let device = self.device.iter().flatten().map(|x| x.elem_count() * x.dtype().size_in_bytes());
         host.chain(device).sum()
     }
 
-    /// Takes memory for so many positions in all, or for the limit if that is less, when it next takes memory.
+    /// Makes the next allocation large enough for this total number of positions, or for the limit if that is less.
     pub fn reserve(&mut self, positions: usize) {
         self.wanted = positions;
     }
 
-    /// Forgets all positions but the first `len`; their memory stays.
+    /// Removes all positions but the first `len`; their memory is kept.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// [`causal_attention`](crate::nn::causal_attention()) of positions that follow those in the cache, which sees them too
-    /// and adds these.
+    /// Computes [`causal_attention`](crate::nn::causal_attention()) for positions that follow those in the cache. They
+    /// also see the cached positions, and are added to the cache.
     ///
-    /// The first positions give the same bits as without a cache, and further ones the same up to the last digits of f32:
-    /// sums are in another order.
+    /// The first positions have the same bits as without a cache. Later ones may differ in the last digits of f32,
+    /// because sums are taken in a different order.
     ///
     /// # Errors
-    /// As without a cache; more positions than the limit; other heads, another batch or dtype than before; an input that a
-    /// graph is being recorded of.
+    /// The errors without a cache; more positions than the limit; heads, a batch or a dtype different from before; an
+    /// input for which a graph is being recorded.
     pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
         self.fused_attention(qkv, n_head, &AttentionOptions::default())
     }
 
-    /// [`KeyValueCache::causal_attention`] with options, the same for all positions of a text.
+    /// Computes [`KeyValueCache::causal_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// As [`KeyValueCache::causal_attention`]; options that are not above 0, or bidirectional.
+    /// The errors of [`KeyValueCache::causal_attention`]; options that are not above 0, or bidirectional.
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;
@@ -141,11 +141,12 @@ impl KeyValueCache {
         }))
     }
 
-    /// [`grouped_attention`](crate::nn::grouped_attention()) of positions that follow those in the cache, which sees them
-    /// too and adds these. Otherwise as [`KeyValueCache::causal_attention`].
+    /// Computes [`grouped_attention`](crate::nn::grouped_attention()) for positions that follow those in the cache.
+    /// They also see the cached positions, and are added to the cache. Everything else is as in
+    /// [`KeyValueCache::causal_attention`].
     ///
     /// # Errors
-    /// As [`KeyValueCache::causal_attention`].
+    /// The errors of [`KeyValueCache::causal_attention`].
     pub fn grouped_attention(
         &mut self,
         q: &Tensor,
@@ -157,10 +158,10 @@ impl KeyValueCache {
         self.attention(q, k, v, n_head, n_kv_head, &AttentionOptions::default())
     }
 
-    /// [`KeyValueCache::grouped_attention`] with options, the same for all positions of a text.
+    /// Computes [`KeyValueCache::grouped_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// As [`KeyValueCache::fused_attention`].
+    /// The errors of [`KeyValueCache::fused_attention`].
     pub fn attention(
         &mut self,
         q: &Tensor,
@@ -186,7 +187,7 @@ impl KeyValueCache {
         })
     }
 
-    /// Refuses what the cache cannot take up.
+    /// Rejects inputs that do not fit the cache.
     fn check(&self, h: &AttentionShape, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
         if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
             bail!(
@@ -213,7 +214,7 @@ impl KeyValueCache {
         }
     }
 
-    /// Keeps new positions; their result, which for the `first` ones is there already.
+    /// Caches new positions and returns their result, which for the `first` ones is already computed.
     fn attend<E: TensorElement>(
         &mut self,
         (h, rule): (&AttentionShape, &AttentionRule<'_>),
@@ -239,7 +240,7 @@ impl KeyValueCache {
         Ok(result)
     }
 
-    /// The memory, with room for so many positions.
+    /// Returns the memory, with room for this number of positions.
     fn with_room(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
         let old = self.host.take().filter(|host| host.sizes == sizes);
         let host = match old {
@@ -257,7 +258,7 @@ impl KeyValueCache {
         self.host.insert(host)
     }
 
-    /// The same composed of Candle's operations, whose keys and values are copied to grow.
+    /// Computes the same with Candle's operations, which copy keys and values to grow.
     fn on_device(&mut self, h: &AttentionShape, [q, k, v]: [&Tensor; 3], options: &AttentionOptions) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
@@ -271,7 +272,7 @@ impl KeyValueCache {
     }
 }
 
-/// The rule of positions that see no later ones.
+/// Returns the rule for positions that see no later ones.
 fn one_way(options: &AttentionOptions, h: &AttentionShape) -> Result<AttentionRule<'static>> {
     if options.bidirectional {
         bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")
@@ -286,7 +287,7 @@ impl HostCache {
         Self { keys, values, capacity, sizes }
     }
 
-    /// Copies the first `len` positions of a smaller one.
+    /// Copies the first `len` positions of a smaller cache.
     fn take_over(&mut self, old: &Self, len: usize) {
         let CacheSizes { batch, kv_heads, head, dtype } = self.sizes;
         let position = head * dtype.size_in_bytes();

@@ -1,4 +1,4 @@
-//! Linear layers in both orientations of the weight, with what follows them in the same pass.
+//! Linear layers in both orientations of the weight, with an epilogue in the same pass.
 
 use super::{Activation, LinearEpilogue, WeightLayout};
 use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
@@ -13,11 +13,11 @@ use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
 
-/// y = x w (+ bias) with true backward for x `[.., in]` and a bias `[out]`.
+/// Computes y = x w (+ bias), with a correct backward, for x `[.., in]` and a bias `[out]`.
 ///
-/// Sums are in f32 whatever the dtype and are rounded once, to x's dtype. Weight and bias have that dtype too, or are
-/// in f32: then the product is one of f32 numbers. A gradient has the dtype of what it is for. Parameters are read
-/// when they are needed, in forward and again in backward: they may leave memory in between.
+/// Sums are in f32 for all dtypes and are rounded once, to x's dtype. Weight and bias have that dtype too, or are in
+/// f32; then the product is computed in f32. A gradient has the dtype of its operand. Parameters are read when they are
+/// needed, in forward and again in backward, so they may leave memory in between.
 ///
 /// # Errors
 /// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16, f16 on the CPU.
@@ -25,12 +25,12 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
     linear_then(x, weight, bias, layout, LinearEpilogue::default())
 }
 
-/// [`linear()`] and what follows it: residual + activation(x w + bias). The activation is computed from the result
-/// rounded to its dtype, which is kept for backward. With a parameter in f32 under an input of 16 bits each of these steps
-/// is rounded.
+/// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation is computed from the
+/// result rounded to its dtype, which is kept for backward. With an f32 parameter and a 16-bit input, each of these
+/// steps is rounded.
 ///
 /// # Errors
-/// As [`linear()`], and a residual of another shape than the result.
+/// The errors of [`linear()`]; a residual whose shape differs from that of the result.
 pub fn linear_then(
     x: &Tensor,
     weight: &Tensor,
@@ -64,7 +64,7 @@ pub fn linear_then(
     let inputs = OpInputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(shape.elem_count());
-        // What the activation was applied to; only backward needs it.
+        // The input of the activation, which only backward needs.
         let keeps = then.activation.is_some() && inputs.are_wanted();
         let mut before = buffer::<E>(if keeps { y.len() } else { 0 });
         with_all([Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()], NAME, |[x, w, bias, residual]| {
@@ -120,7 +120,7 @@ impl<E: TensorElement> LinearBackward<E> {
         self.deliver(&inner, x, weight, bias)
     }
 
-    /// The gradients by the product's own, `g`.
+    /// Delivers the gradients, given the gradient `g` of the product.
     fn deliver(&self, g: &[E], x: &InputGradSink, weight: &InputGradSink, bias: &InputGradSink) -> Result<()> {
         let s = self.sizes;
         let g = Matrix::new(g, s.rows, s.outputs);
@@ -146,7 +146,8 @@ impl<E: TensorElement> LinearBackward<E> {
     }
 }
 
-/// y = x w^T + b with a weight `[out, in]`, named "weight" and "bias", as PyTorch's `nn.Linear` and candle-nn's.
+/// A layer y = x w^T + b with a weight `[out, in]`, whose parameters are named "weight" and "bias" like those of
+/// PyTorch's `nn.Linear` and candle-nn's.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -154,34 +155,34 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer from `inputs` to `outputs` with bias; weight from N(0, 0.02), bias 0.
+    /// Builds a layer from `inputs` to `outputs` with a bias. The weight starts from N(0, 0.02), the bias at 0.
     pub fn new(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Self::with_init(inputs, outputs, true, super::normal(0.02), vb)
     }
 
-    /// A layer without bias; weight from N(0, 0.02).
+    /// Builds a layer without a bias. The weight starts from N(0, 0.02).
     pub fn no_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Self::with_init(inputs, outputs, false, super::normal(0.02), vb)
     }
 
-    /// A layer whose weight starts as `weight_init` says; the bias starts at 0.
+    /// Builds a layer whose weight is initialized by `weight_init`. The bias starts at 0.
     pub fn with_init(inputs: usize, outputs: usize, bias: bool, weight_init: Init, vb: VarBuilder<'_>) -> Result<Self> {
         let weight = vb.get_with_hints((outputs, inputs), "weight", weight_init)?;
         let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
         Ok(Self { weight, bias })
     }
 
-    /// A layer over tensors that exist already: weight `[out, in]`, bias `[out]`. For tied weights.
+    /// Creates a layer from existing tensors, weight `[out, in]` and bias `[out]`, such as tied weights.
     pub fn from_tensors(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias }
     }
 
-    /// The weight, `[out, in]`.
+    /// Returns the weight, `[out, in]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The layer and what follows it in the same pass; see [`linear_then`].
+    /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
     pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, then)
     }
@@ -193,7 +194,8 @@ impl Module for Linear {
     }
 }
 
-/// y = x w + b with a weight `[in, out]`: the orientation of GPT-2's Conv1D, whose files it can use as they are.
+/// A layer y = x w + b with a weight `[in, out]`. This is the orientation of GPT-2's Conv1D, whose files can be used
+/// directly.
 #[derive(Debug, Clone)]
 pub struct Conv1D {
     weight: Tensor,
@@ -201,14 +203,14 @@ pub struct Conv1D {
 }
 
 impl Conv1D {
-    /// A layer from `inputs` to `outputs`; weight from N(0, `std`), bias 0.
+    /// Builds a layer from `inputs` to `outputs`. The weight starts from N(0, `std`), the bias at 0.
     pub fn new(inputs: usize, outputs: usize, std: f64, vb: VarBuilder<'_>) -> Result<Self> {
         let weight = vb.get_with_hints((inputs, outputs), "weight", super::normal(std))?;
         let bias = vb.get_with_hints(outputs, "bias", init::ZERO)?;
         Ok(Self { weight, bias })
     }
 
-    /// The layer and what follows it in the same pass; see [`linear_then`].
+    /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
     pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, then)
     }

@@ -1,23 +1,23 @@
-//! How a linear layer's weight lies in memory, and what follows the product.
+//! The memory layout of a linear layer's weight, and the epilogue of the product.
 
 use candle_core::Tensor;
 
 pub use crate::kernels::gemm::Activation;
 
-/// How a linear layer's weight lies in memory.
+/// The memory layout of a linear layer's weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightLayout {
-    /// `[out, in]`, as PyTorch's and candle-nn's Linear: y = x w^T + b.
+    /// `[out, in]`, as in PyTorch's and candle-nn's Linear: y = x w^T + b.
     OutIn,
-    /// `[in, out]`, as GPT-2's Conv1D: y = x w + b.
+    /// `[in, out]`, as in GPT-2's Conv1D: y = x w + b.
     InOut,
 }
 
-/// Operations on a linear layer's result in the same pass over memory. Default: none.
+/// Operations on a linear layer's result in the same pass over memory. The default is none.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearEpilogue<'a> {
-    /// Applied to the result.
+    /// The activation that is applied to the result.
     pub activation: Option<Activation>,
-    /// Added after that; of the result's shape.
+    /// The residual that is added after the activation; it has the result's shape.
     pub residual: Option<&'a Tensor>,
 }

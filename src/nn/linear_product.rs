@@ -1,11 +1,11 @@
-//! A linear layer's product and those of its backward, in both orientations of the weight.
+//! The products of a linear layer's forward and backward, in both orientations of the weight.
 
 use super::WeightLayout;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use candle_core::{Result, Shape, bail};
 
-/// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
+/// The sizes of one application: `rows` rows of `inputs` elements become rows of `outputs` elements.
 #[derive(Clone, Copy)]
 pub(super) struct LinearSizes {
     pub rows: usize,
@@ -43,7 +43,7 @@ impl LinearSizes {
         Shape::from(dims)
     }
 
-    /// The weight as a matrix `[in, out]`.
+    /// Returns the weight as a matrix `[in, out]`.
     fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
         match self.layout {
             WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
@@ -51,13 +51,13 @@ impl LinearSizes {
         }
     }
 
-    /// `y = x w` `[rows, outputs]`, and what follows.
+    /// Computes `y = x w` `[rows, outputs]` with an epilogue.
     pub fn product<E: Element, C: Element>(&self, x: &[E], weight: &[E], y: &mut [C], epilogue: Epilogue<'_, C>) {
         let x = Matrix::new(x, self.rows, self.inputs);
         gemm(MatrixMut::new(y, self.rows, self.outputs), x, self.weight(weight), epilogue);
     }
 
-    /// The gradient of the weight, in its layout, by that of the result, `g` `[rows, outputs]`.
+    /// Computes the gradient of the weight, in its layout, from the gradient of the result, `g` `[rows, outputs]`.
     pub fn weight_gradient<E: Element, C: Element>(
         &self,
         x: &[E],
@@ -72,7 +72,7 @@ impl LinearSizes {
         }
     }
 
-    /// The gradient of the input `[rows, inputs]`, by that of the result, `g` `[rows, outputs]`.
+    /// Computes the gradient of the input `[rows, inputs]` from the gradient of the result, `g` `[rows, outputs]`.
     pub fn input_gradient<E: Element, C: Element>(
         &self,
         g: Matrix<'_, E>,

@@ -1,5 +1,5 @@
-//! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D drops
-//! elements; and DoRA's, where the columns of the product are scaled: m / |W + s B A|.
+//! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D is
+//! dropout. With DoRA the columns of the product are also scaled by m / |W + s B A|.
 //!
 //! ```text
 //!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part once before)
@@ -7,8 +7,8 @@
 //!                  +-- D -- A --> h [rows, r] -- s B
 //! ```
 //!
-//! What the adapter adds is computed in f32 whatever the format of the rest; 16-bit rows are widened a few at a time.
-//! Kept for backward besides x: h, and with DoRA the product.
+//! The adapter's part is computed in f32, whatever the format of the rest; 16-bit rows are widened a few at a time.
+//! Besides x, backward keeps h, and with DoRA the product.
 
 use super::dropout::{DropoutMask, dropout};
 use super::f32_parameters::{follow, is_wider, with_wide};
@@ -29,8 +29,8 @@ thread_local! {
     static OFF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `run` with all adapters of this thread's models off, and without recording anything for a backward: the model that
-/// the adapters were put into, as the reference of preference optimization asks for it.
+/// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward. This is
+/// the base model without adapters, which preference optimization uses as its reference.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     struct AdaptersReset(bool);
     impl Drop for AdaptersReset {
@@ -42,29 +42,29 @@ pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
     without_gradients(run)
 }
 
-/// Whether adapters are off.
+/// Returns whether adapters are off.
 pub(super) fn are_off() -> bool {
     OFF.get()
 }
 
-/// An adapter in one use.
+/// The operands of one use of an adapter.
 pub(super) struct LoraUse<'a> {
-    /// `[r, in]`
+    /// The matrix A, `[r, in]`.
     pub a: &'a Tensor,
-    /// `[out, r]`
+    /// The matrix B, `[out, r]`.
     pub b: &'a Tensor,
-    /// `[out]`, with DoRA.
+    /// The magnitude, `[out]`, with DoRA.
     pub magnitude: Option<&'a Tensor>,
     pub scale: f64,
     pub mask: Option<DropoutMask>,
 }
 
 const NAME: &str = "linear (adapter)";
-/// Rows that are widened, or have elements dropped, together.
+/// The number of rows that are widened, or to which dropout is applied, together.
 const ROWS: usize = 256;
 
-/// [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation takes one
-/// of its own.
+/// Computes [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation
+/// takes a separate one.
 pub(super) fn linear_then(
     x: &Tensor,
     weight: &Tensor,
@@ -111,7 +111,8 @@ impl LoraUse<'_> {
     }
 }
 
-/// Of this library's and Candle's operations: on other devices, and with operands of several formats.
+/// Composes the result of this library's and Candle's operations, for other devices and for operands of several
+/// formats.
 fn composed(
     x: &Tensor,
     weight: &Tensor,
@@ -153,7 +154,7 @@ struct AdaptedSizes {
 }
 
 impl AdaptedSizes {
-    /// Lets `look` see rows of x in f32, some at a time, with their elements dropped.
+    /// Calls `look` with rows of x in f32 after dropout, some rows at a time.
     fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
         let LinearSizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
@@ -165,7 +166,7 @@ impl AdaptedSizes {
         });
     }
 
-    /// h `[rows, r]`, the thin product D(x) A^T.
+    /// Returns h `[rows, r]`, the thin product D(x) A^T.
     fn thin<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut h = buffer::<f32>(self.sizes.rows * rank);
@@ -176,7 +177,7 @@ impl AdaptedSizes {
         h
     }
 
-    /// y = s h B^T.
+    /// Computes y = s h B^T.
     fn spread<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
         let (LinearSizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
         let epilogue = Epilogue { scale: self.scale, ..Epilogue::default() };
@@ -184,11 +185,11 @@ impl AdaptedSizes {
         gemm(MatrixMut::new(y, rows, outputs), Matrix::new(h, rows, rank), b, epilogue);
     }
 
-    /// The gradients of h and, where it is wanted, B by that of the product, `g`.
+    /// Computes the gradients of h and, if wanted, B from the gradient of the product, `g`.
     fn thin_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
         let (LinearSizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
         let mut dh = buffer::<f32>(rows * rank);
-        // Of few rows, as g is read fastest so.
+        // The gradient of B is computed transposed, with few rows, because g is read fastest that way.
         let mut transposed = buffer::<f32>(if db.is_some() { rank * outputs } else { 0 });
         in_f32(g, rows, outputs, |rows, g| {
             let (g, thin) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
@@ -207,7 +208,7 @@ impl AdaptedSizes {
         dh
     }
 
-    /// The gradient of A by that of h.
+    /// Computes the gradient of A from that of h.
     fn gradient_of_a<E: TensorElement>(&self, x: &[E], dh: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut da = vec![0f32; rank * inputs];
@@ -251,7 +252,7 @@ fn in_pieces(rows: usize, mut f: impl FnMut(Range<usize>)) {
     (0..rows).step_by(ROWS).for_each(|start| f(start..rows.min(start + ROWS)));
 }
 
-/// Lets `look` see rows of `x` in f32: all where that is what they are, else some at a time.
+/// Calls `look` with rows of `x` in f32: all rows if they are f32 already, otherwise some at a time.
 fn in_f32<E: TensorElement>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
     if E::KIND == ElementDtype::F32 {
         return look(0..rows, bytemuck::cast_slice(x));
@@ -314,7 +315,7 @@ fn fused<E: TensorElement>(
     inputs.result(NAME, E::storage(y), shape, move |grad, sinks| backward.run(grad, sinks))
 }
 
-/// y += x W + bias + residual.
+/// Computes y += x W + bias + residual.
 fn product<E: TensorElement>(
     sizes: &LinearSizes,
     y: &mut [E],
@@ -330,7 +331,7 @@ fn product<E: TensorElement>(
     })
 }
 
-/// The lengths of the rows of W + s B A.
+/// Returns the norms of the rows of W + s B A.
 fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &AdaptedSizes) -> Result<Vec<f32>> {
     let (LinearSizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
     with_wide(a, |a| {
@@ -347,7 +348,7 @@ fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Ad
     })
 }
 
-/// y = product times a factor for each column, + bias + residual.
+/// Computes y = product times a factor for each column, + bias + residual.
 fn scale_columns<E: TensorElement>(
     sizes: &LinearSizes,
     product: &[E],
@@ -373,22 +374,22 @@ fn scale_columns<E: TensorElement>(
     })
 }
 
-/// What DoRA's backward needs.
+/// The values that DoRA's backward needs.
 struct DoraBackward<E> {
-    /// Of the rows of W + s B A.
+    /// The norms of the rows of W + s B A.
     norms: Vec<f32>,
-    /// The magnitude by the norms.
+    /// The magnitude divided by the norms.
     factors: Vec<f32>,
-    /// x W + s D(x) A^T B^T.
+    /// The product x W + s D(x) A^T B^T.
     product: Vec<E>,
-    /// The magnitude's.
+    /// The dtype of the magnitude.
     dtype: DType,
 }
 
 impl<E: TensorElement> DoraBackward<E> {
-    /// The gradient of the magnitude by the result's, `g`.
+    /// Computes the gradient of the magnitude from that of the result, `g`.
     fn magnitude_gradient(&self, g: &[E]) -> Vec<f32> {
-        /// Columns that one task sums.
+        /// The number of columns that one task sums.
         const COLUMNS: usize = 128;
         let width = self.norms.len();
         let mut sums = vec![0f32; width];
@@ -412,7 +413,7 @@ struct LoraBackward<E> {
     adapted: AdaptedSizes,
     x: SavedTensor,
     weight: Tensor,
-    /// The bias's format.
+    /// The dtype of the bias.
     bias: Option<DType>,
     a: Tensor,
     b: Tensor,
@@ -441,7 +442,7 @@ impl<E: TensorElement> LoraBackward<E> {
         residual.give(grad)
     }
 
-    /// The gradients by that of the product, `g`.
+    /// Delivers the gradients, given the gradient `g` of the product.
     fn deliver(&self, g: &[E], [to_x, to_weight, to_a, to_b]: [&InputGradSink; 4]) -> Result<()> {
         let (s, adapted) = (self.adapted.sizes, &self.adapted);
         let mut dh = Vec::new();

@@ -1,11 +1,11 @@
-//! Settings of low-rank adapters: how large they are, and which projections get one.
+//! The settings of low-rank adapters: their sizes, and the projections that get one.
 
 use crate::error::{LoraError, Result};
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
-/// Low-rank adapters (LoRA, Hu et al. 2021): a projection with the weight W gets two small matrices, A `[r, in]` and B
-/// `[out, r]`, and computes with W + s B A, of which A and B alone are trained.
+/// The settings of low-rank adapters (LoRA, Hu et al. 2021): a projection with the weight W gets two small matrices, A
+/// `[r, in]` and B `[out, r]`, and computes with W + s B A, of which only A and B are trained.
 ///
 /// ```
 /// use candle_zero::nn::LoraConfig;
@@ -16,49 +16,49 @@ use std::str::FromStr;
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraConfig {
-    /// The rank.
+    /// The rank of the adapters.
     pub r: usize,
-    /// The factor s is alpha / r, or alpha / sqrt(r) with `rslora`.
+    /// The numerator of the factor s, which is alpha / r, or alpha / sqrt(r) with `rslora`.
     pub alpha: f64,
-    /// The probability with which training drops elements of an adapter's input. With DoRA too it is the adapter's input
-    /// alone that they are dropped from (in PEFT the base weight's too).
+    /// The probability with which training drops elements of an adapter's input. With DoRA too, elements are dropped
+    /// only from the adapter's input (in PEFT also from the base weight's).
     pub dropout: f32,
     /// The projections that get an adapter.
     pub targets: LoraTargets,
     /// Whether s is alpha / sqrt(r) (Kalajdzievski 2023).
     pub rslora: bool,
-    /// Whether the rows of W + s B A have lengths that are trained as parameters of their own (DoRA, Liu et al. 2024). The
-    /// lengths that they have by themselves count as constants in backward, as in PEFT.
+    /// Whether the norms of the rows of W + s B A are replaced by trained parameters (DoRA, Liu et al. 2024). The
+    /// original norms count as constants in backward, as in PEFT.
     pub dora: bool,
 }
 
-/// Which projections get an adapter.
+/// The selection of projections that get an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoraTargets {
-    /// All but the output projection.
+    /// All projections except the output projection.
     AllLinear,
-    /// Those whose name is one of these or ends with a dot and one of these, as PEFT matches them.
+    /// The projections whose name is one of these or ends with a dot and one of these, as PEFT matches them.
     Names(Vec<String>),
 }
 
 impl Default for LoraConfig {
-    /// r 16, alpha 32, on all projections.
+    /// Returns r 16 and alpha 32, on all projections.
     fn default() -> Self {
         Self { r: 16, alpha: 32.0, dropout: 0.0, targets: LoraTargets::AllLinear, rslora: false, dora: false }
     }
 }
 
-/// No layer's inputs or outputs are more.
+/// The maximum rank; no layer has more inputs or outputs.
 const MOST_RANK: usize = 1 << 20;
 
 impl LoraConfig {
-    /// The factor s of an adapter's part.
+    /// Returns the factor s of an adapter's part.
     pub fn scale(&self) -> f64 {
         let r = self.r as f64;
         self.alpha / if self.rslora { r.sqrt() } else { r }
     }
 
-    /// Whether the projection of this name gets an adapter.
+    /// Returns whether the projection of this name gets an adapter.
     pub fn selects(&self, module: &str) -> bool {
         match &self.targets {
             LoraTargets::AllLinear => true,
@@ -66,7 +66,7 @@ impl LoraConfig {
         }
     }
 
-    /// Checks that the values make an adapter.
+    /// Checks that the values describe a valid adapter.
     ///
     /// # Errors
     /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), no targets.
@@ -74,7 +74,8 @@ impl LoraConfig {
         if !(1..=MOST_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("1 to {MOST_RANK}")));
         }
-        // Products are in f32: an infinite factor would make all weights so, and one of 0 an adapter without effect.
+        // Products are in f32: an infinite factor would make all weights infinite, and a factor of 0 would disable the
+        // adapter.
         let is_number = |x: f64| x as f32 > 0.0 && (x as f32).is_finite();
         if !(is_number(self.alpha) && is_number(self.scale())) {
             return Err(refused("alpha", format!("{:?}", self.alpha), "a positive finite number, in f32 too"));
@@ -91,10 +92,10 @@ impl LoraConfig {
         }
     }
 
-    /// Checks that each target names one of these projections, given as paths of modules.
+    /// Checks that each target matches one of these projections, given as module paths.
     ///
     /// # Errors
-    /// [`LoraError::NoSuchTarget`].
+    /// [`LoraError::NoSuchTarget`] if one does not.
     pub fn check_targets<'a>(&self, projections: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let LoraTargets::Names(names) = &self.targets else { return Ok(()) };
         let projections: BTreeSet<&str> = projections.into_iter().collect();
@@ -110,19 +111,19 @@ const A: &str = ".lora_A.weight";
 const B: &str = ".lora_B.weight";
 const MAGNITUDE: &str = ".lora_magnitude_vector";
 
-/// Whether a parameter of this name belongs to an adapter: the rule for
+/// Returns whether a parameter of this name belongs to an adapter. This is the rule for
 /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
 pub fn is_adapter(parameter: &str) -> bool {
     adapted_module(parameter).is_some()
 }
 
-/// The projection whose adapter this parameter belongs to.
+/// Returns the projection whose adapter this parameter belongs to.
 #[doc(hidden)]
 pub fn adapted_module(parameter: &str) -> Option<&str> {
     [A, B, MAGNITUDE].iter().find_map(|end| parameter.strip_suffix(end))
 }
 
-/// Whether `part` is the name, or its end from a dot on.
+/// Returns whether `part` is the name, or its end after a dot.
 fn is_last_part(name: &str, part: &str) -> bool {
     name.strip_suffix(part).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
@@ -137,8 +138,8 @@ fn refused(key: &'static str, found: impl std::fmt::Display, allowed: &str) -> c
 impl FromStr for LoraConfig {
     type Err = crate::Error;
 
-    /// Reads `r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora,dora`: any of the keys, in any order. What is not
-    /// given is as in [`LoraConfig::default`], but alpha is twice r.
+    /// Reads `r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora,dora`: any of the keys, in any order. Omitted
+    /// keys have their values from [`LoraConfig::default`], except that alpha is twice r.
     fn from_str(settings: &str) -> Result<Self> {
         let mut config = Self::default();
         let (mut seen, mut alpha) = (Vec::new(), None);
@@ -173,7 +174,7 @@ fn number<T: FromStr>(key: &'static str, value: Result<&str, &str>, allowed: &st
     value.parse().map_err(|_| refuse(value))
 }
 
-/// A switch: on by its name alone, or by what it is set to.
+/// Parses a switch, which is turned on by its name, or set by its value.
 fn flag(key: &'static str, value: Result<&str, &str>) -> Result<bool> {
     match value {
         Err(_) | Ok("true") => Ok(true),

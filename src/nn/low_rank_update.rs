@@ -1,4 +1,5 @@
-//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, some of a weight's lines at a time.
+//! Sums of a weight and a product of two thin matrices, W + s B A, in f32, computed for some lines of the weight at a
+//! time.
 
 use super::WeightLayout;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
@@ -6,27 +7,27 @@ use crate::kernels::parallel::{self, ParallelChunks};
 use crate::precision::{FlatRef, sum_of_squares};
 use std::ops::Range;
 
-/// s B A for a weight of `inputs` and `outputs`.
+/// The product s B A for a weight with `inputs` and `outputs`.
 #[derive(Debug, Clone, Copy)]
 #[doc(hidden)]
 pub struct LowRankUpdate<'a> {
     pub layout: WeightLayout,
     pub inputs: usize,
     pub outputs: usize,
-    /// `[rank, inputs]`
+    /// The matrix A, `[rank, inputs]`.
     pub a: &'a [f32],
-    /// `[outputs, rank]`
+    /// The matrix B, `[outputs, rank]`.
     pub b: &'a [f32],
     pub scale: f32,
 }
 
-/// Elements of a weight that are summed together.
+/// The number of elements of a weight that are processed together.
 const CHUNK: usize = 1 << 18;
-/// Columns whose squares one task sums.
+/// The number of columns whose squares one task sums.
 const COLUMNS: usize = 256;
 
 impl LowRankUpdate<'_> {
-    /// Lines of the weight as it lies in memory, and the elements of each.
+    /// Returns the number of lines of the weight in memory, and the number of elements in each.
     pub fn lines(&self) -> (usize, usize) {
         match self.layout {
             WeightLayout::OutIn => (self.outputs, self.inputs),
@@ -34,14 +35,14 @@ impl LowRankUpdate<'_> {
         }
     }
 
-    /// The lines in pieces of a size that caches hold.
+    /// Returns ranges of lines that fit into the caches.
     pub fn pieces(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (lines, width) = self.lines();
         let step = (CHUNK / width.max(1)).max(1);
         (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
     }
 
-    /// Adds the product to the weight's lines of this range.
+    /// Adds the product to the weight's lines in this range.
     pub fn add_to(&self, lines: Range<usize>, weight: &mut [f32]) {
         let (rank, width) = (self.a.len() / self.inputs.max(1), self.lines().1);
         let sum = MatrixMut::new(weight, lines.len(), width);
@@ -78,7 +79,7 @@ impl LowRankUpdate<'_> {
         }
     }
 
-    /// Multiplies a piece's elements with the factors of their outputs.
+    /// Multiplies a piece's elements by the factors of their outputs.
     pub fn scale(&self, lines: Range<usize>, piece: &mut [f32], factors: &[f32]) {
         for (i, line) in lines.zip(piece.chunks_exact_mut(self.lines().1)) {
             match self.layout {
@@ -88,11 +89,10 @@ impl LowRankUpdate<'_> {
         }
     }
 
-    /// The Euclidean length, for each output, of what the weight and the product together have for it. `read` gives the
-    /// weight's lines.
+    /// Returns the Euclidean norm of W + s B A for each output. `read` reads lines of the weight.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// The errors of `read`.
     pub fn norms<E>(&self, mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<(), E>) -> Result<Vec<f32>, E> {
         let width = self.lines().1;
         let (mut sums, mut piece) = (vec![0f64; self.outputs], Vec::new());

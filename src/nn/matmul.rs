@@ -1,4 +1,4 @@
-//! The product of batches of matrices, whatever views these are.
+//! The product of batches of matrices, for any views.
 
 use super::composed;
 use super::in_f32::has_kernels;
@@ -11,10 +11,12 @@ use candle_core::{Layout, Result, Shape, Tensor, bail};
 
 const NAME: &str = "matmul";
 
-/// `a` `[.., m, k]` times `b` `[.., k, n]`: `[.., m, n]`, with the axes before the last two broadcast, as PyTorch's `matmul`.
+/// Multiplies `a` `[.., m, k]` by `b` `[.., k, n]` to `[.., m, n]`. The axes before the last two are broadcast, as in
+/// PyTorch's `matmul`.
 ///
-/// [`Tensor::matmul`] gives other numbers where the left is a transposed view and the right a broadcast one, and so may
-/// its gradients be. Here any views do. Sums are in f32 whatever the format, and rounded once.
+/// [`Tensor::matmul`] returns wrong numbers if the left operand is a transposed view and the right one a broadcast
+/// view, and its gradients may be wrong too. This function supports any views. Sums are in f32 for all formats, and
+/// rounded once.
 ///
 /// # Errors
 /// Fewer than two dimensions, shapes that do not fit, operands of two formats.
@@ -64,7 +66,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// `m`, `k` and `n`, and which matrix of each operand each matrix of the result is a product of.
+/// The sizes `m`, `k` and `n`, and for each matrix of the result, the index of the matrix in each operand.
 struct MatmulSizes {
     m: usize,
     k: usize,
@@ -74,7 +76,7 @@ struct MatmulSizes {
 }
 
 impl MatmulSizes {
-    /// With the result's shape.
+    /// Returns the sizes, and the shape of the result.
     fn of(a: &Tensor, b: &Tensor) -> Result<(Self, Shape)> {
         let ([left @ .., m, k], [right @ .., inner, n]) = (a.dims(), b.dims()) else {
             bail!(
@@ -99,7 +101,7 @@ impl MatmulSizes {
     }
 }
 
-/// Which of an operand's matrices stands in each place of the result's batch.
+/// Returns the index of the operand's matrix at each position of the result's batch.
 fn matrices(batch: &Shape, own: &[usize]) -> Vec<usize> {
     let ahead = batch.rank() - own.len();
     let strides = Layout::contiguous(own);
@@ -117,14 +119,14 @@ fn matrices(batch: &Shape, own: &[usize]) -> Vec<usize> {
     (0..batch.elem_count()).map(of).collect()
 }
 
-/// A contiguous tensor of matrices, or of transposed ones.
+/// A contiguous tensor of matrices, or of transposed matrices.
 struct MatmulOperand {
     tensor: Tensor,
     transposed: bool,
 }
 
 impl MatmulOperand {
-    /// Without a copy for a transposed view.
+    /// Creates the operand, without a copy if `x` is a transposed view.
     fn of(x: &Tensor) -> Result<Self> {
         let turned = x.t()?;
         Ok(match turned.is_contiguous() && !x.is_contiguous() {
@@ -142,7 +144,7 @@ impl MatmulOperand {
     }
 }
 
-/// How an operand's matrices lie in memory.
+/// The memory layout of an operand's matrices.
 #[derive(Clone, Copy)]
 struct MatmulOperandLayout {
     transposed: bool,
@@ -150,14 +152,14 @@ struct MatmulOperandLayout {
 }
 
 impl MatmulOperandLayout {
-    /// A matrix by its number, of `rows` and `columns`.
+    /// Returns a matrix by its index, with `rows` and `columns`.
     fn matrix<'a, E: TensorElement>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
         let values = &all[number * rows * columns..][..rows * columns];
         if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
     }
 
-    /// The operand's gradient: for each of its matrices, of `rows` and `columns`, the sum of the products that `factors`
-    /// gives for the places of the result's batch where it stands, over `inner`.
+    /// Returns the operand's gradient. For each of its matrices, of `rows` and `columns`, it is the sum of the products
+    /// that `factors` returns for the positions in the result's batch where the matrix is used, over `inner`.
     fn gradient<'a, E: TensorElement>(
         self,
         stands: &[usize],

@@ -1,32 +1,33 @@
-//! Layers whose backward is true, for training.
+//! Layers with a correct backward, for training.
 //!
-//! Candle's own fast layers cannot be trained. In Candle 0.11 these go through ops **without a backward and cut the
-//! graph silently** - everything before them gets no gradient, and no error reports it:
+//! Candle's own fast layers cannot be trained. In Candle 0.11 the following go through ops **without a backward and cut
+//! the graph silently**: everything before them gets no gradient, and no error reports it:
 //!
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
 //! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   hence most models of candle-transformers.
 //!
-//! Others have a backward that is wrong, or none that is right for all settings: `conv1d`, `conv_transpose1d`, pooling, upsampling,
-//! `scatter`, `scatter_add`, and `matmul` of some views. The ones here are true, by the same names and settings (docs/vision.md
-//! has the table).
+//! Others have a backward that is wrong, or not correct for all settings: `conv1d`, `conv_transpose1d`, pooling,
+//! upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The ones here are correct, with the same names and
+//! settings (docs/vision.md has the table).
 //!
-//! Differentiable in candle-nn: `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
-//! `rotary_emb::{rope_slow, rope_i_slow}`, `loss::cross_entropy`. They sum 16-bit numbers in 16 bits on the CPU.
+//! Differentiable in candle-nn are `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow,
+//! rms_norm_slow}`, `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy`. On the CPU they sum 16-bit
+//! numbers in 16 bits.
 //!
-//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside, each result rounded once. In a model of
-//! 16 bits their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
-//! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)): what goes from layer to layer keeps its 16 bits.
-//! Layers of candle-nn refuse operands of two formats; cast around them. The layers here give
-//! the same bits for any number of threads, and a row of a result does not depend on how many rows there are. On the
-//! CPU each is one op with a hand-written backward, and so are most with CUDA; elsewhere the same functions are composed of
-//! Candle's differentiable ops ([`composed`]).
+//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside; each result is rounded once. In a
+//! 16-bit model their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
+//! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)), while activations between layers keep their
+//! 16 bits. Layers of candle-nn reject operands of two formats; cast around them. The layers here return the same bits
+//! for any number of threads, and a row of a result does not depend on the number of rows. On the CPU each is one op
+//! with a hand-written backward, as are most with CUDA; elsewhere the same functions are composed of Candle's
+//! differentiable ops ([`composed`]).
 //!
-//! Gradients between these layers, and those of an engine's parameters, do not travel through Candle's graph, which
-//! would add each to zeros first: the graph only says when a layer's turn comes (`graph` in the sources). Parameters'
-//! values are read at the time of use: they may leave memory between forward and backward. An engine's backward frees
-//! what a layer kept as soon as the layer has been differentiated.
+//! Gradients between these layers, and those of an engine's parameters, do not pass through Candle's graph, which would
+//! add each to zeros first: the graph only determines when the backward of a layer runs (`graph` in the sources).
+//! Parameter values are read at the time of use, so they may leave memory between forward and backward. An engine's
+//! backward frees what a layer kept as soon as the layer has been differentiated.
 
 mod activation;
 mod add;
@@ -100,20 +101,20 @@ pub use scatter::{scatter, scatter_add};
 pub use sequences::Sequences;
 pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};
 
-/// Whether this thread runs a model for an engine that trains: in its forward, and where a unit runs again in backward;
-/// not in its `eval`, and not without an engine. For layers that differ in training and evaluation inside of modules
-/// that are not told: `norm.forward_t(x, in_training())`.
+/// Returns whether this thread runs a model for an engine that is training: in its forward, and when a unit runs again
+/// in backward, but not in its `eval`, and not without an engine. This is for layers that differ between training and
+/// evaluation, inside modules that have no such argument: `norm.forward_t(x, in_training())`.
 pub fn in_training() -> bool {
     crate::graph::rng_position().in_training
 }
 
-/// An init hint: normal with mean 0.
+/// Returns an init hint: a normal distribution with mean 0.
 pub(crate) fn normal(std: f64) -> candle_nn::Init {
     candle_nn::Init::Randn { mean: 0.0, stdev: std }
 }
 
-/// A user error as Candle's error type, which models and layers return. Without Candle's backtrace: the message says
-/// what is wrong with the input, not where the program stood.
+/// Converts a user error to Candle's error type, which models and layers return. Candle's backtrace is left out,
+/// because the message describes the problem with the input, not a position in the program.
 #[doc(hidden)]
 pub fn refuse(error: crate::Error) -> candle_core::Error {
     candle_core::Error::Wrapped(Box::new(error))

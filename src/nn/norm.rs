@@ -12,9 +12,9 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
 
-/// (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`; weight and bias
-/// `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and kept for backward,
-/// results are rounded once, to x's dtype; a gradient has the dtype of what it is for.
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`; weight and
+/// bias `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and kept for
+/// backward. Results are rounded once, to x's dtype. A gradient has the dtype of its operand.
 ///
 /// # Errors
 /// A weight or bias of another length or dtype.
@@ -60,9 +60,9 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     })
 }
 
-/// x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's dtype or in f32.
-/// Statistics are in f32 and kept for backward, results are rounded once, to x's dtype; a gradient has the dtype of what
-/// it is for.
+/// Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's
+/// dtype or in f32. Statistics are in f32 and kept for backward. Results are rounded once, to x's dtype. A gradient has
+/// the dtype of its operand.
 ///
 /// # Errors
 /// A weight of another length or dtype.
@@ -70,10 +70,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
 }
 
-/// [`rms_norm`] with options.
+/// Computes [`rms_norm`] with options.
 ///
 /// # Errors
-/// As [`rms_norm`]; by head, a last dimension that is no multiple of the weight's length.
+/// The errors of [`rms_norm`]; with `by_head`, a last dimension that is not a multiple of the weight's length.
 pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Tensor> {
     let width = if options.by_head { head_of(x, weight)? } else { width_of(RMS_NORM, x, &[("weight", weight)])? };
     let (eps, one) = (options.eps, if options.plus_one { 1.0 } else { 0.0 });
@@ -115,13 +115,13 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
     })
 }
 
-/// The numbers, and one more each where `one` is 1.
+/// Adds `one`, which is 0 or 1, to each value.
 fn plus(mut values: Vec<f32>, one: f32) -> Vec<f32> {
     values.iter_mut().for_each(|value| *value += one);
     values
 }
 
-/// The length of the weight, of which the input's last dimension is a multiple.
+/// Returns the length of the weight, which must divide the input's last dimension.
 fn head_of(x: &Tensor, weight: &Tensor) -> Result<usize> {
     let (dims, last) = (weight.dims(), x.dims().last().copied().unwrap_or(0));
     match *dims {
@@ -137,7 +137,7 @@ fn head_of(x: &Tensor, weight: &Tensor) -> Result<usize> {
     }
 }
 
-/// The values of a parameter, in f32.
+/// Returns the values of a parameter in f32.
 pub(super) fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> {
     with_element!(parameter.dtype(), op, P => with_elements::<P, _>(parameter, op, |values| {
         let mut wide = vec![0f32; values.len()];
@@ -149,7 +149,7 @@ pub(super) fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> 
 const LAYER_NORM: &str = "layer_norm";
 const RMS_NORM: &str = "rms_norm";
 
-/// The length of the last dimension, which the parameters must have.
+/// Returns the length of the last dimension, which must also be the length of the parameters.
 fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<usize> {
     let width = x.dims().last().copied().unwrap_or(0);
     if x.rank() == 0 || width == 0 || params.iter().any(|(_, p)| p.dims() != [width]) {
@@ -160,13 +160,13 @@ fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<
     Ok(width)
 }
 
-/// A parameter has the input's dtype or is in f32.
+/// Checks that a parameter has the input's dtype or is in f32.
 pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> Result<()> {
     let (lhs, rhs) = (x.dtype(), parameter.dtype());
     if [lhs, DType::F32].contains(&rhs) { Ok(()) } else { Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt()) }
 }
 
-/// Layer normalization with "weight" (starts at 1) and "bias" (starts at 0).
+/// Layer normalization with parameters "weight" (starts at 1) and "bias" (starts at 0).
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -175,7 +175,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A layer over a last dimension of `width` elements.
+    /// Builds a layer over a last dimension of `width` elements.
     pub fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         let weight = vb.get_with_hints(width, "weight", init::ONE)?;
         let bias = vb.get_with_hints(width, "bias", init::ZERO)?;
@@ -189,7 +189,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// Root-mean-square normalization with "weight".
+/// Root-mean-square normalization with a parameter "weight".
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Tensor,
@@ -197,12 +197,13 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A layer over a last dimension of `width` elements; the weight starts at 1.
+    /// Builds a layer over a last dimension of `width` elements. The weight starts at 1.
     pub fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         Self::with(width, RmsNormOptions { eps, ..RmsNormOptions::default() }, vb)
     }
 
-    /// A layer with options and a weight `[width]`: the last dimension, or that of a head. It starts as the identity.
+    /// Builds a layer with options and a weight `[width]`, the length of the last dimension or of a head. It starts as
+    /// the identity.
     pub fn with(width: usize, options: RmsNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
         let start = if options.plus_one { init::ZERO } else { init::ONE };
         Ok(Self { weight: vb.get_with_hints(width, "weight", start)?, options })

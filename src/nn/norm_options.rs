@@ -1,14 +1,15 @@
 //! The options of root-mean-square normalization.
 
-/// How an [`RmsNorm`](super::RmsNorm) computes. Default: as Llama's, with an eps of 1e-5.
+/// The options of an [`RmsNorm`](super::RmsNorm). The default is Llama's norm with an eps of 1e-5.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsNormOptions {
-    /// Added to the mean square.
+    /// The number added to the mean square.
     pub eps: f64,
-    /// The factor is 1 + weight rather than weight, and the weight of a new layer starts at 0: Gemma's norms.
+    /// Whether the factor is 1 + weight rather than weight, as in Gemma's norms. The weight of a new layer then starts
+    /// at 0.
     pub plus_one: bool,
-    /// x `[.., heads * width]` is normalized head by head, with one weight `[width]` for all: the norms of queries and
-    /// keys.
+    /// Whether x `[.., heads * width]` is normalized head by head, with one weight `[width]` for all heads, as in the
+    /// norms of queries and keys.
     pub by_head: bool,
 }
 

@@ -8,36 +8,36 @@ use crate::kernels::pooling::PoolingWindows;
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Tensor, ToUsize2, bail};
 
-/// The windows of a pooling: height and width of each setting.
+/// The windows of a pooling, with height and width of each setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pooling {
-    /// Size of a window.
+    /// The size of a window.
     pub kernel: (usize, usize),
-    /// Distance from one window to the next.
+    /// The distance from one window to the next.
     pub stride: (usize, usize),
-    /// Elements that are added on each side; at most half of the kernel. A maximum passes them over, and a mean counts
+    /// The number of elements added on each side, at most half of the kernel. A maximum ignores them, and a mean counts
     /// them as zeros.
     pub padding: (usize, usize),
 }
 
 impl Pooling {
-    /// Windows side by side, without padding.
+    /// Describes adjacent windows without padding.
     pub fn new(kernel: impl ToUsize2) -> Self {
         let kernel = kernel.to_usize2();
         Self { kernel, stride: kernel, padding: (0, 0) }
     }
 
-    /// The same with another distance.
+    /// Sets the distance between windows.
     pub fn stride(self, stride: impl ToUsize2) -> Self {
         Self { stride: stride.to_usize2(), ..self }
     }
 
-    /// The same with padding.
+    /// Sets the padding.
     pub fn padding(self, padding: impl ToUsize2) -> Self {
         Self { padding: padding.to_usize2(), ..self }
     }
 
-    /// The windows over an image, and the numbers of images and channels.
+    /// Returns the windows over an image, and the numbers of images and channels.
     fn over(self, op: &'static str, x: &Tensor) -> Result<(PoolingWindows, [usize; 2])> {
         let &[images, channels, height, width] = x.dims() else {
             bail!("{op}: the input has shape {:?}; it must be [batch, channels, height, width]", x.dims())
@@ -54,7 +54,7 @@ impl Pooling {
                      at least 1, and the padding at most half of the kernel"
                 )
             }
-            // A padding is at most half of the kernel, so what is added fits, too.
+            // The padding is at most half of the kernel, so the padded size does not overflow either.
             let Some(more) = of.saturating_add(2 * padding).checked_sub(kernel).filter(|_| of > 0) else {
                 bail!(
                     "{op}: a window of {kernel} in a {name} of {of} with a padding of {padding}; give a smaller kernel"
@@ -69,29 +69,30 @@ impl Pooling {
     }
 }
 
-/// The maximum of each window of `kernel` of an image `[batch, channels, height, width]`; windows lie side by side, and what
-/// is left over at the end of a row or column is in none of them.
+/// Returns the maximum of each window of size `kernel` in an image `[batch, channels, height, width]`. Windows are
+/// adjacent, and elements left over at the end of a row or column are ignored.
 ///
-/// [`Tensor::max_pool2d`] with a true gradient: it goes to the largest element, to the first of several.
+/// This is [`Tensor::max_pool2d`] with a correct gradient, which goes to the largest element, or to the first of
+/// several.
 ///
 /// # Errors
-/// An input of other dimensions, a kernel of 0 or larger than the image.
+/// An input with another number of dimensions, a kernel of 0 or larger than the image.
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
     max_pool2d_with(x, Pooling::new(kernel))
 }
 
-/// [`max_pool2d`] of windows that are `stride` apart, and may overlap or leave elements out.
+/// Computes [`max_pool2d`] for windows that are `stride` apart, and may overlap or skip elements.
 ///
 /// # Errors
-/// As [`max_pool2d`].
+/// The errors of [`max_pool2d`].
 pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
     max_pool2d_with(x, Pooling::new(kernel).stride(stride))
 }
 
-/// [`max_pool2d`] of any windows.
+/// Computes [`max_pool2d`] for any windows.
 ///
 /// # Errors
-/// As [`max_pool2d`], and a padding above half of the kernel.
+/// The errors of [`max_pool2d`]; a padding above half of the kernel.
 pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "max_pool2d";
     let (windows, [images, channels]) = pooling.over(NAME, x)?;
@@ -110,29 +111,29 @@ pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     )
 }
 
-/// The mean of each window of `kernel` of an image `[batch, channels, height, width]`; windows lie side by side, and what is
-/// left over at the end of a row or column is in none of them.
+/// Returns the mean of each window of size `kernel` in an image `[batch, channels, height, width]`. Windows are
+/// adjacent, and elements left over at the end of a row or column are ignored.
 ///
-/// [`Tensor::avg_pool2d`] with a true gradient. Sums are in f32 and rounded once.
+/// This is [`Tensor::avg_pool2d`] with a correct gradient. Sums are in f32 and rounded once.
 ///
 /// # Errors
-/// As [`max_pool2d`].
+/// The errors of [`max_pool2d`].
 pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
     avg_pool2d_with(x, Pooling::new(kernel))
 }
 
-/// [`avg_pool2d`] of windows that are `stride` apart, and may overlap or leave elements out.
+/// Computes [`avg_pool2d`] for windows that are `stride` apart, and may overlap or skip elements.
 ///
 /// # Errors
-/// As [`max_pool2d`].
+/// The errors of [`max_pool2d`].
 pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
     avg_pool2d_with(x, Pooling::new(kernel).stride(stride))
 }
 
-/// [`avg_pool2d`] of any windows.
+/// Computes [`avg_pool2d`] for any windows.
 ///
 /// # Errors
-/// As [`max_pool2d_with`].
+/// The errors of [`max_pool2d_with`].
 pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     const NAME: &str = "avg_pool2d";
     let (windows, [images, channels]) = pooling.over(NAME, x)?;
@@ -147,8 +148,8 @@ pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
     )
 }
 
-/// What `forward` makes of an image's f32 values, in the image's dtype. `backward` gets the gradient and what `forward` has kept, and
-/// fills in the gradient of the image.
+/// Returns the result of `forward` on an image's f32 values, in the image's dtype. `backward` receives the gradient and
+/// the values kept by `forward`, and writes the gradient of the image.
 fn pooled<K: Send + Sync + 'static>(
     name: &'static str,
     (x, windows, [images, channels]): (&Tensor, PoolingWindows, [usize; 2]),

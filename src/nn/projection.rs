@@ -6,14 +6,14 @@ use crate::graph::hold_still;
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
 
-/// What a [`Projection`] is besides its sizes.
+/// The options of a [`Projection`] besides its sizes.
 #[derive(Debug, Clone, Copy)]
 pub struct ProjectionOptions<'a> {
-    /// How the weight lies in memory and in files.
+    /// The layout of the weight in memory and in files.
     pub layout: WeightLayout,
     /// Whether there is a bias.
     pub bias: bool,
-    /// Standard deviation of the weight at the start, where it comes from no file.
+    /// The standard deviation of the initial weight, if it is not read from a file.
     pub std: f64,
     /// The model's adapters: this projection gets one if they select its name.
     pub lora: Option<&'a LoraConfig>,
@@ -21,13 +21,13 @@ pub struct ProjectionOptions<'a> {
 
 /// A linear layer, y = x W + b, with or without a low-rank adapter ([`LoraConfig`]).
 ///
-/// Parameters: "weight" (`[out, in]` or, as GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, as PEFT names
-/// them, "lora_A.weight" `[r, in]` and "lora_B.weight" `[out, r]`, with DoRA "lora_magnitude_vector" `[out]`. A begins
-/// uniform within 1 / sqrt(in), as PEFT's, and B at 0: the adapter then adds nothing. The magnitude should begin as the lengths
-/// of the weight's rows, which initial values have to give; its hint is 1.
+/// Parameters: "weight" (`[out, in]` or, as GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, as PEFT
+/// names them, "lora_A.weight" `[r, in]` and "lora_B.weight" `[out, r]`, with DoRA "lora_magnitude_vector" `[out]`. A
+/// starts uniform within 1 / sqrt(in), as in PEFT, and B at 0, so the adapter adds nothing at first. The magnitude
+/// should start as the norms of the weight's rows, which the initial values have to provide; its init hint is 1.
 ///
-/// An adapter's parameters may be in f32 under a model of 16 bits
-/// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). What is frozen gets no gradient.
+/// An adapter's parameters may be in f32 in a 16-bit model
+/// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). Frozen parameters get no gradient.
 #[derive(Debug, Clone)]
 pub struct Projection {
     weight: Tensor,
@@ -46,7 +46,7 @@ struct LoraTensors {
 }
 
 impl Projection {
-    /// A layer from `inputs` to `outputs`. Whether it gets an adapter follows from the name where `vb` stands.
+    /// Builds a layer from `inputs` to `outputs`. Whether it gets an adapter depends on the path of `vb`.
     pub fn new(inputs: usize, outputs: usize, options: ProjectionOptions<'_>, vb: VarBuilder<'_>) -> Result<Self> {
         let ProjectionOptions { layout, bias, std, lora } = options;
         let shape = match layout {
@@ -57,24 +57,24 @@ impl Projection {
         let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
         let lora = lora.filter(|lora| lora.selects(&vb.prefix()));
         let adapter = lora.map(|lora| LoraTensors::new(inputs, outputs, lora, &vb)).transpose()?;
-        // DoRA takes the norms of the adapted weight for constants in backward (its paper, section 4.3).
+        // In backward, DoRA treats the norms of the adapted weight as constants (its paper, section 4.3).
         if let Some(LoraTensors { a, b, magnitude: Some(_), .. }) = &adapter {
             [&weight, a, b].into_iter().for_each(|tensor| hold_still(tensor, 0..tensor.elem_count()));
         }
         Ok(Self { weight, bias, layout, adapter })
     }
 
-    /// The weight, in its layout.
+    /// Returns the weight, in its layout.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// Whether there is an adapter.
+    /// Returns whether there is an adapter.
     pub fn is_adapted(&self) -> bool {
         self.adapter.is_some()
     }
 
-    /// The layer and what follows it; see [`linear_then`]. With an adapter an activation takes a pass of its own.
+    /// Applies the layer with an epilogue; see [`linear_then`]. With an adapter, an activation takes a separate pass.
     pub fn forward_then(&self, x: &Tensor, then: LinearEpilogue<'_>) -> Result<Tensor> {
         let (weight, bias) = (&self.weight, self.bias.as_ref());
         let Some(adapter) = self.adapter.as_ref().filter(|_| !lora::are_off()) else {

@@ -1,10 +1,11 @@
-//! The inputs that a layer keeps to recompute its result in backward, for those that need it then and do not keep it.
+//! The inputs that a layer keeps so that its result can be recomputed in backward, for layers that need the result then
+//! but do not keep it.
 
 use crate::graph::OpInputs;
 use candle_core::{Result, Tensor};
 
-/// The inputs from which a result is computed again: the input, and copies of the parameters, which may have left
-/// memory by then. Nothing where no backward will ask for it.
+/// Returns the inputs from which a result is recomputed: the input, and copies of the parameters, which may have left
+/// memory by then. Returns `None` if no backward will need it.
 pub(super) fn kept_inputs<const N: usize>(inputs: &OpInputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);

@@ -10,7 +10,7 @@ use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 
-/// Rotates the heads of a tensor by their positions; its tables are made once.
+/// A rotation of the heads of a tensor by their positions, with tables that are computed once.
 #[derive(Debug, Clone)]
 pub struct Rotary {
     ctx: usize,
@@ -21,20 +21,21 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// For heads of `head` elements, an even number, at positions below `ctx`; the slowest frequency follows from
-    /// `theta` (10000 in most models). Hugging Face's convention: an element is paired with the one half a head away.
+    /// Creates the tables for heads of `head` elements, an even number, at positions below `ctx`. The slowest frequency
+    /// follows from `theta` (10000 in most models). As in Hugging Face's models, an element is paired with the one half
+    /// a head away.
     ///
     /// # Errors
-    /// An odd head, a theta that is not above 0.
+    /// An odd head size, a theta that is not above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         Self::from_frequencies(ctx, frequencies::default(head, theta)?)
     }
 
-    /// For heads of twice as many elements as there are `frequencies` ([`crate::nn::frequencies`]), at positions below
-    /// `ctx`.
+    /// Creates the tables for heads of twice as many elements as there are `frequencies` ([`crate::nn::frequencies`]),
+    /// at positions below `ctx`.
     ///
     /// # Errors
-    /// No frequencies, or one that is no number.
+    /// No frequencies, or one that is NaN or infinite.
     pub fn from_frequencies(ctx: usize, frequencies: Vec<f64>) -> Result<Self> {
         if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
             bail!("rotary: {frequencies:?} are no frequencies; a finite number for each pair of a head is needed")
@@ -49,27 +50,27 @@ impl Rotary {
         })
     }
 
-    /// `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
+    /// Returns `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
     /// # Errors
-    /// Another shape, or more positions than the tables have.
+    /// An input of another shape, or more positions than the tables have.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_from(x, 0)
     }
 
-    /// [`Rotary::forward`] of what continues `first` positions: the heads at position t are rotated as those at
-    /// `first + t`.
+    /// Computes [`Rotary::forward`] for an input that follows `first` positions: the heads at position t are rotated as
+    /// those at `first + t`.
     ///
     /// # Errors
-    /// As [`Rotary::forward`].
+    /// The errors of [`Rotary::forward`].
     pub fn forward_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
         self.turn(x, RowPositions::From(first), self.ctx.saturating_sub(first), first)
     }
 
-    /// [`Rotary::forward`] of packed rows: positions begin at 0 in each sequence.
+    /// Computes [`Rotary::forward`] for packed rows: positions begin at 0 in each sequence.
     ///
     /// # Errors
-    /// As [`Rotary::forward`] for the longest sequence; sequences of another batch.
+    /// The errors of [`Rotary::forward`] for the longest sequence; sequences that do not match the batch.
     pub fn forward_in(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
         let longest = sequences.longest();
         if longest > self.ctx {

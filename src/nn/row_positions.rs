@@ -4,13 +4,13 @@ use crate::nn::Sequences;
 
 /// The positions of the rows of a tensor `[batch, time, width]`.
 pub(super) enum RowPositions {
-    /// Of the first of the batch's positions, which follow one another.
+    /// Consecutive positions from this first one on.
     From(usize),
     Of(Sequences),
 }
 
 impl RowPositions {
-    /// Of row r.
+    /// Returns the position of row `row`.
     pub fn at(&self, row: usize, time: usize) -> usize {
         match self {
             Self::From(first) => first + row % time,

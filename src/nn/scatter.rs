@@ -1,4 +1,4 @@
-//! Elements written to places along one axis, or added to what is there.
+//! Writes elements to indexes along one axis, or adds them to the elements there.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
@@ -8,16 +8,18 @@ use crate::tensor::element::{TensorElement, with_element};
 use candle_core::shape::Dim;
 use candle_core::{DType, Layout, Result, Tensor, bail};
 
-/// `init` with elements of `source` in the place of some: element (.., i, ..) of the source, where i is its place along
-/// `dim`, replaces the one at `indexes` (.., i, ..) there. Of several for one place the last stays.
+/// Returns `init` with some elements replaced by those of `source`. Element (.., i, ..) of the source, where i is its
+/// index along `dim`, replaces the element whose index along `dim` is `indexes` (.., i, ..). If several elements have
+/// the same target, the last one wins.
 ///
-/// `indexes` (u8, u32 or i64) and `source` have one shape, which is nowhere longer than that of `init` but along `dim`.
-/// An index of its type's largest value goes nowhere, as in Candle.
+/// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
+/// index with its type's largest value is ignored, as in Candle.
 ///
-/// [`Tensor::scatter`] with true gradients: what was overwritten, in `init` or by a later element of the source, has none.
+/// This is [`Tensor::scatter`] with correct gradients: elements that were overwritten, in `init` or by a later element
+/// of the source, have none.
 ///
 /// # Errors
-/// Shapes or formats that do not fit, an index behind the end.
+/// Shapes or formats that do not fit, an index out of range.
 pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D) -> Result<Tensor> {
     const NAME: &str = "scatter";
     let targets = targets(NAME, [init, indexes, source], dim)?;
@@ -27,16 +29,17 @@ pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D)
     apply(NAME, init, source, targets, false)
 }
 
-/// `init` with elements of `source` added: element (.., i, ..) of the source, where i is its place along `dim`, to the one at
-/// `indexes` (.., i, ..) there, in the source's order. Sums are in f32 and rounded once.
+/// Returns `init` with the elements of `source` added. Element (.., i, ..) of the source, where i is its index along
+/// `dim`, is added to the element whose index along `dim` is `indexes` (.., i, ..), in the source's order. Sums are in
+/// f32 and rounded once.
 ///
-/// `indexes` (u8, u32 or i64) and `source` have one shape, which is nowhere longer than that of `init` but along `dim`.
-/// An index of its type's largest value goes nowhere, as in Candle.
+/// `indexes` (u8, u32 or i64) and `source` have the same shape, which may exceed that of `init` only along `dim`. An
+/// index with its type's largest value is ignored, as in Candle.
 ///
-/// [`Tensor::scatter_add`] with true gradients.
+/// This is [`Tensor::scatter_add`] with correct gradients.
 ///
 /// # Errors
-/// As [`scatter`].
+/// The errors of [`scatter`].
 pub fn scatter_add<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D) -> Result<Tensor> {
     const NAME: &str = "scatter_add";
     let targets = targets(NAME, [init, indexes, source], dim)?;
@@ -46,7 +49,7 @@ pub fn scatter_add<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim
     apply(NAME, init, source, targets, true)
 }
 
-/// Where each element of the source goes.
+/// Returns the target of each element of the source.
 fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<ScatterTargets> {
     let dim = dim.to_index(init.shape(), op)?;
     let (to, from) = (init.dims(), source.dims());
@@ -68,7 +71,7 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
         other => bail!("{op}: the indexes are {other:?}; they must be u8, u32 or i64"),
     };
     let indexes = indexes.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-    // Along the axes of the source: how far the next element is in the result.
+    // For each axis of the source, the stride in the result.
     let layout = Layout::contiguous(init.shape());
     let strides = layout.stride();
     let mut at = vec![0; from.len()];

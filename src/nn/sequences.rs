@@ -1,10 +1,10 @@
-//! Where the sequences of packed rows begin.
+//! The starts of sequences in packed rows.
 
 use candle_core::{Device, Result, Tensor, bail};
 use std::sync::Arc;
 
-/// How the rows of a batch `[batch, time]` fall into sequences, one after the other: positions begin at 0 in each, and
-/// attention does not look from one into another. Padding is a sequence too, whose results nobody uses.
+/// The division of the rows of a batch `[batch, time]` into consecutive sequences. Positions begin at 0 in each, and
+/// attention does not cross from one into another. Padding is a sequence too, but its results are not used.
 ///
 /// ```
 /// use candle_zero::nn::Sequences;
@@ -23,7 +23,7 @@ pub struct Sequences {
 }
 
 impl Sequences {
-    /// Rows of `time` positions whose sequences begin at these places: the first of each row at 0.
+    /// Describes rows of `time` positions whose sequences begin at these positions, the first of each row at 0.
     ///
     /// # Errors
     /// Starts of a row that do not begin with 0, do not increase or are not below `time`.
@@ -47,10 +47,11 @@ impl Sequences {
         Ok(Self { time, starts: Arc::new(starts), positions: positions.into() })
     }
 
-    /// Rows of `time` positions that hold sequences of these lengths, in order; what remains of a row is padding.
+    /// Describes rows of `time` positions that contain sequences of these lengths, in order. The rest of a row is
+    /// padding.
     ///
     /// # Errors
-    /// A length of 0, lengths of a row that are more than `time`.
+    /// A length of 0, lengths in a row that add up to more than `time`.
     pub fn from_lengths(lengths: &[Vec<usize>], time: usize) -> Result<Self> {
         let of_row = |(row, lengths): (usize, &Vec<usize>)| {
             let (mut starts, mut end) = (Vec::with_capacity(lengths.len() + 1), 0usize);
@@ -72,45 +73,45 @@ impl Sequences {
         Self::from_starts(lengths.iter().enumerate().map(of_row).collect::<Result<_>>()?, time)
     }
 
-    /// Rows of `time` positions, each of one sequence of this length and padding behind it.
+    /// Describes rows of `time` positions, each with one sequence of the given length followed by padding.
     ///
     /// # Errors
-    /// As [`Sequences::from_lengths`].
+    /// The errors of [`Sequences::from_lengths`].
     pub fn padded(lengths: &[usize], time: usize) -> Result<Self> {
         Self::from_lengths(&lengths.iter().map(|length| vec![*length]).collect::<Vec<_>>(), time)
     }
 
-    /// Rows.
+    /// Returns the number of rows.
     pub fn batch(&self) -> usize {
         self.starts.len()
     }
 
-    /// Positions of a row.
+    /// Returns the number of positions in a row.
     pub fn time(&self) -> usize {
         self.time
     }
 
-    /// Of each row, where its sequences begin.
+    /// Returns the starts of the sequences in each row.
     pub fn starts(&self) -> &[Vec<usize>] {
         &self.starts
     }
 
-    /// The place of every position in its own sequence, row after row: `batch * time` numbers.
+    /// Returns the position of every token within its sequence, row after row: `batch * time` numbers.
     pub fn positions(&self) -> &[u32] {
         &self.positions
     }
 
-    /// The same as a tensor `[batch, time]` (u32).
+    /// Returns the positions as a tensor `[batch, time]` (u32).
     pub fn positions_on(&self, device: &Device) -> Result<Tensor> {
         Tensor::from_slice(&self.positions, (self.batch(), self.time), device)
     }
 
-    /// Positions of the longest sequence; padding counts as one.
+    /// Returns the number of positions in the longest sequence; padding counts as one.
     pub fn longest(&self) -> usize {
         self.positions.iter().max().map_or(0, |last| *last as usize + 1)
     }
 
-    /// Refuses to be used with another batch.
+    /// Returns an error if the sequences do not match the batch.
     pub(super) fn check(&self, op: &'static str, batch: usize, time: usize) -> Result<()> {
         if (batch, time) == (self.batch(), self.time) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Images and sequences of another size: the nearest element, or the mean of the nearest by distance.
+//! Resizes images and sequences by nearest-neighbor or linear interpolation.
 
 use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
@@ -8,13 +8,13 @@ use crate::kernels::pooling::{InterpolationPair, Resampling};
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Shape, Tensor, bail};
 
-/// A sequence `[batch, channels, length]` of `size` elements, each the nearest one of the input: larger or smaller, by any
-/// factor.
+/// Resizes a sequence `[batch, channels, length]` to `size` elements, each the nearest one of the input. The new size
+/// may be larger or smaller by any factor.
 ///
-/// [`Tensor::upsample_nearest1d`] with a true gradient: the sum of those of all copies.
+/// This is [`Tensor::upsample_nearest1d`] with a correct gradient: the sum of the gradients of all copies.
 ///
 /// # Errors
-/// An input of other dimensions or without elements, a size of 0.
+/// An input with another number of dimensions or without elements, a size of 0.
 pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest1d";
     let &[images, channels, length] = x.dims() else {
@@ -25,13 +25,13 @@ pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     apply(NAME, x, (images, channels, 1, length), (images, channels, size).into(), resampling)
 }
 
-/// An image `[batch, channels, height, width]` of the size `height` x `width`, each element the nearest one of the input:
-/// larger or smaller, by any factors.
+/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the nearest one of the
+/// input. The new size may be larger or smaller by any factors.
 ///
-/// [`Tensor::upsample_nearest2d`] with a true gradient: the sum of those of all copies.
+/// This is [`Tensor::upsample_nearest2d`] with a correct gradient: the sum of the gradients of all copies.
 ///
 /// # Errors
-/// An input of other dimensions or without elements, a size of 0.
+/// An input with another number of dimensions or without elements, a size of 0.
 pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest2d";
     let (images, channels, h, w) = image(NAME, x)?;
@@ -40,14 +40,14 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
     apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
 }
 
-/// An image `[batch, channels, height, width]` of the size `height` x `width`, each element the mean of the four around its
-/// place, by their distances. With `align_corners` the corners' centres stay where they are, else their outer edges (as in
-/// PyTorch).
+/// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the mean of the four
+/// elements around its position, weighted by distance. With `align_corners` the centres of the corner elements stay in
+/// place, otherwise their outer edges (as in PyTorch).
 ///
-/// [`Tensor::upsample_bilinear2d`] with a gradient, which that does not have.
+/// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.
 ///
 /// # Errors
-/// An input of other dimensions or without elements, a size of 0.
+/// An input with another number of dimensions or without elements, a size of 0.
 pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
     const NAME: &str = "upsample_bilinear2d";
     let (images, channels, h, w) = image(NAME, x)?;
@@ -71,14 +71,14 @@ fn are_sizes(op: &'static str, axis: &str, of: usize, to: usize) -> Result<()> {
     Ok(())
 }
 
-/// The nearest element for each of the result, as Candle finds it.
+/// Returns the nearest input element for each element of the result, computed as in Candle.
 fn nearest(op: &'static str, axis: &str, of: usize, to: usize) -> Result<Vec<InterpolationPair>> {
     are_sizes(op, axis, of, to)?;
     let scale = of as f64 / to as f64;
     Ok((0..to).map(|at| ((at as f64 * scale) as usize).min(of - 1)).map(|at| (at, at, 0.0)).collect())
 }
 
-/// The two elements around the place of each of the result.
+/// Returns the two input elements around the position of each element of the result.
 fn between(
     op: &'static str,
     axis: &str,

@@ -1,4 +1,4 @@
-//! Memory that begins at a page, so that files are read into it and written from it without a copy.
+//! Page-aligned memory, so that files are read into it and written from it without a copy.
 
 use super::transfer_buffer::TransferBuffer;
 use crate::precision::{FlatMut, prefer_huge};
@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
 pub(crate) const ALIGN: usize = 4096;
 
-/// Zeroed bytes whose first one lies at a multiple of [`ALIGN`].
+/// Zeroed bytes that begin at a multiple of [`ALIGN`].
 #[derive(Debug)]
 pub(crate) struct AlignedBuffer {
     memory: Vec<u8>,
@@ -31,7 +31,7 @@ impl AlignedBuffer {
         &mut self.memory[self.range.clone()]
     }
 
-    /// Elements `range` of the buffer, taken as numbers of `dtype`.
+    /// Returns elements `range` of the buffer, interpreted as numbers of `dtype`.
     pub fn elements(&mut self, dtype: DType, range: Range<usize>) -> FlatMut<'_> {
         let size = dtype.size_in_bytes();
         let bytes = &mut self.bytes_mut()[range.start * size..range.end * size];

@@ -1,26 +1,28 @@
-//! How much memory this process may still take: what the system has, within the limits of its control groups.
+//! The memory that this process may still allocate: the system's available memory, within the limits of its control
+//! groups.
 //!
-//! A container, a Slurm job or a systemd scope limits memory in the group of the process or in one above it, by version
-//! 1 or 2 of the kernel's interface, and not always with a view of its own on the file system: the group is found
+//! A container, a Slurm job or a systemd scope limits memory in the process's group or in one above it, by version 1 or
+//! 2 of the kernel's interface, and not always with a separate view of the file system. Therefore the group is found
 //! through `/proc/self/cgroup` and `/proc/self/mountinfo`.
 
 use std::path::{Path, PathBuf};
 
-/// The limit of the tightest group, and what it leaves.
+/// The limit of the tightest group, and the memory that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CgroupLimit {
     limit: u64,
-    /// Bytes that can still be taken. The page cache, which gives way, counts as free.
+    /// The bytes that can still be allocated. The page cache counts as free because it is reclaimable.
     left: u64,
 }
 
-/// Bytes that this process could still take, the page cache included; 0 where the system does not say.
+/// Returns the bytes that this process can still allocate, including the page cache; 0 if the system does not report
+/// it.
 #[doc(hidden)]
 pub fn available_memory() -> u64 {
     available(&read_file)
 }
 
-/// The limit of memory that the control groups of this process set, if they do.
+/// Returns the memory limit that this process's control groups set, if they do.
 #[doc(hidden)]
 pub fn group_limit() -> Option<u64> {
     tightest(&groups(&read_file), |group| group.limit)
@@ -44,7 +46,7 @@ fn tightest(groups: &[CgroupLimit], of: impl Fn(&CgroupLimit) -> u64) -> Option<
     groups.iter().map(of).min()
 }
 
-/// The groups of this process that limit its memory: its own and those above, of both versions.
+/// Returns the groups of this process that limit its memory: its own and those above, of both versions.
 fn groups(read: FileReader<'_>) -> Vec<CgroupLimit> {
     let mounts = read(Path::new("/proc/self/mountinfo")).unwrap_or_default();
     let mounts: Vec<CgroupMount> = mounts.lines().filter_map(CgroupMount::read).collect();
@@ -79,13 +81,14 @@ enum CgroupVersion {
 #[derive(Debug)]
 struct CgroupMount {
     version: CgroupVersion,
-    /// The group that is seen at the mount point.
+    /// The group that is visible at the mount point.
     root: PathBuf,
     point: PathBuf,
 }
 
 impl CgroupMount {
-    /// A line of `mountinfo`: number, parent, device, root, mount point, options, ..., `-`, type, source, options.
+    /// Reads a line of `mountinfo`: number, parent, device, root, mount point, options, ..., `-`, type, source,
+    /// options.
     fn read(line: &str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut kind = kind.split(' ');
@@ -98,17 +101,17 @@ impl CgroupMount {
         Some(Self { version, root: place.next()?.into(), point: place.next()?.into() })
     }
 
-    /// The folders of the group `path` and of those above it, as far as this mount shows them.
+    /// Returns the folders of the group `path` and of those above it, as far as this mount shows them.
     fn folders(&self, path: &str) -> Vec<PathBuf> {
         let path = Path::new(path);
-        // A path that is not below the mounted group, or leads out of it, is that of another view.
+        // A path that is not below the mounted group, or leads out of it, belongs to another view.
         let below = path.strip_prefix(&self.root).ok().filter(|below| !below.iter().any(|word| word == ".."));
         let below = below.unwrap_or(Path::new(""));
         below.ancestors().map(|below| self.point.join(below)).collect()
     }
 }
 
-/// Blanks stand as `\040` in `mountinfo`.
+/// Decodes a word of `mountinfo`, in which blanks are written as `\040`.
 fn unescaped(word: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
@@ -116,17 +119,17 @@ fn unescaped(word: &str) -> String {
 }
 
 impl CgroupVersion {
-    /// What the group in `folder` allows, if it limits memory.
+    /// Returns the limit of the group in `folder`, if it limits memory.
     fn group(self, folder: &Path, read: FileReader<'_>) -> Option<CgroupLimit> {
         let number = |name: &str| read(&folder.join(name))?.trim().parse::<u64>().ok();
         let (limits, used, cached): (&[&str], _, [&str; 2]) = match self {
-            // Above `memory.high` the kernel lets a group hardly run.
+            // Above `memory.high` the kernel throttles a group so much that it hardly runs.
             Self::Two => (&["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]),
             Self::One => {
                 (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
             }
         };
-        // Version 1 says "no limit" with a number near the largest.
+        // Version 1 expresses "no limit" by a number near the largest.
         let limit = limits.iter().filter_map(|name| number(name)).min().filter(|limit| *limit < 1 << 60)?;
         let stat = read(&folder.join("memory.stat")).unwrap_or_default();
         let counted = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(name, _)| cached.contains(name));
@@ -143,7 +146,7 @@ mod tests {
     const MEMINFO: (&str, &str) = ("/proc/meminfo", "MemTotal: 64000000 kB\nMemAvailable: 1000000 kB\n");
     const SYSTEM: u64 = 1_024_000_000;
 
-    /// Bytes available, and the limit, on a system of these files.
+    /// Returns the available bytes, and the limit, on a system with these files.
     fn on(files: &[(&str, &str)]) -> (u64, Option<u64>) {
         let read = |path: &Path| {
             let mut all = files.iter().chain([&MEMINFO]);

@@ -1,10 +1,10 @@
-//! How a file is read and written.
+//! The ways to read and write a file.
 
 use super::available_memory::available_memory;
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// How files of offloaded state are accessed.
+/// The way in which files of offloaded state are accessed.
 ///
 /// Measured on a virtual disk, GB/s (cold reads; writes with a sync at their end): around the page cache 2.5 to 3.6 and
 /// 4 to 6, through it 2.0 to 3.3 and 3.5, through a mapping 1 to 2 and 1.2 to 2. State that the page cache holds is
@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskAccess {
-    /// Around the page cache (`O_DIRECT`): fastest where the state is larger than what memory is left over.
+    /// Around the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
     Direct,
-    /// Through the page cache, by system calls: fastest where the page cache can hold the state.
+    /// Through the page cache, by system calls: fastest if the page cache can hold the state.
     Cached,
-    /// Through the page cache, by copies from and to the mapped file, whose pages are given back after use. For file
+    /// Through the page cache, by copies from and to the mapped file, whose pages are released after use. For file
     /// systems that refuse direct access.
     Mapped,
 }
@@ -24,7 +24,7 @@ pub enum DiskAccess {
 impl DiskAccess {
     pub(super) const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
 
-    /// The fastest access for files of `bytes` bytes in all, of all ranks on this host.
+    /// Returns the fastest access for files of `bytes` bytes in total, of all ranks on this host.
     pub(crate) fn fastest(bytes: u64, direct_is_possible: bool) -> Self {
         match () {
             () if bytes <= available_memory() / 2 => Self::Cached,
@@ -44,7 +44,7 @@ impl fmt::Display for DiskAccess {
     }
 }
 
-/// The access in force; it may change while requests are under way, since all of them see the same bytes.
+/// The current access. It may change while requests are pending, because all ways see the same bytes.
 #[derive(Debug)]
 pub(super) struct AtomicDiskAccess(AtomicU8);
 
@@ -54,11 +54,11 @@ impl AtomicDiskAccess {
     }
 
     pub fn set(&self, access: DiskAccess) {
-        // Nothing else is published by this store, so no ordering is needed.
+        // This store publishes nothing else, so no ordering is needed.
         self.0.store(access as u8, Ordering::Relaxed);
     }
 
-    /// Whether copies for direct access may be needed.
+    /// Returns whether copies for direct access may be needed.
     pub fn is_direct(&self) -> bool {
         self.0.load(Ordering::Relaxed) == DiskAccess::Direct as u8
     }
@@ -67,7 +67,7 @@ impl AtomicDiskAccess {
         DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))]
     }
 
-    /// The access to a file, which may not allow the chosen one.
+    /// Returns the access to a file, which may not allow the chosen one.
     pub fn of_file(&self, allows_direct: bool) -> DiskAccess {
         match self.get() {
             DiskAccess::Direct if !allows_direct => DiskAccess::Mapped,

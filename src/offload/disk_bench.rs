@@ -1,16 +1,17 @@
-//! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, beside plain loops.
-//! `zerorun bench disk` prints it.
+//! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, compared with plain
+//! loops. `zerorun bench disk` prints it.
 //!
 //! ```text
 //!   reserve, fill -> 3 rounds of [write, read] by every access                  sequential
 //!                 -> 3 rounds of [plain loops, pipeline with 4 pairs of flags]  optimizer step
-//!                 -> the update alone, in memory
-//!                 -> 3 rounds of the pipeline with no flag and with both, the update as long as the disk
+//!                 -> the update without files, in memory
+//!                 -> 3 rounds of the pipeline with no flag and with both, with an update as long as the disk's time
 //!                 -> 3 rounds of the pipeline with 15 pairs of block size and queue depth (sweep)
 //! ```
 //!
-//! Every pass begins with nothing of its files in the page cache, and ends when all that it wrote is on the disk. What
-//! is compared takes turns, since the bandwidth of a disk that others use changes from minute to minute; medians count.
+//! Every pass begins with none of its files in the page cache, and ends when everything that it wrote is on the disk.
+//! Compared passes take turns, because the bandwidth of a disk that others use changes from minute to minute. Medians
+//! count.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::disk_access::DiskAccess;
@@ -33,16 +34,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Times that every pass is made.
+/// The number of times that every pass runs.
 const ROUNDS: usize = 3;
 
-/// Bytes of a system call of the plain loops.
+/// The bytes of one system call of the plain loops.
 const PLAIN_BLOCK: usize = 1 << 20;
 
-/// Bytes of a transfer of the sequential passes: as of a stream of f32 in a window of the step, with direct access.
+/// The bytes of one transfer of the sequential passes: like a stream of f32 in a window of the step, with direct
+/// access.
 const CHUNK: usize = 16 << 20;
 
-/// The step's kinds of state, in the order of its streams: name, dtype, read, written. Adam with bf16 parameters.
+/// The step's kinds of state, in the order of its streams: kind, name, dtype, read, written. Adam with bf16 parameters.
 const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
     (MemoryKind::Parameters, "parameters", DType::BF16, false, true),
     (MemoryKind::MasterWeights, "master weights", DType::F32, true, true),
@@ -51,121 +53,121 @@ const STREAMS: [(MemoryKind, &str, DType, bool, bool); 5] = [
     (MemoryKind::Gradients, "gradients", DType::BF16, true, false),
 ];
 
-/// Block sizes and queue depths that a sweep tries.
+/// The block sizes and queue depths that a sweep tries.
 const SWEEP_BLOCKS: [usize; 3] = [256 << 10, 1 << 20, 4 << 20];
 const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
 
 /// The settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct DiskBenchSettings {
-    /// The folder, as in `nvme_path`.
+    /// The folder, like `nvme_path`.
     pub folder: PathBuf,
-    /// Bytes of all files together; at least one page of every file is used.
+    /// The total bytes of all files. At least one page of every file is used.
     pub bytes: u64,
-    /// Requests.
+    /// The settings of requests.
     pub aio: Aio,
-    /// Whether other block sizes and queue depths are tried too.
+    /// Whether other block sizes and queue depths are also tried.
     pub sweep: bool,
 }
 
-/// Speed of a folder. Serializes to the object that `zerorun bench disk --json` prints.
+/// The measured speed of a folder. Serializes to the object that `zerorun bench disk --json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub struct DiskBench {
     /// The folder.
     pub folder: PathBuf,
-    /// Bytes of all files together.
+    /// The total bytes of all files.
     pub bytes: u64,
-    /// Requests of all passes except the sweep's.
+    /// The request settings of all passes except the sweep's.
     pub aio: IoRequestSettings,
     /// Whether the file system allows access around the page cache.
     pub direct_is_possible: bool,
-    /// Largest part of the files that was in the page cache at the beginning of a pass, by samples. None where the
-    /// system does not say.
+    /// The largest part of the files that was in the page cache at the beginning of a pass, by samples. `None` if the
+    /// system does not report it.
     pub cached_at_start: Option<f64>,
-    /// Sequential passes, by access.
+    /// The sequential passes, by access.
     pub sequential: Vec<SequentialBench>,
     /// The optimizer step.
     pub step: StepBench,
-    /// The step by block size and queue depth, the fastest first. Empty unless asked for.
+    /// The step by block size and queue depth, the fastest first. Empty unless requested.
     pub sweep: Vec<RequestSweepRow>,
 }
 
-/// How requests are cut and how many are under way: the section `aio` of a configuration.
+/// The block size and number of pending requests: the section `aio` of a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct IoRequestSettings {
-    /// Bytes of a request.
+    /// The bytes of a request.
     pub block_size: usize,
-    /// Requests under way for each of `intra_op_parallelism`.
+    /// The number of pending requests for each of `intra_op_parallelism`.
     pub queue_depth: usize,
-    /// Multiplies `queue_depth`.
+    /// The factor of `queue_depth`.
     pub intra_op_parallelism: usize,
 }
 
-/// Times of a pass.
+/// The times of a pass.
 #[derive(Debug, Clone, Serialize)]
 pub struct PassTiming {
-    /// Median of the rounds.
+    /// The median of the rounds.
     pub seconds: f64,
-    /// Bytes read and written, over the median.
+    /// The bytes read and written, divided by the median.
     pub bytes_per_s: f64,
-    /// Seconds of every round.
+    /// The seconds of every round.
     pub rounds: Vec<f64>,
 }
 
-/// All files from their beginning to their end, 16 MiB a transfer.
+/// Passes over all files from beginning to end, 16 MiB per transfer.
 #[derive(Debug, Clone, Serialize)]
 pub struct SequentialBench {
-    /// How.
+    /// The access that was measured.
     pub access: DiskAccess,
-    /// Writing, with a sync at the end.
+    /// The write pass, with a sync at the end.
     pub write: PassTiming,
-    /// Reading.
+    /// The read pass.
     pub read: PassTiming,
 }
 
 /// The optimizer step over files: Adam with bf16 parameters. Master weights and two moments are read and written,
-/// gradients read, parameters written.
+/// gradients are read, parameters are written.
 #[derive(Debug, Clone, Serialize)]
 pub struct StepBench {
-    /// How files are accessed.
+    /// The access to the files.
     pub access: DiskAccess,
-    /// Elements.
+    /// The number of elements.
     pub elements: usize,
-    /// Elements of a window.
+    /// The number of elements of a window.
     pub window: usize,
-    /// Bytes that a step reads and writes.
+    /// The bytes that a step reads and writes.
     pub bytes: u64,
-    /// One thread that reads every stream of a window in blocks of 1 MiB and writes back what a step changes, without
-    /// the update. The faster one is the yardstick.
+    /// One thread that reads every stream of a window in blocks of 1 MiB and writes back the streams that a step
+    /// changes, without the update. The faster loop is the reference.
     pub plain: Vec<PlainLoopBench>,
     /// The engine's pipeline, with the update.
     pub pipeline: Vec<PipelineBench>,
-    /// The update of as many elements, in memory.
+    /// The update of the same number of elements, in memory.
     pub update: PassTiming,
-    /// The pipeline with an update as long as the disk needs.
+    /// The pipeline with an update that takes as long as the disk.
     pub balanced: OverlapBench,
 }
 
-/// The most that overlapping can gain: the step with a longer update, where computing takes as long as the disk needs
+/// The maximum gain of overlapping: the step with a longer update, so that computing takes as long as the disk needs
 /// for a step without flags.
 #[derive(Debug, Clone, Serialize)]
 pub struct OverlapBench {
-    /// How often a window is updated.
+    /// The number of updates of each window.
     pub updates: usize,
     /// The step with neither flag.
     pub one_after_the_other: PassTiming,
     /// The step with both flags.
     pub overlapped: PassTiming,
-    /// How many times faster the latter is.
+    /// The speedup of the overlapped step.
     pub speedup: f64,
 }
 
 /// A plain loop.
 #[derive(Debug, Clone, Serialize)]
 pub struct PlainLoopBench {
-    /// How files are accessed.
+    /// The access to the files.
     pub access: DiskAccess,
-    /// Its times.
+    /// The times of the loop.
     #[serde(flatten)]
     pub timing: PassTiming,
 }
@@ -173,23 +175,23 @@ pub struct PlainLoopBench {
 /// The pipeline with one pair of flags.
 #[derive(Debug, Clone, Serialize)]
 pub struct PipelineBench {
-    /// Windows are read ahead.
+    /// Whether windows are read ahead.
     pub pipeline_read: bool,
-    /// Windows are written behind.
+    /// Whether windows are written behind.
     pub pipeline_write: bool,
-    /// Its times.
+    /// The times of the pipeline.
     #[serde(flatten)]
     pub timing: PassTiming,
-    /// Bytes per second over those of the faster plain loop.
+    /// The bytes per second relative to those of the faster plain loop.
     pub of_plain: f64,
 }
 
-/// The step with both flags and other requests.
+/// The step with both flags and other request settings.
 #[derive(Debug, Clone, Serialize)]
 pub struct RequestSweepRow {
-    /// The requests.
+    /// The request settings.
     pub aio: IoRequestSettings,
-    /// Its times.
+    /// The times of the step.
     #[serde(flatten)]
     pub timing: PassTiming,
 }
@@ -205,17 +207,18 @@ impl PassTiming {
     fn new(bytes: u64, rounds: Vec<f64>) -> Self {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);
-        // A clock that is too coarse for a tiny file must not give infinite speed.
+        // A clock that is too coarse for a tiny file must not produce infinite speed.
         let seconds = sorted[sorted.len() / 2].max(1e-9);
         Self { seconds, bytes_per_s: bytes as f64 / seconds, rounds }
     }
 }
 
-/// Measures a folder, which is locked meanwhile as for a job. `tell` learns how many passes are done, of how many, and
-/// which one comes now. The files have no name and are gone when this returns, or when the process ends.
+/// Measures a folder, which is locked meanwhile as for a job. `tell` is called with the number of finished passes,
+/// their total number and the next pass. The files have no name, and are gone when this returns or when the process
+/// ends.
 ///
 /// # Errors
-/// The folder is not usable or in use, its disk too small (before anything is written), or a file operation fails.
+/// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
 pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBench> {
     let folder = OffloadFolder::open(&settings.folder, true)?;
     let files = BenchFiles::create(&folder, settings.bytes)?;
@@ -247,7 +250,7 @@ pub fn measure(settings: &DiskBenchSettings, tell: &mut dyn FnMut(u64, u64, &str
     })
 }
 
-/// `pipeline_read`, `pipeline_write`.
+/// The pairs of `pipeline_read` and `pipeline_write`.
 const FLAGS: [(bool, bool); 4] = [(false, false), (true, false), (false, true), (true, true)];
 
 fn sweep_of(asked: &Aio) -> Vec<Aio> {
@@ -264,7 +267,7 @@ struct DiskBenchRun<'a> {
 }
 
 impl DiskBenchRun<'_> {
-    /// Seconds of one pass, from an empty page cache until all is on the disk.
+    /// Returns the seconds of one pass, from an empty page cache until everything is on the disk.
     fn time(&mut self, what: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
         self.files.sync()?;
         self.cached = match (self.cached, self.files.forget()?) {
@@ -282,11 +285,11 @@ impl DiskBenchRun<'_> {
     }
 
     fn sequential(&mut self, io: &FileIo, aio: &Aio, accesses: &[DiskAccess]) -> Result<Vec<SequentialBench>> {
-        // Enough for every thread to have a block, and one on its way to the next.
+        // Enough for every thread to have a block, and for one to be on its way to the next thread.
         let under_way = threads(aio) * aio.block_size.min(CHUNK);
         let mut buffers: Vec<AlignedBuffer> = (0..under_way.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
-        // Reserved space has to be written once before it is read from the disk, and before writing it is what
-        // writing is in a step.
+        // Reserved space must be written once before it can be read from the disk. Writing it before the measurement
+        // also makes writes like those of a step.
         io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
         // Space that was never written is not read from the disk.
@@ -404,19 +407,19 @@ struct BenchFiles {
     /// The engine's choice for files that the page cache cannot hold.
     access: DiskAccess,
     elements: usize,
-    /// Elements of a window of the step.
+    /// The number of elements of a window of the step.
     window: usize,
     ledger: Ledger,
 }
 
 impl BenchFiles {
-    /// Reserves `bytes` bytes, which hold no data yet.
+    /// Reserves `bytes` bytes, which contain no data yet.
     fn create(folder: &Arc<OffloadFolder>, bytes: u64) -> Result<Self> {
         let per_element: usize = STREAMS.iter().map(|s| s.2.size_in_bytes()).sum();
         let per_step = (per_element * STEP) as u64;
         let steps = (bytes / per_step).max(1);
-        // Asked before it is reserved: a file system may hand out all that it has before it finds that this is not
-        // enough.
+        // Checked before the space is reserved: a file system may hand out everything that it has before it finds that
+        // this is not enough.
         if folder.available() < steps.saturating_mul(per_step) {
             folder.ask_for(bytes);
             return Err(folder.refused());
@@ -434,7 +437,7 @@ impl BenchFiles {
         }
         let is_direct = arenas.iter().all(|arena| arena.allows_direct());
         let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
-        // As with the default buffer_count.
+        // Like the default `buffer_count`.
         let windows = WindowSettings { buffer_count: Some(STREAMS.len()), access, ..WindowSettings::default() };
         let window = windows.len(elements, STREAMS.len());
         Ok(Self { arenas, streams, access, elements, window, ledger })
@@ -457,7 +460,7 @@ impl BenchFiles {
         pieces(self.elements, self.window)
     }
 
-    /// Buffers of `count` windows of the step.
+    /// Creates buffers for `count` windows of the step.
     fn windows(&self, count: usize) -> Vec<Vec<AlignedBuffer>> {
         let window = || STREAMS.iter().map(|s| pattern(self.window * s.2.size_in_bytes())).collect();
         (0..count).map(|_| window()).collect()
@@ -467,13 +470,13 @@ impl BenchFiles {
         self.arenas().try_for_each(FileArena::sync)
     }
 
-    /// Empties the page cache of these files, and looks how much of them it still holds.
+    /// Empties the page cache of these files, and returns how much of them it still holds.
     fn forget(&self) -> Result<Option<f64>> {
         let cached: Vec<Option<f64>> = self.arenas().map(FileArena::forget).collect::<Result<_>>()?;
         Ok(cached.into_iter().flatten().reduce(f64::max))
     }
 
-    /// Reads or writes all files, one after the other, by way of `buffers` (at least one).
+    /// Reads or writes all files, one after the other, through `buffers` (at least one).
     fn pass(&self, io: &FileIo, write: bool, buffers: &mut Vec<AlignedBuffer>) -> Result<()> {
         let mut under_way: VecDeque<FileTransfer<AlignedBuffer>> = VecDeque::new();
         for StateStream { extent, .. } in &self.streams {
@@ -492,7 +495,7 @@ impl BenchFiles {
         Ok(())
     }
 
-    /// The plain loop.
+    /// Runs the plain loop.
     fn plain(&self, access: DiskAccess, buffers: &mut [AlignedBuffer]) -> Result<()> {
         let mut bounce = BounceBuffer::default();
         for range in self.ranges() {
@@ -515,7 +518,7 @@ impl BenchFiles {
         Ok(())
     }
 
-    /// The engine's step, which updates every window `updates` times.
+    /// Runs the engine's step, which updates every window `updates` times.
     fn step(
         &self,
         io: &FileIo,
@@ -537,7 +540,7 @@ impl BenchFiles {
     }
 }
 
-/// The update of a window.
+/// The Adam update of a window.
 struct BenchAdam {
     optimizer: Box<dyn Optimizer>,
     step: u64,
@@ -556,7 +559,7 @@ impl BenchAdam {
         Self { optimizer: from_config(&OptimizerConfig::Adam(config)), step: 0 }
     }
 
-    /// Updates what the streams of a window hold, in their order.
+    /// Updates the data of a window's streams, which come in their order.
     fn update<'a>(&mut self, mut streams: impl Iterator<Item = FlatMut<'a>>) {
         let mut next = || streams.next().expect("a window has all streams");
         let half = next();
@@ -566,14 +569,14 @@ impl BenchAdam {
         };
         let (master, mut moments) = (f32s(), [f32s(), f32s()]);
         let grad = next();
-        // The number only scales the result; it has to be above 0.
+        // The number only scales the result; it must be above 0.
         self.step += 1;
         let ctx = StepContext::new(1e-3, self.step);
         self.optimizer.update(&ctx, master, grad.as_ref(), &mut moments, Some(half));
     }
 }
 
-/// Bytes that are numbers between 0.007 and 1 as bf16 and as f32, and that no disk can hold in less space.
+/// Creates bytes that are numbers between 0.007 and 1 as bf16 and as f32, and that no disk can compress.
 fn pattern(len: usize) -> AlignedBuffer {
     let mut buffer = AlignedBuffer::new(len);
     let mut state = 0x9e37_79b9_7f4a_7c15u64;

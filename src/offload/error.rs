@@ -6,10 +6,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {
-    /// `nvme_path` is no folder that state can be offloaded to.
+    /// A path in `nvme_path` to which state cannot be offloaded.
     #[error("cannot offload to {}: {problem}", path.display())]
     Folder {
-        /// `nvme_path`.
+        /// The folder of `nvme_path`.
         path: PathBuf,
         /// The problem, and how to fix it.
         problem: String,
@@ -22,12 +22,12 @@ pub enum OffloadError {
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]
     Busy {
-        /// `nvme_path`.
+        /// The folder of `nvme_path`.
         path: PathBuf,
-        /// The process that locked it, where the system says.
+        /// The process that locked it, if the system reports it.
         owner: Option<u32>,
     },
-    /// The disk cannot hold what is to be offloaded.
+    /// A disk that cannot hold the offloaded state.
     #[error(
         "cannot offload to {}: files there need {needed} bytes, and {available} are there: {} bytes are missing; \
          free that space, or name a folder on a larger disk as nvme_path",
@@ -35,35 +35,35 @@ pub enum OffloadError {
         needed.saturating_sub(*available)
     )]
     Space {
-        /// `nvme_path`.
+        /// The folder of `nvme_path`.
         path: PathBuf,
-        /// Bytes of all files on that disk, of all ranks; after the first step, of this rank.
+        /// The bytes of all files on that disk, of all ranks; after the first step, of this rank.
         needed: u64,
-        /// Bytes that the file system can give to them, those included that they have.
+        /// The bytes that the file system can give to these files, including those that they already have.
         available: u64,
     },
-    /// The folder lies in memory, which cannot hold what is to be offloaded.
+    /// A folder in memory, which cannot hold the offloaded state.
     #[error(
         "cannot offload to {}: it is on tmpfs, so files there stay in memory: they need {needed} bytes or more, and \
          {available} were free; let nvme_path name a folder on a disk",
         path.display()
     )]
     Memory {
-        /// `nvme_path`.
+        /// The folder of `nvme_path`.
         path: PathBuf,
-        /// Bytes of all files on that file system, of all ranks; after the first step, of this rank.
+        /// The bytes of all files on that file system, of all ranks; after the first step, of this rank.
         needed: u64,
-        /// Bytes of memory that were free when the folder was opened.
+        /// The bytes of memory that were free when the folder was opened.
         available: u64,
     },
-    /// A file of offloaded state could not be read, written or made larger.
+    /// A file of offloaded state that could not be read, written or enlarged.
     #[error("cannot {action} the file of {what} in {}: {source}; {}", path.display(), fix_of(source))]
     Io {
         /// The attempted action, as a verb.
         action: &'static str,
         /// The content of the file.
         what: &'static str,
-        /// `nvme_path`.
+        /// The folder of `nvme_path`.
         path: PathBuf,
         /// The system's reason.
         source: std::io::Error,
@@ -73,7 +73,7 @@ pub enum OffloadError {
     Thread(std::io::Error),
 }
 
-/// The advice about a failed file of offloaded state.
+/// Returns advice about a failed operation on a file of offloaded state.
 fn fix_of(source: &std::io::Error) -> &'static str {
     match source.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {

@@ -1,7 +1,7 @@
-//! One file of offloaded state: space is reserved at its end, and every place is read and written in blocks.
+//! One file of offloaded state: space is reserved at its end, and every extent is read and written in blocks.
 //!
-//! The file has no name. It is gone with the process, however that ends, and nobody else can cut it short: reserved
-//! space stays, and a mapped page of it is always there.
+//! The file has no name. It is gone with the process, however that ends, and no other process can truncate it: reserved
+//! space stays, and a mapped page of it always exists.
 
 use super::aligned_buffer::{ALIGN, AlignedBuffer};
 use super::disk_access::DiskAccess;
@@ -21,10 +21,10 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
-/// A place in a file and the bytes of a buffer that belong there.
+/// A position in a file and the bytes of a buffer that belong there.
 pub(crate) struct ArenaPiece {
     pub arena: Arc<FileArena>,
-    /// Offset in the file, a multiple of [`ALIGN`].
+    /// The offset in the file, a multiple of [`ALIGN`].
     pub at: u64,
     pub memory: Range<usize>,
 }
@@ -36,7 +36,7 @@ pub(crate) struct FileArena {
     kind: MemoryKind,
     name: &'static str,
     cached: File,
-    /// The same file, around the page cache, where the file system allows that.
+    /// The same file, opened for access around the page cache, if the file system allows that.
     direct: Option<File>,
     reserved: Mutex<ArenaReservation>,
     ledger: Ledger,
@@ -44,7 +44,7 @@ pub(crate) struct FileArena {
 
 #[derive(Debug)]
 struct ArenaReservation {
-    /// Length of the file.
+    /// The length of the file.
     bytes: u64,
     given_back: u64,
     held: LedgerEntry,
@@ -52,7 +52,7 @@ struct ArenaReservation {
     map: Option<Arc<MmapRaw>>,
 }
 
-/// Whether an empty file, opened for direct access, can really be accessed so: some file systems only refuse requests.
+/// Returns whether direct access to an empty file works: some file systems allow to open it and then refuse requests.
 fn works(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
@@ -60,16 +60,16 @@ fn works(direct: &File) -> bool {
     !refused && rustix::fs::ftruncate(direct, 0).is_ok()
 }
 
-/// The same file, which is empty, around the page cache: where that works.
+/// Opens the same file, which is empty, for access around the page cache. Returns `None` if that does not work.
 #[doc(hidden)]
 pub fn open_direct(cached: &File) -> Option<File> {
-    // A path of its own to the same file: the flag would otherwise hold for both.
+    // Opened again by path: otherwise the flag would apply to both handles.
     let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
     files::open_direct(again).filter(works)
 }
 
 impl FileArena {
-    /// An empty file for `kind`; `name` is for messages.
+    /// Creates an empty file for `kind`. `name` is for messages.
     pub fn create(
         folder: &Arc<OffloadFolder>,
         kind: MemoryKind,
@@ -78,7 +78,8 @@ impl FileArena {
     ) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
         let direct = open_direct(&cached);
-        // A file that is copied on every write (btrfs) would ask for space again and again. Others know no such flag.
+        // A file that is copied on every write (btrfs) would request space again and again. Other file systems lack
+        // this flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(MemoryTier::File, kind, 0);
         Ok(Arc::new(Self {
@@ -92,7 +93,7 @@ impl FileArena {
         }))
     }
 
-    /// Reserves `bytes` more at the end and returns where they begin. They read as zeros.
+    /// Reserves `bytes` more at the end and returns the offset where they begin. They read as zeros.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
         assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
         let mut reserved = lock(&self.reserved);
@@ -106,7 +107,8 @@ impl FileArena {
             false => Err(ErrorKind::StorageFull.into()),
         };
         if let Err(error) = result {
-            // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
+            // Some file systems keep a partial reservation. If that cannot be undone, the space is only reported as
+            // used.
             let _ = rustix::fs::ftruncate(&self.cached, start);
             return Err(match error.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.refused(),
@@ -126,21 +128,21 @@ impl FileArena {
         }
     }
 
-    /// Reserves by writing zeros, where the file system knows no other way.
+    /// Reserves by writing zeros, if the file system supports no other way.
     fn fill(&self, start: u64, bytes: usize) -> std::io::Result<()> {
         let zeros = vec![0u8; bytes.min(1 << 20)];
         for at in (0..bytes).step_by(zeros.len()) {
             self.cached.write_all_at(&zeros[..zeros.len().min(bytes - at)], start + at as u64)?;
         }
-        // Only then is the space there.
+        // The space is guaranteed only after a sync.
         self.cached.sync_data()
     }
 
-    /// Gives the space of `range` back; nothing may lie there any more.
+    /// Frees the space of `range`, which must not be in use any longer.
     pub fn give_back(&self, range: Range<u64>) {
         let len = range.end - range.start;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // Where a file system cannot, the space stays reserved until the job ends.
+        // If a file system cannot do this, the space stays reserved until the job ends.
         if len > 0 && rustix::fs::fallocate(&self.cached, flags, range.start, len).is_ok() {
             let mut reserved = lock(&self.reserved);
             reserved.given_back += len;
@@ -156,7 +158,7 @@ impl FileArena {
         self.direct.is_some()
     }
 
-    /// Reads the bytes from `at` on. `bounce` is memory for a copy, used where `into` does not lie as it has to.
+    /// Reads the bytes from `at` on. `bounce` is memory for a copy, used if `into` is not aligned as required.
     pub fn read(&self, access: DiskAccess, at: u64, into: &mut [u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
@@ -167,15 +169,15 @@ impl FileArena {
                 Ok(())
             }
             (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
-                // SAFETY: `mapped` points to as many bytes of the file, which nobody writes meanwhile: a place in a
-                // file takes part in one transfer at a time.
+                // SAFETY: `mapped` points to `into.len()` bytes of the file, which nothing writes meanwhile: an extent
+                // of a file takes part in one transfer at a time.
                 unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
             }),
             _ => self.cached.read_exact_at(into, at),
         }
     }
 
-    /// Writes `from` at `at`; up to the next multiple of [`ALIGN`] the file then holds zeros or what was there.
+    /// Writes `from` at `at`. Up to the next multiple of [`ALIGN`] the file then contains zeros or its previous bytes.
     pub fn write(&self, access: DiskAccess, at: u64, from: &[u8], bounce: &mut BounceBuffer) -> std::io::Result<()> {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
@@ -186,14 +188,14 @@ impl FileArena {
                 direct.write_all_at(block, at)
             }
             (DiskAccess::Mapped, _) => self.with_mapped(at, from.len(), |mapped| {
-                // SAFETY: as in `read`; and the mapping allows writes, for the file is open for them.
+                // SAFETY: as in `read`; in addition, the mapping allows writes because the file is open for writing.
                 unsafe { mapped.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
             }),
             _ => self.cached.write_all_at(from, at),
         }
     }
 
-    /// Lets `copy` work on `len` mapped bytes from `at` on, and gives their pages back.
+    /// Calls `copy` with `len` mapped bytes from `at` on, and releases their pages afterwards.
     fn with_mapped(&self, at: u64, len: usize, copy: impl FnOnce(*mut u8)) -> std::io::Result<()> {
         let map = self.map()?;
         let at = usize::try_from(at).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
@@ -202,8 +204,9 @@ impl FileArena {
         copy(map.as_mut_ptr().wrapping_add(at));
         let page = rustix::param::page_size();
         let (start, end) = (at / page * page, (at + len).next_multiple_of(page).min(map.len()));
-        // SAFETY: the range lies in the mapping. The mapping is shared, so giving pages back loses nothing: what was
-        // written is in the page cache, and a neighbour who is copying in one of the pages gets it back at once.
+        // SAFETY: the range lies in the mapping. The mapping is shared, so releasing pages loses nothing: written data
+        // is in the page cache, and a thread that is copying a neighboring block in one of the pages gets the page back
+        // at once.
         unsafe {
             let start = map.as_mut_ptr().add(start);
             rustix::mm::madvise(start.cast(), end.saturating_sub(at / page * page), rustix::mm::Advice::LinuxDontNeed)?;
@@ -211,7 +214,7 @@ impl FileArena {
         Ok(())
     }
 
-    /// The whole file, mapped; anew after it has grown.
+    /// Returns the mapping of the entire file, which is created anew after the file has grown.
     fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
         let mut reserved = lock(&self.reserved);
         let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
@@ -230,8 +233,8 @@ impl FileArena {
         rustix::fs::fdatasync(&self.cached).map_err(|errno| self.error("sync", errno.into()))
     }
 
-    /// Takes the file out of the page cache, except what is not on the disk yet. Gives the part of it that is there
-    /// all the same, by samples, where the system tells.
+    /// Removes the file from the page cache, except data that is not on the disk yet. Returns the part that is still
+    /// cached, by samples, if the system reports it.
     pub fn forget(&self) -> Result<Option<f64>> {
         const SAMPLES: u64 = 64;
         let advise = |advice| {
@@ -239,7 +242,7 @@ impl FileArena {
                 .map_err(|errno| self.error("take out of memory", errno.into()))
         };
         advise(Advice::DontNeed)?;
-        // Looking at a page must not make the system read its neighbours.
+        // Examining a page must not make the system read its neighbors.
         advise(Advice::Random)?;
         let pages = lock(&self.reserved).bytes / ALIGN as u64;
         let is_there = |i: u64| {
@@ -264,17 +267,17 @@ fn is_aligned(bytes: &[u8]) -> bool {
     bytes.as_ptr().align_offset(ALIGN) == 0 && bytes.len().is_multiple_of(ALIGN)
 }
 
-/// Memory of one thread for blocks that do not lie as direct access needs them.
+/// One thread's memory for blocks that are not aligned as direct access requires.
 #[derive(Default)]
 pub(crate) struct BounceBuffer(Option<(AlignedBuffer, LedgerEntry)>);
 
 impl BounceBuffer {
-    /// Whether there is no memory.
+    /// Returns whether no memory is allocated.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Room for `len` bytes, rounded up to what direct access needs.
+    /// Returns room for `len` bytes, rounded up to the size that direct access needs.
     fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);
         let memory = match self.0.take() {
@@ -292,13 +295,13 @@ impl BounceBuffer {
 #[derive(Debug, Clone)]
 pub(crate) struct FileExtent {
     arena: Arc<FileArena>,
-    /// Bytes before the first element.
+    /// The number of bytes before the first element.
     start: u64,
     dtype: DType,
 }
 
 impl FileExtent {
-    /// Elements without a place yet: those that the next ones reserved in `arena` will be.
+    /// Creates an extent without elements, which will consist of the next elements reserved in `arena`.
     pub fn at_end_of(arena: &Arc<FileArena>, dtype: DType) -> Self {
         Self { arena: arena.clone(), start: lock(&arena.reserved).bytes, dtype }
     }
@@ -310,22 +313,23 @@ impl FileExtent {
         Ok(())
     }
 
-    /// Counts `count` more elements, for which there is no space.
+    /// Counts `count` more elements as requested, although there is no space for them.
     pub fn ask_for(&self, count: usize) {
         self.arena.folder.ask_for((count as u64).saturating_mul(self.dtype.size_in_bytes() as u64));
     }
 
-    /// Gives the space of the first `count` elements back.
+    /// Frees the space of the first `count` elements.
     pub fn give_back(&self, count: usize) {
         self.arena.give_back(self.start..self.start + (count * self.dtype.size_in_bytes()) as u64);
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Elements `range` and where they lie in a buffer, counted in elements. `range` starts where a file allows it.
+    /// Returns elements `range` together with their position in a buffer, counted in elements. `range` begins at an
+    /// offset that a file allows.
     pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
         let size = self.dtype.size_in_bytes();
         let at = self.start + (range.start * size) as u64;

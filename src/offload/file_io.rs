@@ -1,13 +1,13 @@
-//! Requests to files, carried out by threads.
+//! File requests, carried out by threads.
 //!
 //! ```text
 //!   read / write  -> cut into blocks -> queue -> thread: pread, pwrite or copy -> last block done -> wait returns
 //! ```
 //!
-//! Threads that block in the system are as fast here as asynchronous system calls at the block sizes that disks like
-//! (measured), and work on every file system. A transfer owns its buffer until it is waited for, so nobody can touch
-//! memory that the system is filling. A place in a file takes part in one transfer at a time; whoever wants to read
-//! what was written waits for the writing first.
+//! Blocking threads are as fast here as asynchronous system calls at the block sizes that suit disks (measured), and
+//! work on every file system. A transfer owns its buffer until it is waited for, so nothing else can touch memory that
+//! the system is filling. An extent of a file takes part in one transfer at a time: a reader of written data must wait
+//! for the write first.
 
 use super::aligned_buffer::ALIGN;
 use super::disk_access::{AtomicDiskAccess, DiskAccess};
@@ -24,13 +24,13 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Upper bound on threads, regardless of `aio`.
+/// The upper bound on the number of threads, regardless of `aio`.
 const MAX_THREADS: usize = 64;
 
-/// Bytes of a request at most: every thread may keep as many for a copy.
+/// The maximum bytes of a request. Every thread may keep this much memory for a copy.
 const LARGEST_BLOCK: usize = 16 << 20;
 
-/// Bytes of [`FileIo::write_and_drop`] that may be waiting to be written, unless one transfer alone is larger.
+/// The maximum unwritten bytes of [`FileIo::write_and_drop`], unless a single transfer is larger.
 pub(crate) const UNWRITTEN: usize = 256 << 20;
 
 /// The threads of one rank.
@@ -40,16 +40,16 @@ pub(crate) struct FileIo {
     block_size: usize,
 }
 
-/// How long a change of access waits at most for threads to give back what they keep.
+/// The maximum time that a change of access waits for threads to free the memory that they keep.
 const SETTLING: Duration = Duration::from_secs(1);
 
 struct FileIoShared {
     queue: Mutex<IoRequestQueue>,
-    /// There is a request, or there will be none any more.
+    /// Signals that there is a request, or that no more will come.
     wanted: Condvar,
-    /// Fewer bytes are unwritten.
+    /// Signals that fewer bytes are unwritten.
     written: Condvar,
-    /// No thread holds anything.
+    /// Signals that no thread holds any memory.
     idle: Condvar,
     chosen: AtomicDiskAccess,
     meter: IoMeter,
@@ -59,7 +59,7 @@ struct FileIoShared {
 struct IoRequestQueue {
     requests: VecDeque<IoRequest>,
     unwritten: usize,
-    /// Threads that carry out a request, or have kept a copy of the last one.
+    /// The number of threads that carry out a request, or have kept the copy buffer of the last one.
     holding: usize,
     is_closed: bool,
 }
@@ -91,15 +91,15 @@ struct IoRequest {
 }
 
 // SAFETY: `memory` points into the buffer that `batch` owns and keeps until its last request is over. Blocks of one
-// transfer are disjoint, so each is touched by the one thread that has the request.
+// transfer are disjoint, so each is touched only by the thread that has the request.
 unsafe impl Send for IoRequest {}
 
-/// The results of a request, for its transfer.
+/// Receives the results of requests, for their transfer.
 trait BlockCompletion: Send + Sync {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &FileIoShared);
 }
 
-/// A transfer under way. Dropping it does not stop it.
+/// A pending transfer. Dropping it does not stop it.
 pub(crate) struct FileTransfer<B> {
     batch: Arc<FileTransferShared<B>>,
     shared: Arc<FileIoShared>,
@@ -113,23 +113,23 @@ struct FileTransferShared<B> {
 struct FileTransferState<B> {
     left: usize,
     buffer: Option<B>,
-    /// Bytes that count as unwritten until this is over; the buffer is then dropped.
+    /// The bytes that count as unwritten until the transfer is over. The buffer is then dropped.
     unwritten: usize,
     error: Option<Error>,
 }
 
-/// Requests that are under way at a time.
+/// Returns the number of requests that run at a time.
 pub(crate) fn threads(aio: &Aio) -> usize {
     aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
 }
 
-/// Bytes of a request at most.
+/// Returns the maximum bytes of a request.
 pub(crate) fn block_size(aio: &Aio) -> usize {
     aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN
 }
 
 impl FileIo {
-    /// Starts the threads that `aio` asks for.
+    /// Starts the threads that `aio` requests.
     pub fn start(aio: &Aio, access: DiskAccess) -> Result<Self> {
         let shared = Arc::new(FileIoShared {
             queue: Mutex::default(),
@@ -150,17 +150,17 @@ impl FileIo {
     }
 
     pub fn choose(&self, access: DiskAccess) {
-        // Under the lock: no thread is then between its look at the access and its wait.
+        // Under the lock: no thread is then between its check of the access and its wait.
         let queue = self.shared.lock();
         self.shared.chosen.set(access);
-        // Idle threads give back what they keep for another access, before anything else is asked of them.
+        // Idle threads free the memory that they keep for another access, before they receive further requests.
         self.shared.wanted.notify_all();
         if !self.shared.chosen.is_direct() {
             drop(self.shared.idle.wait_timeout_while(queue, SETTLING, |queue| queue.holding > 0));
         }
     }
 
-    /// The access in force.
+    /// Returns the current access.
     pub fn access(&self) -> DiskAccess {
         self.shared.chosen.get()
     }
@@ -179,7 +179,8 @@ impl FileIo {
         self.submit(buffer, pieces, IoDirection::Write, 0)
     }
 
-    /// Writes parts of `buffer` to files, and drops it when that is done. Waits first where much is unwritten yet.
+    /// Writes parts of `buffer` to files, and drops it when that is done. Waits first if many bytes are still
+    /// unwritten.
     pub fn write_and_drop<B: TransferBuffer>(&self, mut buffer: B, pieces: Vec<ArenaPiece>) -> FileTransfer<B> {
         let bytes = buffer.bytes().len().max(1);
         let mut queue = self.shared.lock();
@@ -232,12 +233,12 @@ impl FileIo {
 }
 
 impl Drop for FileIo {
-    /// Carries out what has been asked for, and stops the threads.
+    /// Carries out all pending requests, and stops the threads.
     fn drop(&mut self) {
         self.shared.lock().is_closed = true;
         self.shared.wanted.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has said so itself.
+            // A thread that panicked has already reported it.
             let _ = thread.join();
         }
     }
@@ -248,13 +249,13 @@ impl FileIoShared {
         lock(&self.queue)
     }
 
-    /// The work of one thread.
+    /// Runs one thread.
     fn work(&self, thread: usize) {
         let (mut bounce, mut holds) = (BounceBuffer::default(), false);
         loop {
             let mut queue = self.lock();
             let request = loop {
-                // Also where a request is there already: what it needs must not come on top.
+                // Done even if a request is already waiting: its memory must not come on top.
                 if !self.chosen.is_direct() {
                     bounce = BounceBuffer::default();
                 }
@@ -290,14 +291,15 @@ impl FileIoShared {
         bounce: &mut BounceBuffer,
     ) {
         let access = self.chosen.of_file(arena.allows_direct());
-        // SAFETY: see the `Send` of requests: these bytes are inside of a live buffer, and nobody else's meanwhile.
+        // SAFETY: see the `Send` of requests: these bytes lie in a live buffer, and only this thread uses them
+        // meanwhile.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
         let moved = match direction {
             IoDirection::Read => [len, 0],
             IoDirection::Write => [0, len],
         };
-        // Whoever waits learns of a panic too; else it would wait forever.
+        // A waiting thread must also learn of a panic; otherwise it would wait forever.
         let done = catch_unwind(AssertUnwindSafe(|| match direction {
             IoDirection::Read => arena.read(access, at, memory, bounce),
             IoDirection::Write => arena.write(access, at, memory, bounce),
@@ -320,7 +322,7 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
         if state.left == 0 {
             let dropped = state.finish(&mut queue);
             drop(queue);
-            // Before anybody learns that the transfer is over: its memory counts until it is gone.
+            // Before any thread learns that the transfer is over: its memory counts until it is freed.
             drop(dropped);
             drop(state);
             self.over.notify_all();
@@ -330,7 +332,7 @@ impl<B: TransferBuffer> BlockCompletion for FileTransferShared<B> {
 }
 
 impl<B> FileTransferState<B> {
-    /// The last block is over; gives what is to be dropped.
+    /// Ends the transfer after its last block. Returns the buffer if it is to be dropped.
     fn finish(&mut self, queue: &mut IoRequestQueue) -> Option<B> {
         queue.unwritten -= self.unwritten;
         if self.unwritten > 0 { self.buffer.take() } else { None }
@@ -341,7 +343,7 @@ impl<B> FileTransfer<B> {
     /// Waits for the last block.
     ///
     /// # Errors
-    /// The first request that failed.
+    /// The error of the first request that failed.
     fn finish(self) -> Result<Option<B>> {
         let start = Instant::now();
         let mut state = lock(&self.batch.state);
@@ -356,10 +358,10 @@ impl<B> FileTransfer<B> {
         }
     }
 
-    /// Waits until everything is read or written, and gives the buffer back.
+    /// Waits until everything is read or written, and returns the buffer.
     ///
     /// # Errors
-    /// The first request that failed.
+    /// The error of the first request that failed.
     ///
     /// # Panics
     /// If the buffer was to be dropped.
@@ -370,7 +372,7 @@ impl<B> FileTransfer<B> {
     /// Waits until everything is written.
     ///
     /// # Errors
-    /// The first request that failed.
+    /// The error of the first request that failed.
     pub fn written(self) -> Result<()> {
         self.finish().map(drop)
     }
@@ -405,7 +407,7 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_whatever_the_pieces(
-            // Pages between pieces, elements before each in memory, and elements of each.
+            // The pages between pieces, and for each piece the elements before it in memory and its elements.
             pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
             block_size in 0usize..20_000,
             threads in 0usize..5,
@@ -473,7 +475,7 @@ mod tests {
         let io = io(ALIGN, 1, DiskAccess::Cached);
         for i in 0..64u64 {
             let piece = ArenaPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
-            // Nobody waits for it.
+            // The result is not waited for.
             drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
         }
         drop(io);

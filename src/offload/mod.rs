@@ -1,33 +1,33 @@
 //! Offload to files: model state that lies on disk and passes through memory piece by piece.
 //!
 //! ```text
-//!   optimizer step            window k+1        window k          window k-1
-//!     master weights, moments   read   ------>  update  ------->  write
-//!     gradients                 read   ------>  used              (written in backward)
-//!     parameter shards                          made    ------->  write
+//!   optimizer step             window k+1        window k          window k-1
+//!     master weights, states     read   ------>  update  ------->  write
+//!     gradients                  read   ------>  use               (written in backward)
+//!     parameter shards                           compute ------->  write
 //!
 //!   forward, backward (stage 3)   unit i+1: read its shards | unit i: all-gather, compute, release
-//!   backward                      a reduced gradient share -> its file, while backward goes on
+//!   backward                      a reduced gradient share -> its file, while backward continues
 //! ```
 //!
 //! Every kind of state has one file per rank, an arena (`file_arena.rs`), in which sub-groups lie one after the other:
-//! a step passes once through each file, from its beginning to its end. In memory are only the windows of that
-//! pipeline, the units in use, and what is on its way.
+//! a step passes once through each file, from beginning to end. Only the windows of that pipeline, the units in use,
+//! and pending transfers are in memory.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
 //! | `offload_folder.rs` | the folder of `nvme_path`: checked, locked, measured |
-//! | `file_arena.rs` | one file: space reserved first, then read and written in blocks |
-//! | `disk_access.rs` | around the page cache, through it, or through a mapping |
-//! | `available_memory.rs` | memory that is left, within the limits of control groups |
+//! | `file_arena.rs` | one file: space is reserved first, then read and written in blocks |
+//! | `disk_access.rs` | access around the page cache, through it, or through a mapping |
+//! | `available_memory.rs` | the available memory, within the limits of control groups |
 //! | `file_io.rs` | threads that carry out requests; transfers that own their buffers |
 //! | `transfer_buffer.rs` | memory that a transfer owns |
-//! | `state_files.rs` | what the step asks of files; a rehearsal answers by counting |
+//! | `state_files.rs` | the file operations of the step; a rehearsal implements them by counting |
 //! | `aligned_buffer.rs` | memory that files are read into without a copy |
 //! | `window_pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
-//! | `spill_file.rs` | what recomputing units keep, in a file until backward |
+//! | `spill_file.rs` | inputs that recomputing units keep in a file until backward |
 //! | `offload_report.rs` | bytes and seconds |
-//! | `disk_bench.rs` | how fast all that is on a given folder |
+//! | `disk_bench.rs` | measures the speed of all this in a given folder |
 
 mod aligned_buffer;
 #[doc(hidden)]

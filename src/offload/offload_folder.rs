@@ -1,4 +1,4 @@
-//! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
+//! The folder of `nvme_path`: checked before anything is built, locked against other jobs, and asked for space.
 
 use super::available_memory::available_memory;
 use crate::error::{Error, OffloadError, Result};
@@ -13,44 +13,45 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Beginning of the names of files on file systems that know no files without a name. They have one for a moment.
+/// The prefix of file names on file systems that do not support files without a name. Files have a name only for a
+/// moment.
 const PREFIX: &str = ".candle-zero-offload-";
 
-/// How long a process that was killed may hold the folder.
+/// The time for which a killed process may still hold the folder.
 const DYING: Duration = Duration::from_secs(2);
 
-/// The part of the memory that was free which files on tmpfs leave to everything else.
+/// The fraction of the free memory that files on tmpfs leave to everything else, as a divisor.
 const LEFT_OVER: u64 = 16;
 
 /// A folder for files of offloaded state.
 #[derive(Debug)]
 pub(crate) struct OffloadFolder {
     path: PathBuf,
-    /// Locked by the first rank as long as this lives; the engines of a process share the lock.
+    /// The lock of the first rank, held as long as this lives. The engines of a process share the lock.
     _lock: Option<Arc<FolderLock>>,
-    /// Bytes that this rank's files have been given, and bytes that they have asked for.
+    /// The bytes that this rank's files have received, and the bytes that they have requested.
     got: AtomicU64,
     asked: AtomicU64,
-    /// Whether a file was refused what it asked for.
+    /// Whether a file's request was refused.
     is_full: AtomicBool,
-    /// Bytes that were free when it was opened, and the number of the file system.
+    /// The bytes that were free when the folder was opened, and the number of the file system.
     free: u64,
     device: u64,
-    /// Where files take memory.
+    /// The memory that files occupy, if they lie in memory.
     memory: Option<TmpfsMemory>,
 }
 
-/// The memory that files take.
+/// The memory that files on tmpfs occupy.
 #[derive(Debug)]
 struct TmpfsMemory {
-    /// Bytes that were free when the folder was opened, and what says how many are now.
+    /// The bytes that were free when the folder was opened, and a function that returns the bytes that are free now.
     free: u64,
     now: fn() -> u64,
-    /// Whether a file was refused for it.
+    /// Whether a file was refused for lack of memory.
     is_full: AtomicBool,
 }
 
-/// The space that a rank's files have asked of a folder: ranks exchange it to find out how much is missing.
+/// The space that a rank's files have requested from a folder: ranks exchange it to find out how much is missing.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SpaceDemand {
     pub device: u64,
@@ -58,13 +59,13 @@ pub(super) struct SpaceDemand {
     pub asked: u64,
     pub got: u64,
     pub is_full: bool,
-    /// Bytes of memory that were free, where a file was refused for it; else 0.
+    /// The bytes of memory that were free, if a file was refused for lack of memory; otherwise 0.
     pub memory: u64,
 }
 
 impl OffloadFolder {
-    /// Looks at `path`, and creates it where it is clear where; the first rank of a job locks it for all of them. Files
-    /// have no names, so several engines of a process have no need of folders of their own.
+    /// Checks `path`, and creates the folder if its location is unambiguous. The first rank of a job locks it for all
+    /// ranks. Files have no names, so several engines of a process need no separate folders.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let found = match std::fs::metadata(path) {
@@ -94,7 +95,7 @@ impl OffloadFolder {
             device: metadata.dev(),
             memory: is_memory(path).then_some(memory),
         };
-        // What another engine of this process has is none of a dead job's.
+        // Files of another engine of this process are not leftovers of a dead job.
         if folder._lock.as_ref().is_some_and(|lock| Arc::strong_count(lock) == 1) {
             folder.remove_leftovers();
         }
@@ -111,42 +112,42 @@ impl OffloadFolder {
         &self.path
     }
 
-    /// A new file that has no name.
+    /// Creates a new file that has no name.
     pub fn unnamed_file(&self) -> Result<File> {
         unnamed_file(&self.path)
     }
 
-    /// Files of a job that died in the moment in which they had a name.
+    /// Removes files of a job that died at the moment when they had a name.
     fn remove_leftovers(&self) {
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
         for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(PREFIX)) {
-            // Whoever cannot be removed takes no space.
+            // A file that cannot be removed occupies no space.
             let _ = std::fs::remove_file(entry.path());
         }
     }
 
-    /// A file is about to reserve `bytes`: whether it may try. In memory it may not where they would not fit, since the
-    /// system would give them, and kill somebody for it later.
+    /// Asks for `bytes` that a file is about to reserve. Returns whether it may try. In memory it may not if they would
+    /// not fit, because the system would grant them, and kill a process for it later.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, now, is_full }) = &self.memory else { return true };
-        // 0 where the system does not say.
+        // 0 if the system does not report it.
         let fits = *free == 0 || bytes.saturating_add(free / LEFT_OVER) <= now();
         is_full.fetch_or(!fits, Ordering::Relaxed);
         fits
     }
 
-    /// It has got them.
+    /// Counts bytes that a file has received.
     pub fn got(&self, bytes: u64) {
         self.got.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that this rank's files have reserved.
+    /// Returns the bytes that this rank's files have reserved.
     pub fn reserved(&self) -> u64 {
         self.got.load(Ordering::Relaxed)
     }
 
-    /// The space that this rank's files have asked for so far.
+    /// Returns the space that this rank's files have requested so far.
     pub(super) fn demand(&self) -> SpaceDemand {
         let load = |bytes: &AtomicU64| bytes.load(Ordering::Relaxed);
         SpaceDemand {
@@ -159,32 +160,32 @@ impl OffloadFolder {
         }
     }
 
-    /// A file was refused what it asked for: the error for this rank alone.
+    /// Records that a file's request was refused. Returns the error for this rank only.
     pub fn refused(&self) -> Error {
         self.is_full.store(true, Ordering::Relaxed);
         let own = self.demand();
         self.too_small(SpaceDemand { free: own.got.saturating_add(free(&self.path)), ..own })
     }
 
-    /// The error of files that ask for more than they have got.
+    /// Returns the error of files that request more than they have received.
     pub(super) fn too_small(&self, demand: SpaceDemand) -> Error {
         let SpaceDemand { free, asked, got, memory, .. } = demand;
         let path = self.path.clone();
         if memory > 0 {
             return OffloadError::Memory { path, needed: asked, available: memory }.into();
         }
-        // With a quota, or where somebody else takes what is free, less can be had than what is free.
+        // With a quota, or if another process takes the free space, less is available than what is free.
         let available = if free < asked { free } else { got };
         OffloadError::Space { path, needed: asked, available }.into()
     }
 
-    /// Bytes that the file system can give to this rank's files, those included that they have.
+    /// Returns the bytes that the file system can give to this rank's files, including those that they already have.
     pub fn available(&self) -> u64 {
         free(&self.path).saturating_add(self.reserved())
     }
 }
 
-/// A new file in `folder` that has no name.
+/// Creates a new file in `folder` that has no name.
 fn unnamed_file(folder: &Path) -> Result<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let why = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
@@ -192,7 +193,7 @@ fn unnamed_file(folder: &Path) -> Result<File> {
         Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
         Err(_) => match tempfile::Builder::new().prefix(PREFIX).tempfile_in(folder) {
             Ok(file) => return Ok(file.into_file()),
-            // Its own text names a file that the user has not asked for.
+            // Its own text names a file that the user does not know.
             Err(error) => error.kind().to_string(),
         },
     };
@@ -200,15 +201,15 @@ fn unnamed_file(folder: &Path) -> Result<File> {
     Err(OffloadError::Folder { path: folder.to_owned(), problem }.into())
 }
 
-/// Creates the folder where the one that it is in is there, and below the user's home: elsewhere a disk may not be
-/// mounted, or the path be wrong.
+/// Creates the folder if its parent exists, or if it is below the user's home. Elsewhere a disk may not be mounted, or
+/// the path may be wrong.
 fn create(path: &Path) -> std::io::Result<()> {
     let parent = folder_of(path);
     if !parent.is_dir() && std::env::home_dir().is_some_and(|home| home.is_dir() && path.starts_with(home)) {
         DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
     }
     match DirBuilder::new().mode(0o700).create(path) {
-        // Of all ranks one has created it.
+        // Another rank may have created it.
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
         Err(e) => Err(e),
         Ok(()) => {
@@ -232,15 +233,15 @@ fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     }
 }
 
-/// Bytes that this user may still write to the disk of `path`, or to that of what it would be in; 0 where it does not
-/// say.
+/// Returns the bytes that this user may still write to the disk of `path`, or of its nearest existing ancestor; 0 if
+/// the system does not report it.
 #[doc(hidden)]
 pub fn free(path: &Path) -> u64 {
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
     rustix::fs::statvfs(there).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
-/// Whether the files of a folder lie in memory.
+/// Returns whether the files of a folder lie in memory.
 #[doc(hidden)]
 pub fn is_memory(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
@@ -262,7 +263,7 @@ mod tests {
         let folder = OffloadFolder::open(dir.path(), true).unwrap();
         let mut folder = Arc::into_inner(folder).unwrap();
         assert!(folder.memory.as_ref().unwrap().free > 0);
-        // As where little memory is free.
+        // As if little memory were free.
         folder.memory = Some(TmpfsMemory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
         let arena =
             FileArena::create(&Arc::new(folder), MemoryKind::Gradients, "gradients", &Ledger::default()).unwrap();

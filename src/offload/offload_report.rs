@@ -5,26 +5,26 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// File access of one rank since the start.
+/// The file accesses of one rank since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct OffloadReport {
-    /// Bytes read from files.
+    /// The bytes read from files.
     pub bytes_read: u64,
-    /// Bytes written to files.
+    /// The bytes written to files.
     pub bytes_written: u64,
-    /// Seconds in which at least one request was under way.
+    /// The seconds in which at least one request was pending.
     pub busy_s: f64,
-    /// Seconds in which the training thread waited for a request.
+    /// The seconds in which the training thread waited for a request.
     pub waited_s: f64,
 }
 
 impl OffloadReport {
-    /// Bytes in both directions over the time in which requests were under way; 0 without any.
+    /// Returns the bytes in both directions divided by the time in which requests were pending; 0 if there were none.
     pub fn bytes_per_s(&self) -> f64 {
         if self.busy_s > 0.0 { (self.bytes_read + self.bytes_written) as f64 / self.busy_s } else { 0.0 }
     }
 
-    /// The traffic since `before`, an earlier report of the same engine.
+    /// Returns the traffic since `before`, an earlier report of the same engine.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
@@ -51,14 +51,14 @@ impl fmt::Display for OffloadReport {
     }
 }
 
-/// Counts requests of many threads.
+/// Counts the requests of many threads.
 #[derive(Debug, Default)]
 pub(super) struct IoMeter(Mutex<IoCounts>);
 
 #[derive(Debug, Default)]
 struct IoCounts {
     report: OffloadReport,
-    /// Requests under way, and since when there have been any.
+    /// The number of pending requests, and the time since which there have been any.
     active: usize,
     since: Option<Instant>,
 }
@@ -70,7 +70,7 @@ impl IoMeter {
         counts.since.get_or_insert_with(Instant::now);
     }
 
-    /// A request is over; `done` says how many bytes it read and wrote.
+    /// Ends a request. The argument has the bytes that it read and wrote.
     pub fn end(&self, [read, written]: [usize; 2]) {
         let mut counts = self.lock();
         counts.report.bytes_read += read as u64;

@@ -1,4 +1,4 @@
-//! The files of one rank: which kinds of state lie in one, and how the step passes through them.
+//! The files of one rank: the kinds of state that lie in files, and the settings for a sweep through them.
 
 use super::disk_access::DiskAccess;
 use super::file_arena::FileArena;
@@ -19,16 +19,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Offloaded state of one rank. Exists where something is offloaded to `nvme`.
+/// The offloaded state of one rank. Exists if something is offloaded to `nvme`.
 pub(crate) struct OffloadStore {
     pub io: Arc<FileIo>,
-    /// Where parameter shards lie.
+    /// The folder of parameter shards.
     params: Option<Arc<OffloadFolder>>,
-    /// Where master weights, gradients and moments lie.
+    /// The folder of master weights, gradients and optimizer states.
     optimizer: Option<Arc<OffloadFolder>>,
     settings: Option<OffloadOptimizer>,
     files: Mutex<BTreeMap<StateFileContent, Arc<FileArena>>>,
-    /// Inputs of recomputing units; empty without `cpu_checkpointing`.
+    /// The inputs of recomputing units; empty without `cpu_checkpointing`.
     spill: Arc<SpillFile>,
     folders: Vec<Arc<OffloadFolder>>,
     /// The access that the user chose, instead of the fastest.
@@ -36,17 +36,18 @@ pub(crate) struct OffloadStore {
     ledger: Ledger,
 }
 
-/// What a file holds: one kind of state, and of those whose sub-groups grow side by side, of one class of parameters.
+/// The content of a file: one kind of state, and for kinds whose sub-groups grow side by side, of one class of
+/// parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StateFileContent {
     pub kind: MemoryKind,
-    /// For people; of moments, that of the state.
+    /// The name in messages; for optimizer states, that of the state.
     pub name: &'static str,
     pub class: Option<ParamClass>,
 }
 
 impl OffloadStore {
-    /// Opens the folders that `config` asks for. Nothing if there are none.
+    /// Opens the folders that `config` names. Returns `None` if it names none.
     pub fn open(
         config: &Config,
         is_first_rank: bool,
@@ -55,7 +56,7 @@ impl OffloadStore {
     ) -> Result<Option<Arc<Self>>> {
         let mut folders: Vec<Arc<OffloadFolder>> = Vec::new();
         let mut folder = |path: &Path| -> Result<Arc<OffloadFolder>> {
-            // One folder by two names is locked once.
+            // A folder with two names is locked only once.
             let same = |known: &&Arc<OffloadFolder>| {
                 std::fs::canonicalize(known.path()).ok() == std::fs::canonicalize(path).ok()
             };
@@ -78,14 +79,14 @@ impl OffloadStore {
         };
         let Some(any) = folders.first() else { return Ok(None) };
         let activations = FileArena::create(any, MemoryKind::Activations, "activations", ledger)?;
-        // Nothing is in the page cache yet, and what is written first is read much later.
+        // Nothing is in the page cache yet, and the data that is written first is read much later.
         let io = Arc::new(FileIo::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?);
         let spill = Arc::new(SpillFile::new(io.clone(), activations));
         let (files, ledger) = (Mutex::default(), ledger.clone());
         Ok(Some(Arc::new(Self { io, params, optimizer, settings, files, spill, folders, access, ledger })))
     }
 
-    /// The file of `content`, which is made when it is first asked for.
+    /// Returns the file of `content`, which is created at the first request.
     pub fn file(&self, content: StateFileContent) -> Result<Arc<FileArena>> {
         let StateFileContent { kind, name, .. } = content;
         let folder = if kind == MemoryKind::Parameters { &self.params } else { &self.optimizer };
@@ -99,15 +100,15 @@ impl OffloadStore {
         Ok(file)
     }
 
-    /// From now on states get new files; those of today are gone with the last place in them.
+    /// Makes states use new files from now on. A current file is gone when its last extent is dropped.
     pub fn begin_anew(&self) {
         lock(&self.files).clear();
     }
 
-    /// Everything has its place: chooses how the files are accessed from now on, by their size.
+    /// Chooses, after everything has its storage, the file access from now on, by the size of the files.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        // A file that does not allow it is mapped; where none does, that is what is chosen, and told.
+        // A file that does not allow direct access is mapped. If no file allows it, mapping is chosen, and reported.
         let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
@@ -117,12 +118,12 @@ impl OffloadStore {
         access
     }
 
-    /// How a pass goes through the files.
+    /// Returns how a sweep divides files into windows.
     pub fn windows(&self) -> WindowSettings {
         WindowSettings::new(self.settings.as_ref(), self.io.access())
     }
 
-    /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
+    /// Checks that all files of all ranks have received the space that they requested. Collective, after all requests.
     ///
     /// # Errors
     /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
@@ -146,7 +147,7 @@ impl OffloadStore {
         folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
     }
 
-    /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.
+    /// Begins to write `values` of a recomputing unit to a file. Their memory is then freed.
     pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }

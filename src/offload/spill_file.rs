@@ -10,11 +10,11 @@ use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// A file of places that are used again.
+/// A file whose extents are reused.
 pub(super) struct SpillFile {
     io: Arc<FileIo>,
     arena: Arc<FileArena>,
-    /// Free places by their length in bytes.
+    /// The free extents by their length in bytes.
     free: Mutex<BTreeMap<usize, Vec<u64>>>,
 }
 
@@ -22,7 +22,7 @@ pub(super) struct SpillFile {
 pub(crate) struct SpilledTensor {
     spill: Arc<SpillFile>,
     at: u64,
-    /// Bytes of its place.
+    /// The bytes of the extent.
     room: usize,
     len: usize,
     dtype: DType,
@@ -34,7 +34,7 @@ impl SpillFile {
         Self { io, arena, free: Mutex::default() }
     }
 
-    /// The smallest free place of `room` bytes or more, and its size.
+    /// Returns the smallest free extent of `room` bytes or more, and its size.
     fn free_place(&self, room: usize) -> Option<(u64, usize)> {
         let mut free = lock(&self.free);
         let (&room, places) = free.range_mut(room..).next()?;
@@ -75,7 +75,7 @@ impl SpilledTensor {
 
 impl Drop for SpilledTensor {
     fn drop(&mut self) {
-        // An error here concerns values that nobody wants any more.
+        // An error here concerns values that are no longer needed.
         let _ = self.settle();
         lock(&self.spill.free).entry(self.room).or_default().push(self.at);
     }

@@ -1,4 +1,4 @@
-//! The trait behind transfers between files and memory: the threads of a [`FileIo`], or a rehearsal that only counts.
+//! The interface of transfers between files and memory: the threads of a [`FileIo`], or a rehearsal that only counts.
 
 use super::aligned_buffer::AlignedBuffer;
 use super::file_arena::FileExtent;
@@ -10,40 +10,41 @@ use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Files of states. Buffers lie on the host. Ranges are elements of an extent, and begin where a file allows it.
+/// The files of states. Buffers lie on the host. Ranges are elements of an extent, and begin at offsets that a file
+/// allows.
 pub(crate) trait StateFiles {
-    /// The place of a state.
+    /// The extent of a state in a file.
     type Extent: Clone;
-    /// Memory of a window.
+    /// The memory of a window.
     type Staging;
-    /// A window on its way.
+    /// A window in transfer.
     type Transfer;
-    /// Elements in memory.
+    /// A buffer of elements in memory.
     type Buffer;
-    /// Elements on their way into a buffer.
+    /// A pending read of elements into a buffer.
     type Reading;
-    /// A state on its way to its file, after which its memory is free.
+    /// A pending write of a state to its file, after which its memory is free.
     type Writing;
 
-    /// Element type.
+    /// Returns the element type.
     fn dtype(extent: &Self::Extent) -> DType;
-    /// Memory of `bytes` bytes.
+    /// Creates memory of `bytes` bytes.
     fn staging(bytes: usize) -> Self::Staging;
-    /// Its bytes.
+    /// Returns the number of bytes.
     fn len(staging: &Self::Staging) -> usize;
     /// Begins to fill a window from a file, or fills it with zeros.
     fn read(&self, staging: Self::Staging, from: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
-    /// Begins to bring a window back.
+    /// Begins to write a window back.
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
-    /// Waits for a window, and gives its memory back.
+    /// Waits for a window, and returns its memory.
     fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
-    /// Begins to fill parts of a buffer: each of `pieces` from an element of the buffer on.
+    /// Begins to fill parts of a buffer: each of `pieces` goes to the given element of the buffer and those after it.
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
-    /// Waits until they are.
+    /// Waits until the parts are filled.
     fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
-    /// Begins to write a state, whose memory is then free. Waits first where much is unwritten yet.
+    /// Begins to write a state, whose memory is then free. Waits first if many bytes are still unwritten.
     fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
-    /// Waits until it is written.
+    /// Waits until the state is written.
     fn written(&self, writing: Self::Writing) -> Result<()>;
 }
 

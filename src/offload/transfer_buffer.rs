@@ -1,4 +1,4 @@
-//! Memory that a transfer between files and memory owns.
+//! Memory that a transfer to or from a file owns.
 
 use crate::memory::TrackedBuffer;
 use crate::precision::Flat;
@@ -6,9 +6,9 @@ use crate::precision::Flat;
 /// Memory that a transfer can own.
 ///
 /// # Safety
-/// The bytes lie on the heap and stay there when the value moves.
+/// The bytes must lie on the heap and stay there when the value moves.
 pub(crate) unsafe trait TransferBuffer: Send + 'static {
-    /// All of it.
+    /// Returns all bytes.
     fn bytes(&mut self) -> &mut [u8];
 }
 

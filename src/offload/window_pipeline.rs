@@ -6,7 +6,8 @@
 //!   pipeline_write  write k-1 |
 //! ```
 //!
-//! Without a flag, its part is waited for. There are as many sets of buffers as windows at a time: one, two or three.
+//! Without a flag, the corresponding transfer is waited for. There are as many sets of buffers as windows at a time:
+//! one, two or three.
 
 use super::aligned_buffer::ALIGN;
 use super::aligned_buffer::AlignedBuffer;
@@ -20,36 +21,36 @@ use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Elements of a window at most: 16 MiB of f32, at which disks have reached their bandwidth; and where the page cache
-/// holds the files, so few that a window stays in the processor's cache from its reading to its writing.
+/// Returns the maximum number of elements of a window: 16 MiB of f32, at which disks reach their bandwidth. If the page
+/// cache holds the files, it is small enough for a window to stay in the processor's cache from its read to its write.
 fn longest(access: DiskAccess) -> usize {
     if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
 }
 
-/// Elements after which the position in every file is one that requests may begin at.
+/// The number of elements after which the position in every file is one at which requests may begin.
 pub(crate) const STEP: usize = ALIGN / 2;
 
-/// How a pass goes through files.
+/// The settings for a sweep through files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WindowSettings {
-    /// `pipeline_read`
+    /// The configuration's `pipeline_read`.
     pub read_ahead: bool,
-    /// `pipeline_write`
+    /// The configuration's `pipeline_write`.
     pub write_behind: bool,
-    /// `buffer_count`, where the optimizer's state lies in files.
+    /// The configuration's `buffer_count`, if optimizer states lie in files.
     pub buffer_count: Option<usize>,
     pub access: DiskAccess,
 }
 
 impl Default for WindowSettings {
-    /// Parameters alone, for which there are no such keys, always travel in a pipeline.
+    /// Returns the settings for parameters only, which have no such keys: they always use a pipeline.
     fn default() -> Self {
         Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
     }
 }
 
 impl WindowSettings {
-    /// `optimizer`: the settings of optimizer state in files, if it lies in some.
+    /// Creates the settings. `optimizer` has those of optimizer states in files, if they lie in files.
     pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
         match optimizer {
             Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {
@@ -62,19 +63,20 @@ impl WindowSettings {
         }
     }
 
-    /// Windows that are in memory at a time.
+    /// Returns the number of windows that are in memory at a time.
     pub fn at_a_time(self) -> usize {
         1 + usize::from(self.read_ahead) + usize::from(self.write_behind)
     }
 
-    /// Elements of a window, of `streams` kinds of state in sub-groups of at most `largest` elements.
+    /// Returns the number of elements of a window of `streams` kinds of state, in sub-groups of at most `largest`
+    /// elements.
     pub fn len(self, largest: usize, streams: usize) -> usize {
         let buffers = streams * self.at_a_time();
         window_len(self.access, largest, self.buffer_count.unwrap_or(buffers), buffers)
     }
 }
 
-/// One kind of state of a sub-group on its way through memory.
+/// One kind of state of a sub-group that passes through memory.
 #[derive(Clone)]
 pub(crate) struct StateStream<E> {
     pub extent: E,
@@ -82,7 +84,7 @@ pub(crate) struct StateStream<E> {
     pub writes: bool,
 }
 
-/// Elements of a sub-group that are in memory together.
+/// The elements of a sub-group that are in memory together.
 pub(crate) struct WindowPlan<E> {
     pub range: Range<usize>,
     pub streams: Vec<StateStream<E>>,
@@ -92,30 +94,31 @@ pub(crate) struct WindowPlan<E> {
 pub(crate) struct StagedState<S = AlignedBuffer> {
     buffer: S,
     dtype: DType,
-    /// Place of the first element in the sub-group.
+    /// The position of the first element in the sub-group.
     start: usize,
 }
 
 /// A window whose states are in memory, in the order of its streams.
 pub(crate) struct StateWindow<S = AlignedBuffer> {
     pub staged: Vec<StagedState<S>>,
-    /// Its place in the plan.
+    /// The window's index in the plan.
     index: usize,
 }
 
 impl StagedState {
-    /// Bytes `range`, where each element is one.
+    /// Returns bytes `range`, if each element is one byte.
     pub fn bytes(&mut self, range: Range<usize>) -> &mut [u8] {
         &mut self.buffer.bytes_mut()[range.start - self.start..range.end - self.start]
     }
 
-    /// Elements `range` of the sub-group.
+    /// Returns elements `range` of the sub-group.
     pub fn part(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.buffer.elements(self.dtype, range.start - self.start..range.end - self.start)
     }
 }
 
-/// Elements of a window so that `buffer_count` buffers of `largest` elements, f32, hold all `buffers` of the pipeline.
+/// Returns the number of elements of a window, such that `buffer_count` buffers of `largest` f32 elements hold all
+/// `buffers` of the pipeline.
 fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
     let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
     room.next_multiple_of(STEP).max(STEP)
@@ -126,10 +129,10 @@ pub(crate) struct WindowPipeline<'a, F: StateFiles> {
     files: &'a F,
     ledger: &'a Ledger,
     plan: Vec<WindowPlan<F::Extent>>,
-    /// Elements of the longest window.
+    /// The number of elements of the longest window.
     window: usize,
     windows: WindowSettings,
-    /// Windows whose reading has begun.
+    /// The number of windows whose read has begun.
     begun: usize,
     ahead: VecDeque<Vec<F::Transfer>>,
     behind: VecDeque<Vec<F::Transfer>>,
@@ -155,17 +158,17 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         }
     }
 
-    /// The next window, in memory.
+    /// Returns the next window, in memory.
     ///
     /// # Panics
-    /// If there is none.
+    /// If no window remains.
     pub fn next(&mut self) -> Result<StateWindow<F::Staging>> {
         let index = self.at;
         self.at += 1;
-        // What is asked for first is carried out first, so that the disk never waits for the update.
+        // Requests are carried out in their order, so that the disk never waits for the update.
         let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
-            // A new window gets the buffers of the one that has been on its way back for longest.
+            // A new window gets the buffers of the one whose write began first.
             while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
                 self.reclaim()?;
             }
@@ -181,7 +184,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         Ok(StateWindow { staged, index })
     }
 
-    /// A window is up to date: brings back what has changed.
+    /// Ends the work on a window: writes back the states that have changed.
     pub fn done(&mut self, window: StateWindow<F::Staging>) -> Result<()> {
         let StateWindow { staged, index, .. } = window;
         let WindowPlan { range, streams } = &self.plan[index];
@@ -212,7 +215,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         self.begun += 1;
         let mut reading = Vec::new();
         for StateStream { extent, reads, .. } in streams {
-            // All of one dtype are equally long, also where a window is not.
+            // All buffers of one dtype have equal length, even if a window is shorter.
             let room = self.window * F::dtype(extent).size_in_bytes();
             let buffer = match self.free.iter().position(|buffer| F::len(buffer) == room) {
                 Some(i) => self.free.swap_remove(i),
@@ -221,13 +224,13 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
                     F::staging(room)
                 }
             };
-            // Where nothing is read there are zeros: what lies between parameters goes to the file too.
+            // Without a read, the buffer contains zeros: gaps between parameters are written to the file too.
             reading.push(self.files.read(buffer, reads.then(|| (extent, range.clone()))));
         }
         self.ahead.push_back(reading);
     }
 
-    /// Waits for the oldest window that is on its way back.
+    /// Waits for the oldest window that is being written back.
     fn reclaim(&mut self) -> Result<()> {
         for transfer in self.behind.pop_front().into_iter().flatten() {
             self.free.push(self.files.wait(transfer)?);
@@ -249,7 +252,7 @@ mod tests {
     use crate::util::pieces;
     use proptest::prelude::*;
 
-    /// The operation of the test's step on an element; an element that was not read counts as zero.
+    /// Applies the test step's operation to an element. An element that was not read counts as zero.
     fn next(value: f32, stream: usize) -> f32 {
         value * 0.5 + 1.0 + stream as f32
     }
@@ -269,7 +272,7 @@ mod tests {
         ) {
             let window = window_len(DiskAccess::Direct, largest.max(len), count, buffers);
             prop_assert!(window.is_multiple_of(STEP) && window >= STEP);
-            // Their memory is what buffer_count allows, but for the rounding to whole steps.
+            // Their memory is what `buffer_count` allows, except for the rounding to complete steps.
             prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);
             let mut end = 0;
             for range in pieces(len, window) {
@@ -311,7 +314,7 @@ mod tests {
                     let extent = FileExtent::at_end_of(&arena, dtype);
                     extent.grow(len).unwrap();
                     let mut values = AlignedBuffer::new(len * dtype.size_in_bytes());
-                    // Small numbers that bf16 has exactly.
+                    // Small numbers that bf16 represents exactly.
                     let numbers: Vec<f32> = (0..len).map(|i| ((i * 7 + expected.len()) % 32) as f32).collect();
                     values.elements(dtype, 0..len).copy_scaled(FlatRef::F32(&numbers), 1.0);
                     io.write(values, vec![extent.piece(0..len, 0)]).written().unwrap();
@@ -343,7 +346,7 @@ mod tests {
                 let size = extent.dtype().size_in_bytes();
                 let mut found = AlignedBuffer::new(expected.len() * size);
                 let piece = extent.piece(0..expected.len(), 0);
-                // Whatever wrote it, every way reads it.
+                // Whatever access wrote it, every access reads it.
                 piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
                 let mut same = AlignedBuffer::new(expected.len() * size);
                 same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);

@@ -17,7 +17,7 @@ use crate::precision::{FlatMut, FlatRef};
 /// p -= lr * g / (sqrt(v) + eps)
 /// ```
 ///
-/// `v` has the name that DeepSpeed's CPU kernel gives it; PyTorch calls it `sum`.
+/// `v` is named as in DeepSpeed's CPU kernel; PyTorch calls it `sum`.
 #[derive(Debug)]
 pub(super) struct Adagrad {
     config: AdagradConfig,
@@ -78,7 +78,7 @@ impl Optimizer for Adagrad {
 #[derive(Debug, Clone, Copy)]
 struct AdagradConstants {
     grad_scale: f32,
-    /// Added to the gradient: decay x parameter.
+    /// The factor of the parameter that is added to the gradient (weight decay).
     l2: f32,
     lr: f32,
     eps: f32,

@@ -19,9 +19,9 @@ use crate::precision::{FlatMut, FlatRef};
 /// p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 /// ```
 ///
-/// As in DeepSpeed's kernels the betas are rounded to f32 and everything else follows from the rounded values:
-/// `1 - b2` of 0.999 is 0.000999987, where PyTorch has 0.001. The bias correction divides that out of the
-/// weights; `exp_avg_sq` differs from PyTorch's by 1.3e-5 and agrees with DeepSpeed's.
+/// As in DeepSpeed's kernels, the betas are rounded to f32, and everything else is computed from the rounded values:
+/// for 0.999, `1 - b2` is 0.000999987, whereas PyTorch has 0.001. The bias correction cancels this in the weights.
+/// `exp_avg_sq` differs from PyTorch's by 1.3e-5 and equals DeepSpeed's.
 #[derive(Debug)]
 pub(super) struct Adam {
     config: AdamConfig,
@@ -35,13 +35,13 @@ struct AdamConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// Added to the gradient: decay x parameter. 0 when decoupled.
+    /// The factor of the parameter that is added to the gradient. 0 with decoupled decay.
     l2: f32,
-    /// Taken from the parameter: lr x decay x parameter. 0 with L2.
+    /// The factor of the parameter that is subtracted from it, lr x decay. 0 with L2 decay.
     decay: f32,
-    /// lr / (1 - b1^t).
+    /// The step size, lr / (1 - b1^t).
     step_size: f32,
-    /// 1 / sqrt(1 - b2^t).
+    /// The factor of the root of the second moment, 1 / sqrt(1 - b2^t).
     root_scale: f32,
     eps: f32,
 }
@@ -129,7 +129,7 @@ impl ElementwiseKernel<2> for AdamConstants {
     fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg, exp_avg_sq]: [&mut [f32]; 2]) {
         let s = *self;
         for (((p, g), m), v) in param.iter_mut().zip(grad).zip(exp_avg).zip(exp_avg_sq) {
-            // Both decays stand here, one of them with factor 0: adding 0 changes no value, and a loop without
+            // Both decays are computed, one of them with factor 0: adding 0 changes no value, and a loop without
             // branches vectorizes.
             let g = *g * s.grad_scale + s.l2 * *p;
             *m = s.beta1 * *m + s.one_minus_beta1 * g;

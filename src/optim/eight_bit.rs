@@ -1,17 +1,18 @@
-//! Optimizers whose moments are kept in eight bits (arXiv 2110.02861), under bitsandbytes' names.
+//! Optimizers with 8-bit states (arXiv 2110.02861), under bitsandbytes' names.
 //!
-//! Moments become f32 for a step and codes again after it; a weight moves by what they are before they are rounded. As in
-//! bitsandbytes parameters of few elements, norms and biases among them, keep moments in f32: they are the auxiliary's.
+//! States are dequantized to f32 for a step and quantized again after it. The weights are updated with the values
+//! before quantization. As in bitsandbytes, parameters with few elements, norms and biases among them, keep f32 states:
+//! they are trained by the auxiliary.
 
 use super::{Momentum, Optimizer, StateFormat, StepContext, adam, lion};
 use crate::config::{EightBit, EightBitConfig};
 use crate::precision::{FlatMut, FlatRef};
 
-/// Adam, AdamW or Lion with moments of eight bits.
+/// Adam, AdamW or Lion with 8-bit states.
 pub(super) struct EightBitOptimizer {
     name: &'static str,
     min_8bit_size: usize,
-    /// The arithmetic, the same for all parameters.
+    /// The optimizer that does the arithmetic, for all parameters.
     inner: Box<dyn Optimizer>,
 }
 
@@ -43,7 +44,7 @@ impl Optimizer for EightBitOptimizer {
     }
 
     fn state_format(&self, state: usize) -> StateFormat {
-        // The second moment is a mean of squares.
+        // The second moment is a mean of squares, so it is not negative.
         if state == 0 { StateFormat::Signed8 } else { StateFormat::Unsigned8 }
     }
 

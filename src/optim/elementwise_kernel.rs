@@ -1,32 +1,33 @@
-//! One pass over parameter, gradient, states and half copy, in parallel.
+//! One parallel pass over parameter, gradient, states and half copy.
 //!
-//! A slice is cut into chunks for the threads and into blocks for the first-level cache. A block's gradient is
-//! widened, its elements are updated, and the half copy is written while all of it is still in that cache, so the
-//! step reads and writes each buffer in memory once.
+//! A slice is divided into chunks for the threads, and these into blocks for the first-level cache. A block's gradient
+//! is widened, its elements are updated, and the half copy is written while all of the block is still in that cache, so
+//! the step reads and writes each buffer in memory once.
 
 use crate::kernels::parallel;
 use crate::kernels::simd::{self, SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, cast};
 
-/// Elements that one thread takes at a time.
+/// The number of elements that one thread processes at a time.
 const CHUNK: usize = 64 * 1024;
 
-/// Elements that are widened, updated and narrowed together: 4 KiB for each of the four to six f32 buffers.
+/// The number of elements that are widened, updated and narrowed together: 4 KiB for each of the four to six f32
+/// buffers.
 const BLOCK: usize = 1024;
 
-/// Elements that a kernel is handed at a time: few enough to unroll the loop over them.
+/// The number of elements passed to a kernel at a time, small enough to unroll the loop over them.
 const STRIP: usize = 64;
 
-/// How far ahead of the update, in elements, weights and states are fetched into the cache.
+/// The distance in elements at which weights and states are prefetched ahead of the update.
 const AHEAD: usize = 512;
 
-/// f32 elements of a cache line.
+/// The number of f32 elements in a cache line.
 const LINE: usize = 16;
 
 /// The arithmetic of an optimizer.
 pub(super) trait ElementwiseKernel<const N: usize>: Sync {
     /// Updates `param` and `state` (buffers as long as `param`) with `grad`. It must treat every element alike, and be
-    /// marked `#[inline(always)]`, for it becomes part of a [`SimdLoop`].
+    /// marked `#[inline(always)]`, because it becomes part of a [`SimdLoop`].
     fn update(&self, param: &mut [f32], grad: &[f32], state: [&mut [f32]; N]);
 }
 
@@ -39,7 +40,7 @@ pub(super) struct StepSlices<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> StepSlices<'a, N> {
-    /// Takes the buffers of one update and checks that they fit together.
+    /// Collects the buffers of one update and checks that they fit together.
     pub(super) fn new(
         param: &'a mut [f32],
         grad: FlatRef<'a>,
@@ -131,7 +132,8 @@ impl<K: ElementwiseKernel<N>, const N: usize> SimdLoop for ChunkPass<'_, '_, K, 
     }
 }
 
-/// Asks for what the pass will need [`AHEAD`] elements from now. The CPU's own prefetching starts anew with every page.
+/// Prefetches the data that the pass will need [`AHEAD`] elements from now. The CPU's own prefetching restarts at every
+/// page.
 #[inline(always)]
 fn prefetch_strip<const N: usize>(param: &[f32], state: &[&mut [f32]; N], at: usize) {
     for line in (AHEAD..AHEAD + STRIP).step_by(LINE) {

@@ -4,64 +4,64 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {
-    /// Training without an optimizer.
+    /// There is no optimizer to train with.
     #[error(
         "the configuration has no optimizer section, so the engine can only run eval; add for example \"optimizer\": \
          {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}"
     )]
     NoOptimizer,
-    /// An optimizer of the user's own under ZeRO, which the configuration has not allowed.
+    /// A user-defined optimizer is used with ZeRO, and the configuration does not allow it.
     #[error(
         "optimizer {name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true \
          in the configuration, or use stage 0"
     )]
     Untested {
-        /// Its name.
+        /// The name of the optimizer.
         name: String,
-        /// `zero_optimization.stage`.
+        /// The value of `zero_optimization.stage`.
         stage: u8,
     },
-    /// Names of an optimizer's states that checkpoints cannot tell apart.
+    /// The names of an optimizer's states cannot be told apart in checkpoints.
     #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each a name of its own")]
     States {
-        /// The optimizer.
+        /// The name of the optimizer.
         optimizer: String,
-        /// Its states.
+        /// The names of its states.
         names: String,
         /// The problem.
         problem: &'static str,
     },
-    /// A parameter group that no optimizer can work with.
+    /// The optimizer cannot work with a parameter group.
     #[error("parameter group {index} (from 0): {problem}")]
     ParameterGroup {
-        /// Its number among those given.
+        /// The index of the group among those given.
         index: usize,
         /// The problem, and how to fix it.
         problem: String,
     },
-    /// A parameter of the learning-rate schedule that no schedule can have.
+    /// A parameter of the learning-rate schedule is not allowed.
     #[error("{key} is {found}; allowed is {allowed}: {fix}")]
     ScheduleParameter {
-        /// Path of the key.
+        /// The path of the key.
         key: &'static str,
-        /// Its value.
+        /// The value of the key.
         found: String,
         /// The allowed values.
         allowed: &'static str,
-        /// The remedy.
+        /// The suggested fix.
         fix: &'static str,
     },
-    /// A value of a schedule that no optimizer can work with.
+    /// The optimizer cannot work with a value of a schedule.
     #[error(
         "the schedule has {found} as {what} of optimizer step {step}; allowed is {allowed}: correct the schedule \
          (OneCycle: lower decay_mom_rate), or train for fewer steps"
     )]
     ScheduleValue {
-        /// Which value.
+        /// The kind of value.
         what: &'static str,
-        /// Number of the optimizer step, from 1; skipped ones do not count.
+        /// The number of the optimizer step, from 1; skipped steps do not count.
         step: i64,
-        /// The value.
+        /// The value of the schedule.
         found: f64,
         /// The allowed values.
         allowed: &'static str,

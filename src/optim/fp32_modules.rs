@@ -1,8 +1,8 @@
-//! `data_types.keep_in_fp32_modules`: the modules of a 16-bit model whose parameters stay in f32.
+//! The modules of a 16-bit model whose parameters stay in f32 (`data_types.keep_in_fp32_modules`).
 //!
 //! ```text
-//!   "ln_f"          h.3.ln_f.weight, ln_f.bias                  whole words of a name, between dots
-//!   "mlp.c_proj"    h.0.mlp.c_proj.weight                       several of them, in a row
+//!   "ln_f"          h.3.ln_f.weight, ln_f.bias                  complete words of a name, between dots
+//!   "mlp.c_proj"    h.0.mlp.c_proj.weight                       several consecutive words
 //!   "ln_*"          ln_f.bias, h.3.ln_1.weight                  * stands for any characters
 //! ```
 
@@ -10,18 +10,20 @@ use crate::error::{ParamError, Result};
 use crate::util::{list, matches, nearest};
 use std::collections::BTreeSet;
 
-/// The names of such modules, as in the configuration.
+/// The names of such modules, as given in the configuration.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp32Modules<'a>(pub &'a [String]);
 
 impl Fp32Modules<'_> {
-    /// Whether a parameter, or a buffer, of this name is of one of the modules.
+    /// Returns whether a parameter or buffer of this name belongs to one of the modules.
     pub fn keep(self, name: &str) -> bool {
         self.0.iter().any(|module| is_of(module, name))
     }
 
+    /// Checks that each module occurs in a name.
+    ///
     /// # Errors
-    /// [`ParamError::NoSuchModule`]: a name that is that of none of `all`.
+    /// [`ParamError::NoSuchModule`] for a module that does not occur in any name of `all`.
     pub fn check<'n>(self, all: impl Iterator<Item = &'n str> + Clone) -> Result<()> {
         let Some(name) = self.0.iter().find(|module| !all.clone().any(|name| is_of(module, name))) else {
             return Ok(());
@@ -35,7 +37,7 @@ impl Fp32Modules<'_> {
     }
 }
 
-/// Whether `module` is whole words of `name`.
+/// Returns whether `module` matches complete words of `name`.
 fn is_of(module: &str, name: &str) -> bool {
     let starts = std::iter::once(0).chain(name.match_indices('.').map(|(at, _)| at + 1));
     starts.map(|start| &name[start..]).any(|rest| {
@@ -44,7 +46,8 @@ fn is_of(module: &str, name: &str) -> bool {
     })
 }
 
-/// What the modules around a parameter can be called: whole words of its path from the start, and each by itself.
+/// Returns the possible names of the modules that contain a parameter: each prefix of its path, and the last word of
+/// that prefix.
 fn names(parameter: &str) -> impl Iterator<Item = &str> {
     let ends = parameter.match_indices('.').map(|(at, _)| at);
     ends.flat_map(|end| {

@@ -1,9 +1,10 @@
-//! The optimizer that a configuration names.
+//! Creates the optimizer that a configuration names.
 
 use super::{Momentum, Optimizer, adagrad, adam, eight_bit, lamb, lion, muon, sgd};
 use crate::config::OptimizerConfig;
 
-/// The optimizer that the configuration names. Its learning rate comes with each [`StepContext`](super::StepContext).
+/// Creates the optimizer that the configuration names. Its learning rate is passed with each
+/// [`StepContext`](super::StepContext).
 pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     match config {
         OptimizerConfig::Adam(config) => Box::new(adam::Adam::new(*config)),
@@ -16,13 +17,13 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     }
 }
 
-/// The learning rate that the optimizer section names: the base of a [`Schedule`](super::Schedule), and the rate
-/// without one.
+/// Returns the learning rate in the optimizer section, which is the base of a [`Schedule`](super::Schedule), or the
+/// rate if there is no schedule.
 pub fn base_lr(config: &OptimizerConfig) -> f64 {
     from_config(config).lr()
 }
 
-/// The momentum that the optimizer section names: what a [`Schedule`](super::Schedule) starts from.
+/// Returns the momentum in the optimizer section, which is the initial value of a [`Schedule`](super::Schedule).
 pub fn momentum(config: &OptimizerConfig) -> Momentum {
     from_config(config).momentum()
 }

@@ -1,4 +1,4 @@
-//! An engine's optimizer with its parameter groups, each with the schedule of its learning rate.
+//! An engine's optimizer with its parameter groups, each of which has a learning-rate schedule.
 
 use super::parameter_groups::{GroupOverrides, GroupSettings};
 use super::schedule::{GroupBaseRates, STEPS_LOOKED_AT};
@@ -8,7 +8,7 @@ use crate::error::{OptimError, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// The optimizer of an engine and what each parameter group is trained with.
+/// The optimizer of an engine, with the settings of each parameter group.
 pub(crate) struct GroupedOptimizer {
     grouping: Arc<ParameterGrouping>,
     groups: Vec<OptimizerGroup>,
@@ -16,15 +16,15 @@ pub(crate) struct GroupedOptimizer {
 
 struct OptimizerGroup {
     role: OptimizerRole,
-    /// Where a schedule starts from.
+    /// The base rate of the schedule.
     lr: f64,
     numbers: GroupOverrides,
     schedule: Schedule,
-    /// The user has given the group a rate, from which its schedule does not start.
+    /// Whether the user gave the group a rate that its schedule ignores.
     ignores_own_rate: bool,
     /// Whether the schedule changes the rate.
     is_scheduled: bool,
-    /// The rate that stands in for the schedule's, until that goes on.
+    /// The rate that replaces the schedule's until the schedule's next step.
     set_lr: Option<f64>,
 }
 
@@ -33,7 +33,7 @@ impl OptimizerGroup {
         self.set_lr.unwrap_or_else(|| self.schedule.lr())
     }
 
-    /// The schedule has gone on: what was set is over, unless there is none.
+    /// Drops the rate that was set after a step of the schedule, if there is a schedule.
     fn follow_schedule(&mut self) {
         self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
     }
@@ -47,8 +47,9 @@ pub(crate) struct GroupStepSettings<'a> {
 }
 
 impl GroupedOptimizer {
-    /// Settles the groups of registered parameters (the number of each one's), and gives each its schedule: the user's
-    /// `own`, or the configuration's. Also gives the numbers of the user's groups that select nothing.
+    /// Settles the groups of registered parameters (given by the group number of each parameter), and gives each group
+    /// its schedule: the user's `own`, or the configuration's. Also returns the numbers of the user's groups that
+    /// select nothing.
     ///
     /// # Errors
     /// The errors of a schedule.
@@ -90,67 +91,67 @@ impl GroupedOptimizer {
         Ok((Self { grouping, groups }, empty))
     }
 
-    /// The numbers of the groups whose rate was given by the user, and has no effect on their schedule.
+    /// Returns the numbers of the groups whose rate was given by the user but is ignored by their schedule.
     pub fn with_ignored_rates(&self) -> Vec<usize> {
         (0..self.groups.len()).filter(|group| self.groups[*group].ignores_own_rate).collect()
     }
 
-    /// Whether there is an optimizer.
+    /// Returns whether there is an optimizer.
     pub fn can_train(&self) -> bool {
         self.name().is_some()
     }
 
-    /// The optimizer's name.
+    /// Returns the optimizer's name.
     pub fn name(&self) -> Option<&str> {
         self.grouping.optimizer(OptimizerRole::Main).map(Optimizer::name)
     }
 
-    /// All names of its states.
+    /// Returns the names of all states.
     pub fn all_state_names(&self) -> Vec<&'static str> {
         self.grouping.all_state_names()
     }
 
-    /// The states of the parameters of a group.
+    /// Returns the names of the states that a group's parameters have.
     pub fn state_names(&self, group: usize) -> &'static [&'static str] {
         self.grouping.state_names(self.groups[group].role)
     }
 
-    /// Learning rate of the coming step, by group.
+    /// Returns the learning rate of the next step, by group.
     pub fn lr(&self) -> Vec<f64> {
         self.groups.iter().map(OptimizerGroup::lr).collect()
     }
 
-    /// Sets the learning rate of each group, until its schedule goes on.
+    /// Sets the learning rate of each group until the next step of its schedule.
     pub fn set_lr(&mut self, lr: &[f64]) {
         self.groups.iter_mut().zip(lr).for_each(|(group, lr)| group.set_lr = Some(*lr));
     }
 
-    /// The rates that were set and are in force, by group; nothing where none was set.
+    /// Returns the rates that were set and are in force, by group, or `None` if none was set.
     pub fn set_rates(&self) -> Option<Vec<f64>> {
         let rates: Option<Vec<f64>> = self.groups.iter().map(|group| group.set_lr).collect();
         rates.filter(|rates| !rates.is_empty())
     }
 
-    /// Goes on with the rates that were set for as many groups, or with none.
+    /// Restores the rates that were set, one per group, or removes them.
     pub fn restore_rates(&mut self, rates: Option<&[f64]>) {
         let mut rates = rates.into_iter().flatten().copied();
         self.groups.iter_mut().for_each(|group| group.set_lr = rates.next());
     }
 
-    /// Whether a schedule changes the rates.
+    /// Returns whether a schedule changes the rates.
     pub fn is_scheduled(&self) -> bool {
         self.groups.iter().any(|group| group.is_scheduled)
     }
 
-    /// Momentum of the coming step, by group.
+    /// Returns the momentum of the next step, by group.
     pub fn momentum(&self) -> Vec<Momentum> {
         self.groups.iter().map(|g| g.schedule.momentum()).collect()
     }
 
-    /// The settings of each group in optimizer step `step`.
+    /// Returns the settings of each group in optimizer step `step`.
     ///
     /// # Errors
-    /// Values of a schedule that no optimizer can take.
+    /// Values of a schedule that the optimizer cannot work with.
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStepSettings<'_>>> {
         let of_group = |group: &OptimizerGroup| {
             let (lr, betas) = group.schedule.in_force()?;
@@ -163,7 +164,7 @@ impl GroupedOptimizer {
         self.groups.iter().map(of_group).collect()
     }
 
-    /// A step has been applied.
+    /// Advances the schedules after an applied step.
     pub fn step(&mut self) {
         for group in &mut self.groups {
             group.schedule.step();
@@ -171,12 +172,12 @@ impl GroupedOptimizer {
         }
     }
 
-    /// DeepSpeed's counter, the same in all groups.
+    /// Returns DeepSpeed's counter, which is the same for all groups.
     pub fn last_batch_iteration(&self) -> i64 {
         self.groups.first().map_or(-1, |g| g.schedule.last_batch_iteration())
     }
 
-    /// Goes on where a counter says.
+    /// Resumes the schedules at a value of the counter.
     pub fn restore(&mut self, last_batch_iteration: i64) {
         for group in &mut self.groups {
             group.schedule.restore(last_batch_iteration);
@@ -186,7 +187,7 @@ impl GroupedOptimizer {
 }
 
 impl fmt::Debug for GroupedOptimizer {
-    /// All that ranks have to have in common.
+    /// Writes everything that must be equal on all ranks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let halves = OptimizerRole::ALL
             .map(|role| self.grouping.optimizer(role).map(|o| (o.name().to_owned(), o.state_names())));

@@ -7,10 +7,10 @@ use crate::kernels::parallel;
 use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 
-/// Elements whose squares one thread sums in one go.
+/// The number of elements whose squares one thread sums at a time.
 const CHUNK: usize = 64 * SQUARES_BLOCK;
 
-/// LAMB: Adam's direction, as long as the parameter itself.
+/// LAMB: Adam's direction, scaled to the norm of the parameter.
 ///
 /// With `g` the scaled gradient, `t` the step and `|x|` the L2 norm of the whole parameter:
 ///
@@ -22,11 +22,11 @@ const CHUNK: usize = 64 * SQUARES_BLOCK;
 /// p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u
 /// ```
 ///
-/// As in DeepSpeed's kernel the moments in `u` are not corrected for their bias: the correction is part of the step
-/// size, outside of `c`. The betas are rounded to f32 first.
+/// As in DeepSpeed's kernel, the moments in `u` are not corrected for their bias: the correction is part of the step
+/// size, outside of `c`. The betas are first rounded to f32.
 ///
-/// The pass that sums squares changes nothing: it forms `u` from the moments as they will be, and the update forms it
-/// again. So moments that lie in files are written once in a step.
+/// The pass that sums squares changes nothing: it computes `u` from the new moments without storing them, and the
+/// update computes it again. So moments in files are written only once per step.
 #[derive(Debug)]
 pub(super) struct Lamb {
     config: LambConfig,
@@ -138,17 +138,17 @@ struct LambConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// Added to the second moment. 0 unless `eps_inside_sqrt`.
+    /// The number added to the second moment. 0 unless `eps_inside_sqrt` is set.
     eps_inside: f32,
-    /// Added to its root. 0 with `eps_inside_sqrt`.
+    /// The number added to the root of the second moment. 0 if `eps_inside_sqrt` is set.
     eps_outside: f32,
     decay: f32,
-    /// lr sqrt(1 - b2^t) / (1 - b1^t).
+    /// The step size, lr sqrt(1 - b2^t) / (1 - b1^t).
     step_size: f32,
 }
 
 impl LambConstants {
-    /// Both moments after this step, and the direction.
+    /// Returns both moments after this step, and the direction.
     #[inline(always)]
     fn step(&self, p: f32, g: f32, m: f32, v: f32) -> [f32; 3] {
         let g = g * self.grad_scale;
@@ -170,7 +170,7 @@ impl ElementwiseKernel<2> for LambConstants {
     }
 }
 
-/// The squares of one chunk, block by block.
+/// The computation of the squares of one chunk, block by block.
 struct LambChunkSquares<'a> {
     constants: &'a LambConstants,
     param: &'a [f32],

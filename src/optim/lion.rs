@@ -7,7 +7,7 @@ use crate::config::LionConfig;
 use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
-/// Lion: a step of the learning rate in the direction of a sign, with decoupled decay.
+/// Lion: a step as large as the learning rate in the direction of a sign, with decoupled decay.
 ///
 /// With `g` the scaled gradient:
 ///
@@ -17,8 +17,8 @@ use crate::precision::{FlatMut, FlatRef};
 /// m  = b2 * m + (1 - b2) * g
 /// ```
 ///
-/// As in DeepSpeed's CPU kernel the betas are rounded to f32 first, and the sign is that of the sign bit: where `c` is
-/// +0, as in the row of an embedding that no batch has touched yet, the weight moves by -lr.
+/// As in DeepSpeed's CPU kernel, the betas are first rounded to f32, and the sign is taken from the sign bit: if `c` is
+/// +0, as in an embedding row that no batch has used yet, the weight changes by -lr.
 #[derive(Debug)]
 pub(super) struct Lion {
     config: LionConfig,
@@ -101,7 +101,7 @@ struct LionConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// 1 - lr x decay.
+    /// The factor of the parameter, 1 - lr x decay.
     keep: f32,
     lr: f32,
 }

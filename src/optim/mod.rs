@@ -1,25 +1,25 @@
 //! Optimizers on slices of flat f32 buffers, and learning-rate schedules.
 //!
-//! An optimizer here knows no tensors and no parameters: it updates elements. A share of the flat space may be cut
-//! anywhere (by rank, by sub-group, by chunk) and every element still gets the same bits, because no step looks at
-//! a neighbour and no code path treats the end of a slice in a different way.
+//! An optimizer here does not know tensors or parameters: it updates elements. A share of the flat space may be cut
+//! anywhere (by rank, by sub-group, by chunk), and every element still gets the same bits: no step reads a neighboring
+//! element, and no code path treats the end of a slice differently.
 //!
-//! | file | what |
+//! | file | content |
 //! | --- | --- |
-//! | `optimizer.rs` | what an optimizer is |
-//! | `from_config.rs` | the one that a configuration names |
+//! | `optimizer.rs` | the optimizer trait |
+//! | `from_config.rs` | the optimizer that a configuration names |
 //! | `adam.rs` | Adam and AdamW |
 //! | `sgd.rs` | SGD |
 //! | `lion.rs` | Lion |
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
 //! | `muon.rs`, `newton_schulz.rs` | Muon: momentum of matrices, orthogonalized |
-//! | `eight_bit.rs` | Adam8bit, AdamW8bit and Lion8bit: moments of eight bits |
-//! | `state_format.rs` | how states are kept between steps |
-//! | `elementwise_kernel.rs` | how one pass over all the buffers runs in parallel |
-//! | `parameter_groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
+//! | `eight_bit.rs` | Adam8bit, AdamW8bit and Lion8bit: 8-bit states |
+//! | `state_format.rs` | the storage format of states between steps |
+//! | `elementwise_kernel.rs` | one parallel pass over all the buffers |
+//! | `parameter_groups.rs` | parameter groups: parameters with their own learning rate or weight decay |
 //! | `fp32_modules.rs` | modules that stay in f32 in a 16-bit model, by name |
-//! | `param_class.rs` | what is kept of a parameter: who trains it, if anybody does |
+//! | `param_class.rs` | parameter classes: which optimizer trains a parameter, if any, and its weight format |
 //! | `grouped_optimizer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
 

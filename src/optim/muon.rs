@@ -1,4 +1,4 @@
-//! Muon: momentum whose matrices are orthogonalized, with AdamW for all that is no matrix.
+//! Muon: momentum with orthogonalized matrices, and AdamW for all parameters that are not matrices.
 
 use super::adam::Adam;
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
@@ -7,7 +7,7 @@ use super::{Momentum, Optimizer, OptimizerNeeds, StepContext, WholeParameterOpti
 use crate::config::MuonConfig;
 use crate::precision::{FlatMut, FlatRef};
 
-/// Words in the names of parameters that are not trained as matrices, in any letter case. DeepSpeed's.
+/// Words in the names of parameters that are not trained as matrices, in any letter case, as in DeepSpeed.
 const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 
 /// Muon. With `g` the scaled gradient of a matrix of `r` rows and `c` columns:
@@ -19,16 +19,16 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 /// p  = p * (1 - lr * wd) - lr * u
 /// ```
 ///
-/// A tensor of four dimensions, a convolution's, is a matrix with its first dimension as rows, and the root is of its
-/// last two dimensions, as in DeepSpeed; of others with more than two dimensions the last two are matrices, each by
-/// itself.
+/// A tensor with four dimensions, such as a convolution's, is a matrix with its first dimension as rows, and the root
+/// is taken of its last two dimensions, as in DeepSpeed. Other tensors with more than two dimensions are batches of
+/// separate matrices in the last two.
 #[derive(Debug)]
 pub(super) struct Muon {
     config: MuonConfig,
     adam: Adam,
 }
 
-/// A parameter as matrices.
+/// A parameter as a batch of matrices.
 #[derive(Debug, Clone, Copy)]
 struct MatrixBatch {
     rows: usize,
@@ -130,7 +130,7 @@ impl WholeParameterOptimizer for Muon {
     }
 }
 
-/// Momentum and rough direction.
+/// The kernel that updates the momentum and computes the rough direction.
 struct MuonMomentumKernel {
     grad_scale: f32,
     keep: f32,
@@ -148,7 +148,7 @@ impl ElementwiseKernel<1> for MuonMomentumKernel {
     }
 }
 
-/// Decay, and the finished direction.
+/// The kernel that applies weight decay and the finished direction.
 struct MuonUpdateKernel {
     keep: f32,
     lr: f32,

@@ -1,13 +1,13 @@
-//! Orthogonalization by Newton-Schulz: a matrix becomes nearly the nearest one with orthonormal rows (or columns).
+//! Newton-Schulz orthogonalization: approximates the nearest matrix with orthonormal rows (or columns).
 //!
 //! ```text
 //! X = G / (|G| + 1e-7)                                           |G|: the Frobenius norm
-//! 5 times:  A = X X^t,  X = a X + (b A + c A A) X                (of a tall matrix the transpose)
+//! 5 times:  A = X X^t,  X = a X + (b A + c A A) X                (transposed for a tall matrix)
 //! ```
 //!
-//! The quintic pushes all singular values towards 1, to between 0.7 and 1.2. On the Gram matrix
-//! the same iteration needs fewer products where a matrix is far from square: what multiplies `X` is collected in
-//! a square matrix of the shorter side, and `X` is multiplied twice instead of five times.
+//! The quintic pushes all singular values towards 1, to between 0.7 and 1.2. If a matrix is far from square, the same
+//! iteration on the Gram matrix needs fewer products: the factors of `X` are collected in a square matrix with the size
+//! of the shorter side, and `X` is multiplied twice instead of five times.
 
 use crate::config::NsMethod;
 use crate::kernels::element::Element;
@@ -21,18 +21,19 @@ const STEPS: usize = 5;
 /// The coefficients a, b, c.
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 
-/// The step of the Gram iteration before which `X` is brought up to date, so that rounding does not grow.
+/// The step of the Gram iteration before which `X` is updated, so that rounding errors do not grow.
 const RESTART: usize = 2;
 
-/// Added to the norm that a matrix is divided by.
+/// The number added to the norm that a matrix is divided by.
 const EPS: f32 = 1e-7;
 
-/// Elements that one thread works on at a time, and that it widens together.
+/// The number of elements that one thread processes at a time.
 const CHUNK: usize = 16 * BLOCK;
 const BLOCK: usize = 1024;
 
-/// Orthogonalizes the row-major matrix `x`: by the Gram iteration in f32, or as it stands in bf16, as DeepSpeed does on
-/// machines without f16. A square matrix gains nothing by the Gram iteration, and goes the plain way in f32.
+/// Orthogonalizes the row-major matrix `x`: by the Gram iteration in f32, or by the standard iteration in bf16, as
+/// DeepSpeed does on machines without f16. A square matrix does not benefit from the Gram iteration, and uses the
+/// standard iteration in f32.
 pub(super) fn orthogonalize(x: &mut [f32], rows: usize, cols: usize, method: NsMethod) {
     let shape = MatrixShape { rows, cols };
     match method {
@@ -54,7 +55,7 @@ pub(super) fn orthogonalize(x: &mut [f32], rows: usize, cols: usize, method: NsM
     }
 }
 
-/// Bytes that [`orthogonalize`] allocates.
+/// Returns the bytes that [`orthogonalize`] allocates.
 pub(super) fn workspace(rows: usize, cols: usize, method: NsMethod) -> usize {
     let (all, square) = (rows * cols, rows.min(cols).pow(2));
     match method {
@@ -79,14 +80,14 @@ impl MatrixShape {
         Matrix::new(x, self.rows, self.cols)
     }
 
-    /// `gram = X X^t`, of a tall matrix `X^t X`.
+    /// Computes `gram = X X^t`, or `X^t X` for a tall matrix.
     fn gram<E: Element>(self, gram: &mut [E], x: &[E]) {
         let (n, x) = (self.short(), self.of(x));
         let (a, b) = if self.rows > self.cols { (x.t(), x) } else { (x, x.t()) };
         gemm(MatrixMut::new(gram, n, n), a, b, Epilogue::default());
     }
 
-    /// `next = a X + B X`, of a tall matrix `a X + X B^t`.
+    /// Computes `next = a X + B X`, or `a X + X B^t` for a tall matrix.
     fn advance<E: Element>(self, next: &mut [E], a: f32, b: &[E], x: &[E]) {
         let (n, x_matrix) = (self.short(), self.of(x));
         let b = Matrix::new(b, n, n);
@@ -95,7 +96,7 @@ impl MatrixShape {
     }
 }
 
-/// `sum = a base + c (left right)`. Both terms are rounded to the dtype, as PyTorch does.
+/// Computes `sum = a base + c (left right)`. Both terms are rounded to the dtype, as in PyTorch.
 fn add_product<E: Element>(
     sum: &mut [E],
     (a, base): (f32, &[E]),
@@ -122,7 +123,7 @@ fn add_product<E: Element>(
     });
 }
 
-/// Replaces every element.
+/// Replaces every element `x` by `f(x)`.
 fn map<E: Element>(values: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
     parallel::for_each_part(values.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |_, chunk: &mut [E]| {
         let mut wide = [0.0; BLOCK];
@@ -144,7 +145,7 @@ fn add_to_diagonal<E: Element>(square: &mut [E], n: usize, a: f32) {
     }
 }
 
-/// The iteration as it stands. The result is in `x`; `next` is as long.
+/// Runs the standard iteration. The result is in `x`; `next` has the same length.
 fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
@@ -159,16 +160,16 @@ fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: MatrixShape) {
         shape.advance(then, a, &polynomial, now);
         std::mem::swap(&mut now, &mut then);
     }
-    // After an odd number of steps it is in the other buffer.
+    // After an odd number of steps the result is in the other buffer.
     const { assert!(STEPS % 2 == 1) };
     x.copy_from_slice(next);
 }
 
-/// The iteration on the Gram matrix. The result is in `x`; `next` is as long.
+/// Runs the iteration on the Gram matrix. The result is in `x`; `next` has the same length.
 fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
     let [a, b, c] = QUINTIC;
     let n = shape.short();
-    // The Gram matrix of X now, b R + c R R, what X is still to be multiplied by, and room.
+    // The Gram matrix of the current X, b R + c R R, the pending factor of X, and a scratch matrix.
     let [mut r, mut z, mut q, mut room] = [(); 4].map(|()| vec![0.0; n * n]);
     shape.gram(&mut r, x);
     for step in 0..STEPS {
@@ -198,17 +199,17 @@ fn gram(x: &mut [f32], next: &mut [f32], shape: MatrixShape) {
 mod tests {
     use super::*;
 
-    /// Numbers without a pattern.
+    /// Returns a matrix of numbers without a pattern.
     fn matrix(rows: usize, cols: usize) -> Vec<f32> {
         let value = |i: usize| ((i * 7919 + i * i * 31 + 17) % 1009) as f32 / 504.5 - 1.0;
         (0..rows * cols).map(value).collect()
     }
 
-    /// The plain iteration in f64.
+    /// Computes the standard iteration in f64.
     fn exact(g: &[f32], rows: usize, cols: usize) -> Vec<f64> {
         let [a, b, c] = [3.4445, -4.7750, 2.0315];
         let norm = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() + 1e-7;
-        // As a wide matrix.
+        // Treats it as a wide matrix.
         let (n, m) = (rows.min(cols), rows.max(cols));
         let at = |i: usize, j: usize| if rows > cols { j * cols + i } else { i * cols + j };
         let mut x: Vec<f64> = (0..n * m).map(|k| f64::from(g[at(k / m, k % m)]) / norm).collect();

@@ -1,40 +1,40 @@
-//! What is kept of a parameter, by which sub-groups are divided.
+//! Parameter classes, by which sub-groups are divided.
 
 use crate::precision::{Nf4Scales, WeightPacking};
 use candle_core::DType;
 
-/// Which of an optimizer's two halves trains a parameter.
+/// The role of the optimizer that trains a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum OptimizerRole {
-    /// The optimizer itself.
+    /// The main optimizer.
     Main,
-    /// Its auxiliary.
+    /// The auxiliary of the main optimizer.
     Auxiliary,
 }
 
 impl OptimizerRole {
-    /// Both, in the order in which a group's halves are counted.
+    /// Both roles, in the order in which a group's parameters are numbered.
     pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
 }
 
-/// How a parameter's weights are held and travel.
+/// The format in which a parameter's weights are stored and communicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum WeightFormat {
-    /// In the model's dtype; with master weights where that has 16 bits and they are trained.
+    /// The model's dtype, with master weights if that has 16 bits and the weights are trained.
     Model,
-    /// In f32, in a 16-bit model.
+    /// F32 in a 16-bit model.
     F32,
-    /// Packed, where parameters are sharded.
+    /// Packed, if parameters are sharded.
     Packed(WeightPacking),
 }
 
 impl WeightFormat {
-    /// The dtype that the model computes with, in a model of `dtype`.
+    /// Returns the dtype that the model computes with, in a model of `dtype`.
     pub fn dtype(self, dtype: DType) -> DType {
         if self == Self::F32 { DType::F32 } else { dtype }
     }
 
-    /// How they are packed.
+    /// Returns the packing, if the weights are packed.
     pub fn packing(self) -> Option<WeightPacking> {
         match self {
             Self::Packed(packing) => Some(packing),
@@ -42,7 +42,7 @@ impl WeightFormat {
         }
     }
 
-    /// Number of variants.
+    /// The number of formats.
     const COUNT: usize = 5;
 
     fn index(self) -> usize {
@@ -56,7 +56,8 @@ impl WeightFormat {
     }
 }
 
-/// What the parameters of a sub-group have in common. In order: those that are trained, then the frozen ones.
+/// The properties that all parameters of a sub-group share. Classes of trained parameters are ordered before those of
+/// frozen ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ParamClass {
     training: ParamTraining,
@@ -65,28 +66,28 @@ pub(crate) struct ParamClass {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum ParamTraining {
-    /// Parameters with gradients, and the moments of their half of the optimizer.
+    /// Parameters with gradients, and with the states of the optimizer in this role.
     By(OptimizerRole),
-    /// Weights and nothing else.
+    /// Parameters with weights only.
     Frozen,
 }
 
 impl ParamClass {
-    /// Number of classes.
+    /// The number of classes.
     pub const COUNT: usize = (OptimizerRole::ALL.len() + 1) * WeightFormat::COUNT;
 
-    /// That of parameters which the half `role` trains, or frozen ones.
+    /// Returns the class of parameters that the optimizer in `role` trains, or of frozen ones.
     pub fn new(role: OptimizerRole, is_trained: bool, weights: WeightFormat) -> Self {
         Self { training: if is_trained { ParamTraining::By(role) } else { ParamTraining::Frozen }, weights }
     }
 
-    /// Its number, from 0.
+    /// Returns the index of the class, from 0.
     pub fn index(self) -> usize {
         let training = self.role().map_or(OptimizerRole::ALL.len(), |role| role as usize);
         training * WeightFormat::COUNT + self.weights.index()
     }
 
-    /// The half of the optimizer that trains its parameters.
+    /// Returns the role of the optimizer that trains the parameters, or `None` if they are frozen.
     pub fn role(self) -> Option<OptimizerRole> {
         match self.training {
             ParamTraining::By(role) => Some(role),
@@ -98,7 +99,7 @@ impl ParamClass {
         self.role().is_some()
     }
 
-    /// Whether there are f32 weights behind those that a model of `dtype` computes with.
+    /// Returns whether f32 master weights exist in addition to the weights that a model of `dtype` computes with.
     pub fn has_master(self, dtype: DType) -> bool {
         self.is_trained() && self.weights.dtype(dtype) != DType::F32
     }

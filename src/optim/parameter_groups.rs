@@ -1,11 +1,11 @@
-//! Parameter groups: which parameters have a learning rate, a weight decay or betas of their own.
+//! Parameter groups: parameters with their own learning rate, weight decay or betas.
 //!
 //! ```text
-//!   name, shape -> the first group that selects them, else the rest -> the optimizer itself, or its auxiliary
+//!   name, shape -> the first group that selects them, otherwise the rest -> the main optimizer, or its auxiliary
 //! ```
 //!
-//! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
-//! the empty ones are dropped, as in DeepSpeed, and the others are counted.
+//! Groups are assigned while parameters are registered, because the optimizer states of a parameter depend on its
+//! group. Then the empty groups are dropped, as in DeepSpeed, and the others are numbered.
 
 use super::{Fp32Modules, Momentum, Optimizer, OptimizerNeeds, OptimizerRole, WeightFormat};
 use crate::error::{OptimError, Result};
@@ -14,9 +14,9 @@ use crate::util::matches;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-/// Parameters that have numbers of their own, for
+/// Parameters with their own hyperparameters, for
 /// [`EngineBuilder::parameter_groups`](crate::EngineBuilder::parameter_groups). A parameter belongs to the first group
-/// that selects it; what none selects forms a last group, with the optimizer's own numbers.
+/// that selects it. Parameters that no group selects form a last group, with the optimizer's own hyperparameters.
 ///
 /// ```
 /// use candle_zero::Engine;
@@ -44,7 +44,7 @@ pub struct ParameterGroup {
     keeps_f32: bool,
 }
 
-/// The settings that a group may have instead of the optimizer's own.
+/// The hyperparameters of a group that override the optimizer's own.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct GroupOverrides {
     pub betas: Option<(f64, f64)>,
@@ -53,72 +53,73 @@ pub(super) struct GroupOverrides {
 }
 
 impl ParameterGroup {
-    /// All parameters, with the optimizer's own numbers.
+    /// Creates a group of all parameters, with the optimizer's own hyperparameters.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// All parameters of at most one dimension, which are norms and biases, without weight decay.
+    /// Creates a group of all parameters with at most one dimension, which are norms and biases, without weight decay.
     pub fn no_decay() -> Self {
         Self::new().dims(0..=1).weight_decay(0.0)
     }
 
-    /// Only parameters whose name is one of `patterns`, in which `*` stands for any characters: `h.*.ln_*`.
+    /// Selects only parameters whose name matches one of `patterns`, in which `*` stands for any characters:
+    /// `h.*.ln_*`.
     #[must_use]
     pub fn names<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.names = Some(patterns.into_iter().map(Into::into).collect());
         self
     }
 
-    /// Only parameters with this many dimensions.
+    /// Selects only parameters with this many dimensions.
     #[must_use]
     pub fn dims(mut self, dims: RangeInclusive<usize>) -> Self {
         self.dims = Some(dims);
         self
     }
 
-    /// Learning rate without a schedule, and the base of one (WarmupCosineLR, WarmupLR without `warmup_max_lr`). Other
-    /// schedules give all groups the rates of their own parameters, as in DeepSpeed; so does one of your own that has
-    /// no [`lr_of_group`](super::LrSchedule::lr_of_group).
+    /// Sets the learning rate without a schedule, which is also the base of a schedule (WarmupCosineLR, WarmupLR
+    /// without `warmup_max_lr`). Other schedules give all groups the rates in the schedule's own parameters, as in
+    /// DeepSpeed. This also applies to a custom schedule without [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
         self
     }
 
-    /// Weight decay.
+    /// Sets the weight decay.
     #[must_use]
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
         self.numbers.weight_decay = Some(weight_decay);
         self
     }
 
-    /// Betas, of an optimizer that has some.
+    /// Sets the betas, if the optimizer has any.
     #[must_use]
     pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
         self.numbers.betas = Some((beta1, beta2));
         self
     }
 
-    /// The number that an adaptive optimizer adds to its denominator; without effect on one that has no such number
-    /// (SGD, Lion).
+    /// Sets the number that an adaptive optimizer adds to its denominator. It has no effect on optimizers without such
+    /// a number (SGD, Lion).
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
         self.numbers.eps = Some(eps);
         self
     }
 
-    /// DeepSpeed's attribute of parameters: whether Muon itself trains the matrices of this group, or AdamW, whatever
-    /// their names. (What is no matrix AdamW trains.) Without it names with `embed` or `lm_head` are AdamW's, as in
-    /// DeepSpeed, so GPT-2's embeddings, `wte` and `wpe`, are trained as matrices. Other optimizers train all
-    /// parameters.
+    /// Sets DeepSpeed's parameter attribute of this name: whether Muon or AdamW trains the matrices of this group,
+    /// whatever their names. (Parameters that are not matrices are trained by AdamW.) Without it, names with `embed` or
+    /// `lm_head` are trained by AdamW, as in DeepSpeed, so GPT-2's embeddings, `wte` and `wpe`, are trained as
+    /// matrices. Other optimizers train all parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
         self
     }
 
-    /// Its parameters are frozen: they have no gradients, master weights or optimizer states.
+    /// Freezes the parameters of this group: they have no gradients, master weights or optimizer states.
     /// [`Engine::set_trainable`](crate::Engine::set_trainable) may change that later.
     #[must_use]
     pub fn frozen(mut self) -> Self {
@@ -126,10 +127,10 @@ impl ParameterGroup {
         self
     }
 
-    /// In a model of 16 bits its parameters stay in f32, as norms and routers may want it: tensors, gradients of the
-    /// model and shares. They have no master weights then, and are
-    /// gathered in f32; their gradients are reduced in `communication_data_type`, as all are. The model has to compute with tensors of both dtypes;
-    /// layers of [`candle_zero::nn`](crate::nn) do, candle-nn's need a cast around them. In the configuration:
+    /// Keeps the parameters of this group in f32 in a 16-bit model, for example norms and routers: tensors, gradients
+    /// of the model and shares. They then have no master weights, and are gathered in f32. Their gradients are reduced
+    /// in `communication_data_type`, like all others. The model has to compute with tensors of both dtypes: layers of
+    /// [`candle_zero::nn`](crate::nn) do, whereas candle-nn's need a cast around them. In the configuration this is
     /// `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
@@ -142,7 +143,7 @@ impl ParameterGroup {
             && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
     }
 
-    /// The problem with its numbers, if any.
+    /// Returns the problem with the group's hyperparameters, if any.
     fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
         let GroupOverrides { betas, eps, weight_decay } = self.numbers;
         for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
@@ -151,7 +152,7 @@ impl ParameterGroup {
             }
         }
         let (beta1, beta2) = betas?;
-        // Kernels see them in f32.
+        // Kernels use the betas in f32.
         if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(&(*beta as f32))) {
             return Some(format!("betas are {beta1}, {beta2}; each has to be at least 0 and below 1"));
         }
@@ -161,10 +162,10 @@ impl ParameterGroup {
     }
 }
 
-/// Says of a parameter's name and shape whether it is trained.
+/// A predicate on a parameter's name and shape that returns whether it is trained.
 pub(crate) type TrainableFilter = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
 
-/// An engine's optimizer, and the rules that put parameters into groups and freeze them.
+/// An engine's optimizer, and the rules that assign parameters to groups and freeze them.
 #[derive(Default)]
 pub(crate) struct ParameterGrouping {
     optimizer: Option<Arc<dyn Optimizer>>,
@@ -174,7 +175,7 @@ pub(crate) struct ParameterGrouping {
     kept_modules: Vec<String>,
 }
 
-/// A group that has parameters.
+/// The settings of a group that has parameters.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GroupSettings {
     pub role: OptimizerRole,
@@ -183,9 +184,11 @@ pub(super) struct GroupSettings {
 }
 
 impl ParameterGrouping {
+    /// Checks and stores the optimizer and the given groups.
+    ///
     /// # Errors
-    /// [`OptimError::ParameterGroup`] for numbers that no optimizer can work with; [`OptimError::States`] for names of
-    /// states that a checkpoint cannot tell apart.
+    /// [`OptimError::ParameterGroup`] for hyperparameters that no optimizer can work with; [`OptimError::States`] for
+    /// names of states that a checkpoint cannot tell apart.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
             for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
@@ -200,35 +203,35 @@ impl ParameterGrouping {
         Ok(Self { optimizer, given, ..Self::default() })
     }
 
-    /// Only what `rule` says is trained.
+    /// Trains only the parameters that `rule` selects.
     #[must_use]
     pub fn trainable(self, rule: Option<TrainableFilter>) -> Self {
         Self { trainable: rule, ..self }
     }
 
-    /// Frozen parameters are packed so where `rule` says so.
+    /// Packs the frozen parameters that `rule` selects.
     #[must_use]
     pub fn quantized(self, rule: Option<(WeightPacking, TrainableFilter)>) -> Self {
         Self { quantized: rule, ..self }
     }
 
-    /// Whether frozen parameters are packed.
+    /// Returns whether frozen parameters are packed.
     pub fn packs(&self) -> bool {
         self.quantized.is_some()
     }
 
-    /// These modules keep their parameters in f32 in a 16-bit model, whatever their groups say.
+    /// Keeps the parameters of these modules in f32 in a 16-bit model, whatever their groups specify.
     #[must_use]
     pub fn keep_f32(self, modules: &[String]) -> Self {
         Self { kept_modules: modules.to_vec(), ..self }
     }
 
-    /// The modules that stay in f32, by name.
+    /// Returns the modules that stay in f32, by name.
     pub fn kept_modules(&self) -> Fp32Modules<'_> {
         Fp32Modules(&self.kept_modules)
     }
 
-    /// How a parameter's weights are held: packed, before anything else.
+    /// Returns the format of a parameter's weights. Packing takes precedence.
     pub fn weights(&self, name: &str, shape: &[usize]) -> WeightFormat {
         let packing = self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing);
         let group = || self.given.iter().find(|group| group.selects(name, shape));
@@ -240,12 +243,12 @@ impl ParameterGrouping {
         }
     }
 
-    /// Whether a parameter begins as one that is trained.
+    /// Returns whether a parameter is trained at the start.
     pub fn trains(&self, name: &str, shape: &[usize]) -> bool {
         self.trains_rule()(name, shape)
     }
 
-    /// The same as a rule of its own.
+    /// Returns [`trains`](Self::trains) as a separate predicate.
     pub fn trains_rule(&self) -> TrainableFilter {
         let (given, trainable) = (self.given.clone(), self.trainable.clone());
         Arc::new(move |name, shape| {
@@ -254,18 +257,18 @@ impl ParameterGrouping {
         })
     }
 
-    /// The given groups, by number, that freeze parameters.
+    /// Returns the numbers of the given groups that freeze parameters.
     pub fn freezing(&self) -> impl Iterator<Item = usize> + '_ {
         self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
     }
 
-    /// The number, before groups are [settled](Self::settle), of a parameter's group.
+    /// Returns the number of a parameter's group before groups are [settled](Self::settle).
     pub fn group(&self, name: &str, shape: &[usize]) -> usize {
         let given = self.given.iter().position(|group| group.selects(name, shape));
         let use_muon = given.and_then(|i| self.given[i].use_muon);
         let main = match (&self.optimizer, use_muon) {
             (Some(optimizer), Some(use_muon)) if optimizer.auxiliary().is_some() => {
-                // No name stands for any name: only the shape decides.
+                // The empty name stands for any name: only the shape decides.
                 use_muon && optimizer.takes("", shape)
             }
             (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.takes(name, shape),
@@ -274,12 +277,12 @@ impl ParameterGrouping {
         given.unwrap_or(self.given.len()) * OptimizerRole::ALL.len() + usize::from(!main)
     }
 
-    /// The half that trains the parameters of a group that is not settled.
+    /// Returns the role of the optimizer that trains the parameters of a group that is not settled yet.
     pub fn role(group: usize) -> OptimizerRole {
         OptimizerRole::ALL[group % OptimizerRole::ALL.len()]
     }
 
-    /// The optimizer of a role.
+    /// Returns the optimizer in a role.
     pub fn optimizer(&self, role: OptimizerRole) -> Option<&dyn Optimizer> {
         let optimizer = self.optimizer.as_deref()?;
         match role {
@@ -288,18 +291,18 @@ impl ParameterGrouping {
         }
     }
 
-    /// Whether every optimizer computes an element from its own values alone.
+    /// Returns whether every optimizer computes an element from its own values only.
     pub fn updates_by_elements(&self) -> bool {
         let mut optimizers = OptimizerRole::ALL.into_iter().filter_map(|role| self.optimizer(role));
         optimizers.all(|optimizer| matches!(optimizer.needs(), OptimizerNeeds::Elements))
     }
 
-    /// The states of parameters of a role.
+    /// Returns the names of the states of parameters that are trained in a role.
     pub fn state_names(&self, role: OptimizerRole) -> &'static [&'static str] {
         self.optimizer(role).map_or(&[], |optimizer| optimizer.state_names())
     }
 
-    /// All names of states, each once, in order.
+    /// Returns the names of all states, each once, in order.
     pub fn all_state_names(&self) -> Vec<&'static str> {
         let mut all = Vec::new();
         for name in OptimizerRole::ALL.into_iter().flat_map(|role| self.state_names(role)) {
@@ -310,9 +313,9 @@ impl ParameterGrouping {
         all
     }
 
-    /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of
-    /// each the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group,
-    /// before and after. Tells which of the given groups are dropped.
+    /// Drops the groups without parameters and numbers the others: the given ones in their order, then the rest. Within
+    /// each, the main optimizer's parameters come first, then its auxiliary's. `groups` contains the number of each
+    /// parameter's group, before and after. Also returns which of the given groups are dropped.
     pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<GroupSettings>, Vec<usize>) {
         let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
         used.sort_unstable();
@@ -330,7 +333,7 @@ impl ParameterGrouping {
     }
 }
 
-/// Names of states become names in checkpoints.
+/// Checks the names of states, which become names in checkpoints.
 fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
     let names = optimizer.state_names();
     for (i, name) in names.iter().enumerate() {

@@ -1,8 +1,7 @@
-//! Learning rate and momentum by step: DeepSpeed's five schedules with its arithmetic, or one of your own.
+//! Learning rate and momentum by step: DeepSpeed's five schedules with its arithmetic, or a custom schedule.
 //!
-//! DeepSpeed's counter `it` starts at -1. Constructing a schedule already puts the values of `it = -1` in force, so
-//! optimizer step n (from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its
-//! minimum.
+//! DeepSpeed's counter `it` starts at -1. Constructing a schedule already applies the values of `it = -1`, so optimizer
+//! step n (from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its minimum.
 
 mod one_cycle;
 mod warmup;
@@ -13,19 +12,18 @@ use crate::error::{OptimError, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// A schedule of your own, for [`EngineBuilder::schedule`](crate::EngineBuilder::schedule).
+/// A custom schedule, for [`EngineBuilder::schedule`](crate::EngineBuilder::schedule).
 ///
-/// Its values depend on nothing but the number of optimizer steps applied so far (a skipped one does not count), so
-/// that a run which goes on from a checkpoint gets the values that it would have had. All ranks must have the same
-/// schedule.
+/// Its values must depend only on the number of optimizer steps applied so far (skipped steps do not count), so that a
+/// run that resumes from a checkpoint gets the values that it would have had. All ranks must have the same schedule.
 ///
-/// A closure is one that leaves the betas alone:
+/// A closure is a schedule that does not change the betas:
 ///
 /// ```
 /// use candle_zero::Engine;
 /// use candle_zero::optim::LrSchedule;
 ///
-/// // A tenth every thousand steps, with a beta1 that rises to 0.95.
+/// // Divides the rate by 10 every thousand steps, with a beta1 that rises to 0.95.
 /// struct Stairs;
 ///
 /// impl LrSchedule for Stairs {
@@ -48,17 +46,17 @@ use std::sync::Arc;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 pub trait LrSchedule: Send + Sync {
-    /// The rate of the optimizer step that comes after `applied` ones: `lr(0)` is that of the first.
+    /// Returns the rate of the optimizer step after `applied` steps: `lr(0)` is that of the first step.
     fn lr(&self, applied: u64) -> f64;
 
-    /// The rate of a parameter group of that step, counted as in [`Engine::get_lr`](crate::Engine::get_lr). Default:
-    /// that of all, whatever the group's own rate.
+    /// Returns the rate of a parameter group in that step, with groups numbered as in
+    /// [`Engine::get_lr`](crate::Engine::get_lr). The default is the rate of all groups, whatever the group's own rate.
     fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
         _ = group;
         self.lr(applied)
     }
 
-    /// The betas of that step; `None`: the optimizer's own. An optimizer without betas keeps its momentum.
+    /// Returns the betas of that step; `None` means the optimizer's own. An optimizer without betas keeps its momentum.
     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
         let _ = applied;
         None
@@ -71,10 +69,10 @@ impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
     }
 }
 
-/// Applied steps at which schedules are compared.
+/// The numbers of applied steps at which schedules are compared.
 pub(crate) const STEPS_LOOKED_AT: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
 
-/// Learning rate and momentum that change with the applied optimizer steps.
+/// A learning rate and a momentum that change with the applied optimizer steps.
 ///
 /// ```
 /// use candle_zero::Config;
@@ -89,42 +87,42 @@ pub(crate) const STEPS_LOOKED_AT: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
 /// assert_eq!(schedule.lr(), 0.0); // in force for the first optimizer step
 /// schedule.step();
 /// schedule.step();
-/// assert!((schedule.lr() - 0.01).abs() < 1e-12); // for the third
+/// assert!((schedule.lr() - 0.01).abs() < 1e-12); // in force for the third step
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Schedule {
     rule: Arc<dyn LrSchedule>,
-    /// The parameter group that it is for.
+    /// The number of the parameter group.
     group: usize,
-    /// The optimizer's own, or the group's.
+    /// The optimizer's own momentum, or the group's.
     momentum: Momentum,
-    /// The schedule may change it.
+    /// Whether the schedule may change the momentum.
     cycles: bool,
     last_batch_iteration: i64,
     lr: f64,
     betas: Option<(f64, f64)>,
 }
 
-/// A schedule of the configuration.
+/// A schedule from the configuration.
 struct ConfigSchedule {
     config: SchedulerConfig,
-    /// The optimizer's own `lr`, or the group's: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is
-    /// not given.
+    /// The optimizer's own `lr`, or the group's: WarmupCosineLR scales it, and WarmupLR ends at it if `warmup_max_lr`
+    /// is not given.
     base_lr: f64,
     group: usize,
 }
 
-/// A parameter group as its schedule sees it.
+/// The properties of a parameter group that its schedule uses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GroupBaseRates {
-    /// Its own learning rate.
+    /// The group's own learning rate.
     pub lr: f64,
-    /// Its own momentum.
+    /// The group's own momentum.
     pub momentum: Momentum,
-    /// Whether the optimizer as a whole has betas that a schedule may change. In DeepSpeed Muon has none.
+    /// Whether the main optimizer has betas that a schedule may change. In DeepSpeed Muon has none.
     pub cycles: bool,
-    /// Its number, of so many.
+    /// The number of the group, below `groups`.
     pub group: usize,
     pub groups: usize,
 }
@@ -156,17 +154,16 @@ impl LrSchedule for ConfigSchedule {
     }
 }
 
-/// DeepSpeed's counter.
+/// Returns DeepSpeed's counter.
 fn counter(applied: u64) -> f64 {
     applied as f64 - 1.0
 }
 
-/// Refuses the parameter sets that DeepSpeed's constructors refuse.
+/// Rejects the parameters that DeepSpeed's constructors reject.
 ///
 /// # Errors
-/// [`OptimError::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is
-/// 0, or a size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only
-/// warns.)
+/// [`OptimError::ScheduleParameter`] if `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0,
+/// or a size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
 fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused =
@@ -193,7 +190,7 @@ fn validate(config: &SchedulerConfig) -> Result<()> {
     }
 }
 
-/// Refuses lists that have not a number for each of `groups` parameter groups.
+/// Rejects lists that do not have one number for each of `groups` parameter groups.
 fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
     let rates = match config {
         SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, .. } => vec![
@@ -229,12 +226,12 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 }
 
 impl Schedule {
-    /// The schedule of a configuration's two sections for one parameter group of all parameters, with the values of the
-    /// first optimizer step in force. Without a scheduler they are the optimizer's own, and constant; without an
-    /// optimizer, 0.
+    /// Creates the schedule of a configuration's two sections for a single group of all parameters, with the values of
+    /// the first optimizer step in force. Without a scheduler, the values are the optimizer's own, and constant;
+    /// without an optimizer they are 0.
     ///
     /// # Errors
-    /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for
+    /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed rejects too, and for a list of rates for
     /// several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
@@ -242,10 +239,10 @@ impl Schedule {
         Self::of_group(scheduler, base)
     }
 
-    /// The schedule of one parameter group.
+    /// Creates the schedule of one parameter group.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub(crate) fn of_group(scheduler: Option<&SchedulerConfig>, base: GroupBaseRates) -> Result<Self> {
         let GroupBaseRates { lr: base_lr, group, groups, .. } = base;
         Ok(match scheduler {
@@ -258,13 +255,13 @@ impl Schedule {
         })
     }
 
-    /// One of your own for this optimizer, with the values of the first step in force.
+    /// Creates a custom schedule for this optimizer, with the values of the first step in force.
     pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
         Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
     }
 
-    /// One of the user's own for a parameter group.
+    /// Creates a user-defined schedule for a parameter group.
     pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBaseRates) -> Self {
         let GroupBaseRates { momentum, cycles, group, .. } = base;
         let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };
@@ -272,31 +269,32 @@ impl Schedule {
         schedule
     }
 
-    /// Whether `other` has the same rates, as far as a few steps show.
+    /// Returns whether `other` has the same rates, compared at a few steps.
     pub(crate) fn same_rates(&self, other: &Self) -> bool {
         let rate = |schedule: &Self, step| schedule.rule.lr_of_group(step, schedule.group);
         STEPS_LOOKED_AT.iter().all(|step| rate(self, *step) == rate(other, *step))
     }
 
-    /// The learning rate in force for the coming optimizer step.
+    /// Returns the learning rate in force for the next optimizer step.
     pub fn lr(&self) -> f64 {
         self.lr
     }
 
-    /// The betas in force for it where the schedule changes them; `None`: the optimizer's own hold, or it has none.
+    /// Returns the betas in force for the next step if the schedule changes them; `None` means that the optimizer's own
+    /// apply, or that it has none.
     pub fn betas(&self) -> Option<(f64, f64)> {
         self.betas
     }
 
-    /// The momentum in force for it: betas by schedule, else the optimizer's own.
+    /// Returns the momentum in force for the next step: the schedule's betas, otherwise the optimizer's own momentum.
     pub fn momentum(&self) -> Momentum {
         self.betas.map_or(self.momentum, |(beta1, beta2)| Momentum::Betas(beta1, beta2))
     }
 
-    /// The learning rate and the betas in force, if an optimizer can take them.
+    /// Returns the learning rate and the betas in force, if an optimizer can work with them.
     ///
     /// # Errors
-    /// [`OptimError::ScheduleValue`] for a rate that is negative or not finite, and for betas outside 0 to below 1.
+    /// [`OptimError::ScheduleValue`] for a rate that is negative or not finite, and for betas outside [0, 1).
     pub fn in_force(&self) -> Result<(f64, Option<(f64, f64)>)> {
         let refused = |what, found, allowed| {
             let step = self.last_batch_iteration.saturating_add(2);
@@ -307,7 +305,7 @@ impl Schedule {
         }
         let betas = self.betas.into_iter().flat_map(|(beta1, beta2)| [("beta1", beta1), ("beta2", beta2)]);
         for (name, beta) in betas {
-            // Kernels see it in f32.
+            // Kernels use it in f32.
             if !(0.0..1.0).contains(&(beta as f32)) {
                 return refused(name, beta, "a number of at least 0 and below 1");
             }
@@ -315,15 +313,15 @@ impl Schedule {
         Ok((self.lr, self.betas))
     }
 
-    /// Goes on by one step. To be called once per applied optimizer step, after it; a skipped one does not count.
+    /// Advances by one step. Call it once after each applied optimizer step, but not after a skipped one.
     pub fn step(&mut self) {
         self.restore(self.last_batch_iteration.saturating_add(1));
     }
 
-    /// Goes on where a counter says.
+    /// Resumes at a value of the counter.
     pub fn restore(&mut self, last_batch_iteration: i64) {
         self.last_batch_iteration = last_batch_iteration;
-        // A counter below -1 is none: the beginning.
+        // A counter below -1 is invalid and means the start.
         let applied = u64::try_from(last_batch_iteration.saturating_add(1)).unwrap_or(0);
         self.lr = self.rule.lr_of_group(applied, self.group);
         self.betas = match self.momentum {
@@ -332,7 +330,7 @@ impl Schedule {
         };
     }
 
-    /// DeepSpeed's counter: applied optimizer steps - 1.
+    /// Returns DeepSpeed's counter: applied optimizer steps - 1.
     pub fn last_batch_iteration(&self) -> i64 {
         self.last_batch_iteration
     }
@@ -407,7 +405,7 @@ mod tests {
             cycle_second_stair_count: 3,
             ..OneCycleConfig::new(0.0, 1.0)
         };
-        // In sevenths and thirds, after this many steps.
+        // The height in sevenths and thirds, after this many steps.
         let height = |applied: u64, stairs: f64| one_cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");

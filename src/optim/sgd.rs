@@ -1,4 +1,4 @@
-//! Stochastic gradient descent as PyTorch has it.
+//! Stochastic gradient descent as in PyTorch.
 
 use super::elementwise_kernel::{ElementwiseKernel, StepSlices};
 use super::{Optimizer, StepContext};
@@ -14,7 +14,7 @@ use crate::precision::{FlatMut, FlatRef};
 /// ```text
 /// g += wd * p
 /// b  = g at the first step, then mu * b + (1 - dampening) * g
-/// p -= lr * (g + mu * b  with nesterov, else b)
+/// p -= lr * (g + mu * b  with nesterov, otherwise b)
 /// ```
 ///
 /// Without momentum there is no buffer and `p -= lr * g`.
@@ -36,9 +36,9 @@ impl Sgd {
         if momentum == 0.0 {
             return SgdConstants::Plain(PlainSgdConstants { lr, scale, l2 });
         }
-        // The first step takes the gradient whole, whatever the dampening.
+        // The first step uses the full gradient, whatever the dampening.
         let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
-        // The direction as a sum of two products, so that one loop serves both variants.
+        // The direction is a sum of two products, so that one loop serves both variants.
         let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
         SgdConstants::Momentum(MomentumSgdConstants { lr, scale, l2, keep, take, of_grad, of_buffer })
     }
@@ -97,7 +97,7 @@ enum SgdConstants {
     Momentum(MomentumSgdConstants),
 }
 
-/// Without momentum.
+/// The constants of SGD without momentum.
 #[derive(Debug, Clone, Copy)]
 struct PlainSgdConstants {
     lr: f32,
@@ -114,7 +114,7 @@ impl ElementwiseKernel<0> for PlainSgdConstants {
     }
 }
 
-/// SGD with momentum, in either variant.
+/// The constants of SGD with momentum, in either variant.
 #[derive(Debug, Clone, Copy)]
 struct MomentumSgdConstants {
     lr: f32,

@@ -1,32 +1,32 @@
-//! How an optimizer's states are kept between two steps.
+//! The storage format of an optimizer's states between two steps.
 
 use crate::kernels::parallel::{ParallelChunks, for_each_part};
 use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::dynamic_map::{BLOCK, DynamicMap, SIGNED, UNSIGNED};
 use std::ops::Range;
 
-/// How an optimizer state is kept between two steps. A step works on f32 whatever the format.
+/// The storage format of an optimizer state between two steps. A step works on f32 in all formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum StateFormat {
-    /// As it is: 4 bytes an element.
+    /// Unchanged f32: 4 bytes per element.
     #[default]
     F32,
-    /// Rounded to bfloat16: 2 bytes an element.
+    /// Rounded to bfloat16: 2 bytes per element.
     Bf16,
-    /// Eight bits of the dynamic map (arXiv 2110.02861) with a scale for 256 elements: numbers of both signs, 1.02 bytes
-    /// an element.
+    /// 8 bits of the dynamic map (arXiv 2110.02861) with a scale per 256 elements, for numbers of both signs: 1.02
+    /// bytes per element.
     Signed8,
-    /// The same of numbers that are not negative, in steps half as large.
+    /// Like [`Signed8`](Self::Signed8), but for numbers that are not negative, in steps half as large.
     Unsigned8,
 }
 
 impl StateFormat {
-    /// Elements of a parameter that lie on one rank together.
+    /// Returns the number of elements of a parameter that must be on the same rank.
     pub fn block(self) -> usize {
         self.map().map_or(1, |_| BLOCK)
     }
 
-    /// Bytes of `elements` elements, scales included.
+    /// Returns the bytes of `elements` elements, scales included.
     pub fn bytes(self, elements: usize) -> usize {
         match self {
             Self::F32 => 4 * elements,
@@ -35,7 +35,7 @@ impl StateFormat {
         }
     }
 
-    /// The map of its codes, if it has some.
+    /// Returns the map of the format's codes, if it has any.
     pub(crate) fn map(self) -> Option<&'static DynamicMap> {
         match self {
             Self::F32 | Self::Bf16 => None,
@@ -45,25 +45,25 @@ impl StateFormat {
     }
 }
 
-/// Elements that one thread codes at a time: whole blocks.
+/// The number of elements that one thread encodes or decodes at a time, which is a multiple of the block size.
 const CHUNK: usize = 128 * BLOCK;
 
-/// Scales of the elements `range`, which begins with a block.
+/// Returns the range of scales for elements `range`, which must begin at a block boundary.
 pub(crate) fn scales_of(range: &Range<usize>) -> Range<usize> {
     range.start / BLOCK..range.end.div_ceil(BLOCK)
 }
 
-/// How codes become numbers.
+/// The conversion of codes to numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DecodeMode {
-    /// By the map.
+    /// Conversion by the map.
     ByMap,
-    /// So that the same codes come of the numbers again: -1 stands for the lowest code, which is that of a block's largest
-    /// magnitude.
+    /// Conversion to numbers that are encoded to the same codes again: -1 stands for the lowest code, which is that of
+    /// a block's largest magnitude.
     Restorable,
 }
 
-/// The codes and scales (one for each [`BLOCK`] elements) of `values`.
+/// Encodes `values` to codes and scales (one per [`BLOCK`] elements).
 pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "room for codes and scales");
     let parts = (ParallelChunks::new(codes, CHUNK), ParallelChunks::new(scales, CHUNK / BLOCK));
@@ -73,7 +73,7 @@ pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales:
     });
 }
 
-/// The values of codes.
+/// Decodes codes and scales to values.
 pub(crate) fn decode(map: &DynamicMap, reading: DecodeMode, codes: &[u8], scales: &[f32], values: &mut [f32]) {
     assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "as many values as codes");
     for_each_part(codes.len().div_ceil(CHUNK), ParallelChunks::new(values, CHUNK), |i, values| {

@@ -1,18 +1,18 @@
-//! Errors of parameters and of the files that they begin with.
+//! Errors of parameters and of the files that they are initialized from.
 
 use std::path::PathBuf;
 
-/// Errors of parameters and of the files that they begin with.
+/// Errors of parameters and of the files that they are initialized from.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParamError {
-    /// The model's constructor asked for nothing.
+    /// The model's constructor requested no parameter.
     #[error(
         "the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with \
          vb.get, vb.get_with_hints or candle_nn's layers"
     )]
     NoParameters,
-    /// A name that safetensors files cannot have.
+    /// A name that safetensors files cannot contain.
     #[error(
         "a parameter or buffer is called {name}, which safetensors files keep for their own header; give it another name"
     )]
@@ -20,16 +20,16 @@ pub enum ParamError {
         /// The name.
         name: &'static str,
     },
-    /// A rule that freezes everything.
+    /// A rule that freezes all parameters.
     #[error(
         "all {count} parameters are frozen, so there is nothing to train; let EngineBuilder::trainable, set_trainable or \
          the parameter groups leave some"
     )]
     NothingTrained {
-        /// The model's parameters.
+        /// The number of the model's parameters.
         count: usize,
     },
-    /// A rule that quantizes what is trained.
+    /// A rule that quantizes a trained parameter.
     #[error(
         "parameter {name} is quantized and trained, and only frozen ones can be quantized; freeze it \
          (EngineBuilder::trainable, a frozen group), or let EngineBuilder::quantized leave it out"
@@ -38,31 +38,31 @@ pub enum ParamError {
         /// The parameter.
         name: String,
     },
-    /// A group that freezes nothing.
+    /// A group that freezes no parameter.
     #[error(
         "parameter group {index} (from 0) is frozen and selects no parameter that an earlier group left; correct its \
          names, or leave it out"
     )]
     NothingFrozen {
-        /// The group's place.
+        /// The group's index.
         index: usize,
     },
-    /// A pattern of names that freezes nothing.
+    /// A name pattern that freezes no parameter.
     #[error(
         "{pattern} selects no parameter to freeze; the model has {names} (a * stands for any characters, as in h.*)"
     )]
     NothingOfPattern {
         /// The pattern.
         pattern: String,
-        /// The first few parameters.
+        /// The first few parameter names.
         names: String,
     },
-    /// Patterns of names that freeze everything.
+    /// Name patterns that freeze all parameters.
     #[error("{patterns} freezes all {count} parameters, so there is nothing to train; leave some out")]
     AllOfPatterns {
         /// The patterns.
         patterns: String,
-        /// The model's parameters.
+        /// The number of the model's parameters.
         count: usize,
     },
     /// A name that no parameter has.
@@ -70,7 +70,7 @@ pub enum ParamError {
     Unknown {
         /// The name.
         name: String,
-        /// Names that are like it.
+        /// Similar names.
         near: String,
     },
     /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
@@ -81,10 +81,10 @@ pub enum ParamError {
     NoSuchModule {
         /// The name in the list.
         name: String,
-        /// Names that are like it, or else some that there are.
+        /// Similar names, or otherwise some existing ones.
         near: String,
     },
-    /// A weight that is no number.
+    /// A weight that is not a finite number.
     #[error(
         "tensor {name} in {} has the value {value} (element {element}): the file is damaged, or the training that wrote it \
          has failed; take another copy of it, or an earlier checkpoint",
@@ -93,9 +93,9 @@ pub enum ParamError {
     NotFinite {
         /// The file.
         path: PathBuf,
-        /// The tensor, as the model calls it.
+        /// The tensor, by the model's name for it.
         name: String,
-        /// The place of the first such value in it, row by row, from 0.
+        /// The index of the first such value in it, in row-major order, from 0.
         element: usize,
         /// The value: NaN or infinite.
         value: f32,
@@ -107,10 +107,10 @@ pub enum ParamError {
         name: String,
         /// The state.
         key: String,
-        /// Its states.
+        /// The parameter's states.
         has: String,
     },
-    /// A value of another shape than the parameter's.
+    /// A value whose shape differs from the parameter's.
     #[error(
         "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give one of that shape"
     )]
@@ -119,10 +119,10 @@ pub enum ParamError {
         name: String,
         /// The value's shape.
         found: Vec<usize>,
-        /// The parameter's.
+        /// The parameter's shape.
         expected: Vec<usize>,
     },
-    /// A value of another shape than a rank's part of the parameter.
+    /// A value whose shape differs from that of a rank's part of the parameter.
     #[error(
         "a value of shape {found:?} is given for rank {rank}'s part of parameter {name}, which is [{len}]; give one \
          dimension, as long as what safe_get_local_fp32_param gives"
@@ -134,10 +134,10 @@ pub enum ParamError {
         rank: usize,
         /// The value's shape.
         found: Vec<usize>,
-        /// Elements of the rank's part.
+        /// The number of elements of the rank's part.
         len: usize,
     },
-    /// A unit to be marked that is not there.
+    /// A unit to be marked that does not exist.
     #[error(
         "EngineBuilder::leaf_units names {name}, but no unit of the model is named so; its units are {units} (a name is \
          the prefix of the VarBuilder that the unit was built from)"
@@ -148,7 +148,7 @@ pub enum ParamError {
         /// The first few units.
         units: String,
     },
-    /// One name, two shapes.
+    /// Two requests for one name with different shapes.
     #[error(
         "{name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
          prefixes (vb.pp)"
@@ -156,9 +156,9 @@ pub enum ParamError {
     Twice {
         /// The name.
         name: String,
-        /// Shape at the first request.
+        /// The shape at the first request.
         first: Vec<usize>,
-        /// Shape at the second.
+        /// The shape at the second request.
         second: Vec<usize>,
     },
     /// A dtype other than the engine's.
@@ -169,9 +169,9 @@ pub enum ParamError {
     Dtype {
         /// The name.
         name: String,
-        /// The model's value.
+        /// The dtype that the model requests.
         found: String,
-        /// The configuration's value.
+        /// The dtype that the configuration selects.
         expected: String,
     },
     /// A request without a shape.
@@ -183,7 +183,7 @@ pub enum ParamError {
         /// The name.
         name: String,
     },
-    /// A second instance of the model asks for what the first one does not have.
+    /// A request, by a second instance of the model, for something that the first one does not have.
     #[error(
         "the model that is built for evaluation takes {name}, which the engine's model does not have; build it as the \
          engine's own"
@@ -211,10 +211,10 @@ pub enum ParamError {
     Absent {
         /// Candidates: parameters that were absent.
         names: String,
-        /// Candle's words, without a backtrace.
+        /// Candle's message, without a backtrace.
         why: String,
     },
-    /// What was used has no values: a parameter that is sharded, outside of its engine's calls, or an early copy of one.
+    /// An operand without values: a parameter that is sharded, outside of its engine's calls, or an early copy of one.
     #[error(
         "an operation used a parameter without values ({why}): either a sharded one outside of its engine's calls, which \
          belongs into the closure given to that engine's own forward or eval (Engine::gathered and safe_get_full_fp32_param \
@@ -222,10 +222,10 @@ pub enum ParamError {
          come after it; copy in forward"
     )]
     AbsentElsewhere {
-        /// The operation's words, without a backtrace.
+        /// The operation's message, without a backtrace.
         why: String,
     },
-    /// Somebody else has written into a parameter.
+    /// A parameter that something other than the engine has written to.
     #[error(
         "parameter {name} has been written to, and not by the engine (Var::set, slice_set, zero_set or another call that \
          changes a tensor in place): the optimizer's own copy has other values, and the next update would overwrite what was \
@@ -236,7 +236,7 @@ pub enum ParamError {
         /// The parameter.
         name: String,
     },
-    /// Not a safetensors file.
+    /// A file that is not a safetensors file.
     #[error("{} is not a safetensors file that can be read: {why}", path.display())]
     BadWeightFile {
         /// The file.
@@ -254,12 +254,12 @@ pub enum ParamError {
         index: PathBuf,
         /// The file.
         path: PathBuf,
-        /// Tensors that are in it.
+        /// The number of tensors in it.
         tensors: usize,
         /// The system's reason.
         why: String,
     },
-    /// An index that is wrong about a file.
+    /// An index that names the wrong file for a tensor.
     #[error("{} says that tensor {name} is in {file}, which has no such tensor; one of the two is of another model", path.display())]
     NotInShard {
         /// The index.
@@ -269,7 +269,7 @@ pub enum ParamError {
         /// The tensor.
         name: String,
     },
-    /// An index that leads out of its folder.
+    /// An index that refers to a file outside its folder.
     #[error(
         "{} says that tensor {name} is in {file:?}; an index names files beside it, without a folder",
         path.display()
@@ -282,7 +282,7 @@ pub enum ParamError {
         /// The file.
         file: String,
     },
-    /// A parameter without its tensor.
+    /// A parameter whose tensor is missing.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
          parameters, and it has {has}",
@@ -293,7 +293,7 @@ pub enum ParamError {
         path: PathBuf,
         /// The parameter.
         name: String,
-        /// Its shape in the model.
+        /// The shape in the model.
         shape: Vec<usize>,
         /// The first few names in the file.
         has: String,
@@ -306,10 +306,10 @@ pub enum ParamError {
     NoMemory {
         /// The parameter.
         name: String,
-        /// Its elements here.
+        /// The number of its elements on this rank.
         elements: usize,
     },
-    /// Tensors without a parameter.
+    /// Tensors that belong to no parameter.
     #[error(
         "{} holds tensors that the model does not have: {names}; is it the file of another model or size?",
         path.display()
@@ -320,7 +320,7 @@ pub enum ParamError {
         /// The first few names.
         names: String,
     },
-    /// A tensor of another shape.
+    /// A tensor whose shape differs from the parameter's.
     #[error(
         "tensor {name} in {} has shape {found:?}, but the model's parameter has {expected:?}; check the model's sizes",
         path.display()
@@ -330,37 +330,37 @@ pub enum ParamError {
         path: PathBuf,
         /// The parameter.
         name: String,
-        /// Shape in the file.
+        /// The shape in the file.
         found: Vec<usize>,
-        /// Shape in the model.
+        /// The shape in the model.
         expected: Vec<usize>,
     },
-    /// A tensor that is not floating point.
+    /// A tensor whose type is not floating point.
     #[error("tensor {name} in {} is of type {found}; F32, F16 and BF16 can be read", path.display())]
     TensorDtype {
         /// The file.
         path: PathBuf,
         /// The parameter.
         name: String,
-        /// Its type.
+        /// The tensor's type.
         found: String,
     },
-    /// A buffer of a type that buffers cannot have.
+    /// A buffer of an unsupported type.
     #[error("buffer {name} is asked for as {found}; buffers are u8, u32, i16, i32, i64, bf16, f16, f32 or f64")]
     BufferDtype {
         /// The name.
         name: String,
-        /// Its type.
+        /// The requested type.
         found: String,
     },
-    /// One buffer, two types.
+    /// Two requests for one buffer with different types.
     #[error("buffer {name} is asked for as {second} after it was asked for as {first}; ask for it as one type")]
     BufferTwice {
         /// The name.
         name: String,
-        /// Type at the first request.
+        /// The type at the first request.
         first: String,
-        /// Type at the second.
+        /// The type at the second request.
         second: String,
     },
     /// A buffer whose memory no longer has the elements of its shape and type.
@@ -371,14 +371,14 @@ pub enum ParamError {
     BufferChanged {
         /// The name.
         name: String,
-        /// Its shape.
+        /// The buffer's shape.
         shape: Vec<usize>,
-        /// Number and type of the elements that it holds.
+        /// The number and type of the elements that it holds.
         found: String,
-        /// Those of its shape.
+        /// The number and type of the elements of its shape.
         expected: String,
     },
-    /// A tensor for a buffer that is of another kind of number.
+    /// A tensor whose kind of number differs from the buffer's.
     #[error(
         "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of \
          its own kind, integer or floating point, whose values it can hold",
@@ -389,9 +389,9 @@ pub enum ParamError {
         path: PathBuf,
         /// The buffer.
         name: String,
-        /// Type in the file.
+        /// The type in the file.
         found: String,
-        /// Type in the model.
+        /// The type in the model.
         expected: String,
     },
 }

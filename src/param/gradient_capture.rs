@@ -5,12 +5,12 @@
 //!                  ^ bwd: the complete gradient, once per backward, when every use has been differentiated
 //! ```
 //!
-//! Candle visits nodes in reverse order of their making, so the last layer's gradients come first. The gradient is
-//! handed to the engine and nothing goes to the leaf (`None`, which Candle allows for leaves). When it has arrived, no
-//! operation of this backward needs the parameter's values any more. See [`crate::graph`] for the token.
+//! Candle visits nodes in the reverse order of their creation, so the last layer's gradients come first. The gradient
+//! is handed to the engine, and the leaf receives none (`None`, which Candle allows for leaves). When it has arrived,
+//! no operation of this backward needs the parameter's values any longer. See [`crate::graph`] for the token.
 //!
-//! Gradients count in the backward of the engine that owns the parameter. Any other that passes through (Candle's own
-//! `loss.backward()`, another engine's) only hears that it is done with the parameter.
+//! Gradients count only in the backward of the engine that owns the parameter. Any other backward that passes through
+//! (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
 use crate::graph::prepared_op::{one, prepared};
@@ -20,19 +20,19 @@ use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Takes the gradients of parameters as they become complete.
+/// Receives the gradients of parameters as they become complete.
 pub(crate) trait GradientSink: Send + Sync {
-    /// Whether gradients count in the backward that this thread runs; others are dropped, and not even computed where
-    /// an operation can do without.
+    /// Returns whether gradients count in the backward that this thread runs. Otherwise they are dropped, or not even
+    /// computed if an operation can do without them.
     fn takes_gradients(&self) -> bool;
-    /// The gradient of `param` is complete, as far as this backward goes.
+    /// Takes the gradient of `param`, which is complete as far as this backward is concerned.
     fn gradient_arrived(&self, param: ParamId, grad: Grad) -> Result<()>;
-    /// A backward in which gradients do not count has differentiated all uses of `param`.
+    /// Reports that a backward in which gradients do not count has differentiated all uses of `param`.
     fn passed_by(&self, param: ParamId) -> Result<()>;
 }
 
-/// Makes a parameter's tensor that begins with `storage`; its gradients go to `sink`. This library's operations make
-/// none while it is not `trained`; Candle's do, and the sink leaves them out.
+/// Creates a parameter's tensor that begins with `storage`. Its gradients go to `sink`. While the parameter is not
+/// `trained`, this library's operations compute no gradients; Candle's do, and the sink ignores them.
 pub(crate) fn capture(
     param: ParamId,
     trained: Arc<AtomicBool>,

@@ -1,5 +1,5 @@
-//! Initial values that depend on the seed, the parameter's name and the element alone: never on rank, world size,
-//! stage or thread. So a rank can make its share without making the whole.
+//! Initial values that depend only on the seed, the parameter's name and the element, and not on rank, world size,
+//! stage or thread. So a rank can create its share without creating the full parameter.
 
 use crate::util::{fnv1a, mix};
 use candle_core::Shape;
@@ -8,7 +8,7 @@ use candle_nn::init::NormalOrUniform;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Elements `range` of the parameter `name` of `shape`, in f32.
+/// Returns elements `range` of the parameter `name` of `shape`, in f32.
 ///
 /// The distributions are those of `candle_nn::Init`; the random numbers come from a counter (SplitMix64's finalizer
 /// over seed, name and element).
@@ -41,14 +41,14 @@ fn fill(range: Range<usize>, value: impl Fn(u64) -> f64 + Sync) -> Vec<f32> {
     out
 }
 
-/// Standard normal number of element `i` (Box-Muller).
+/// Returns the standard normal number of element `i` (Box-Muller).
 fn gauss(key: u64, i: u64) -> f64 {
     let (a, b) = (mix(key.wrapping_add(2 * i)), mix(key.wrapping_add(2 * i + 1)));
     // 1 - unit lies in (0, 1], so the logarithm is finite.
     (-2.0 * (1.0 - unit(a)).ln()).sqrt() * (std::f64::consts::TAU * unit(b)).cos()
 }
 
-/// A number in [0, 1) with 53 random bits.
+/// Returns a number in [0, 1) with 53 random bits.
 fn unit(x: u64) -> f64 {
     (x >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -1,7 +1,7 @@
-//! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
+//! Parameters: registered by name while a model is built, initialized by name, and either whole or absent in memory.
 //!
-//! Three mechanisms of Candle carry this, each in a file: `zero/share/param_registry.rs` (a `VarBuilder` backend sees every
-//! parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's complete gradient) and
+//! This relies on three mechanisms of Candle, each in a file: `zero/share/param_registry.rs` (a `VarBuilder` backend
+//! sees every parameter), `gradient_capture.rs` (an operation whose backward takes a parameter's complete gradient) and
 //! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod error;
@@ -29,10 +29,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Number of a parameter in order of registration, equal on all ranks.
+/// The number of a parameter in order of registration, equal on all ranks.
 pub(crate) type ParamId = usize;
 
-/// Number of a unit.
+/// The number of a unit.
 pub(crate) type UnitId = usize;
 
 /// The unit of parameters outside of any unit, and of those that several units use.
@@ -41,9 +41,9 @@ pub(crate) const ROOT: UnitId = 0;
 /// The part of a parameter that its tensor holds.
 #[derive(Debug)]
 pub(crate) enum Residency {
-    /// All of it.
+    /// The complete parameter.
     Whole(#[allow(dead_code, reason = "held for its Drop")] LedgerEntry),
-    /// Nothing; computing with the tensor is an error. This rank's share lies in a sub-group.
+    /// No elements. Computing with the tensor is an error. This rank's share lies in a sub-group.
     Absent,
 }
 
@@ -53,18 +53,18 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together; an estimate learns them after the rest.
+    /// The number of elements that must lie on one rank together. An estimate sets it after the rest.
     pub block: AtomicUsize,
-    /// How its weights are held and travel.
+    /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
-    /// The half of the optimizer that trains it, while it is trained.
+    /// The part of the optimizer that trains the parameter while it is trained.
     pub role: OptimizerRole,
-    /// Updates of the weights before the first of its own: those while it was frozen.
+    /// The number of weight updates before its own first one, that is, while it was frozen.
     pub updates_before: AtomicU64,
-    /// Its parameter group.
+    /// The index of its parameter group.
     pub group: usize,
-    /// Whether it is trained, or frozen. The graph asks for it too.
+    /// Whether it is trained, or frozen. The graph reads this too.
     pub trained: Arc<AtomicBool>,
     /// The model's tensor: the result of a capture operation on an empty leaf.
     pub tensor: Tensor,
@@ -72,7 +72,7 @@ pub(crate) struct Param {
 }
 
 impl Param {
-    /// The same parameter with its weights held in another way, for an estimate: absent.
+    /// Returns the same parameter with another weight format, for an estimate: absent.
     pub fn held(&self, weights: WeightFormat) -> Self {
         Self {
             name: self.name.clone(),
@@ -90,37 +90,37 @@ impl Param {
         }
     }
 
-    /// How it is cut into shards.
+    /// Returns how the parameter is cut into shards.
     pub fn cut(&self) -> ShardCut {
         ShardCut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
-    /// The elements of a shard.
+    /// Returns the elements of a shard.
     pub fn shard(&self, mesh: ShardMesh, shard: usize) -> Range<usize> {
         mesh.shard(self.cut(), shard)
     }
 
-    /// Elements of every shard, padding included.
+    /// Returns the number of elements of every shard, including padding.
     pub fn shard_len(&self, mesh: ShardMesh) -> usize {
         mesh.shard_len(self.cut())
     }
 
-    /// What is kept of it, if it is `trained` or not.
+    /// Returns the class, which determines its states, of the parameter when it is `trained` or frozen.
     pub fn class(&self, trained: bool) -> ParamClass {
         ParamClass::new(self.role, trained, self.weights)
     }
 
-    /// How it is packed, where parameters are sharded.
+    /// Returns how the weights are packed if parameters are sharded.
     pub fn packing(&self) -> Option<WeightPacking> {
         self.weights.packing()
     }
 
-    /// Whether it has a gradient, and is updated.
+    /// Returns whether the parameter has a gradient, and is updated.
     pub fn is_trained(&self) -> bool {
         self.trained.load(Ordering::Relaxed)
     }
 
-    /// Whether the tensor holds the parameter.
+    /// Returns whether the tensor holds the parameter.
     pub fn is_whole(&self) -> bool {
         matches!(*lock(&self.residency), Residency::Whole(_))
     }

@@ -1,8 +1,8 @@
-//! Buffers: tensors of a model that are no parameters. They are whole on every rank, have no gradient, and the
-//! optimizer does not know them: running statistics, position ids, frequencies.
+//! Buffers: tensors of a model that are not parameters, such as running statistics, position ids and frequencies. Every
+//! rank holds them in full. They have no gradient, and the optimizer does not know them.
 //!
-//! The model gets a variable. `Var::from_tensor` of a variable is the same memory, so what a layer sets (Candle's
-//! `BatchNorm` its running statistics) is what is saved and brought to the other ranks.
+//! The model gets a variable. `Var::from_tensor` of a variable is the same memory, so values that a layer sets
+//! (Candle's `BatchNorm` its running statistics) are saved, and brought to the other ranks.
 
 use super::UnitId;
 use crate::error::{ParamError, Result};
@@ -10,44 +10,46 @@ use crate::memory::LedgerEntry;
 use crate::tensor::bytes;
 use candle_core::{DType, Tensor};
 
-/// Which values the running statistics of ranks have in common. Each rank changes buffers by its own batches.
+/// The rule for synchronizing buffers between ranks. Each rank changes buffers by its own batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
     /// Every training forward begins with rank 0's buffers, as in PyTorch's `DistributedDataParallel`
-    /// (`broadcast_buffers`). Costs one collective of all buffers' bytes in each forward.
+    /// (`broadcast_buffers`). This costs one collective of all buffers' bytes in each forward.
     #[default]
     FromRankZero,
     /// The mean over ranks of all floating-point buffers, in rank order in f64, at the end of each optimizer step.
-    /// Others stay each rank's own. Costs one collective of their bytes in each step.
+    /// Other buffers stay separate on each rank. This costs one collective of the floating-point buffers' bytes in each
+    /// step.
     Mean,
-    /// Every rank keeps its own. A checkpoint has rank 0's.
+    /// Every rank keeps its own buffers. A checkpoint contains rank 0's.
     None,
 }
 
-/// A rule of the user's own: of which names and shapes a tensor is a buffer.
+/// A user-defined rule that selects buffers by names and shapes.
 pub(crate) type BufferFilter = Box<dyn Fn(&str, &[usize]) -> bool + Send>;
 
-/// A tensor of the model that is no parameter.
+/// A tensor of the model that is not a parameter.
 #[derive(Debug)]
 pub(crate) struct ModelBuffer {
     pub name: String,
     /// The model's tensor, a variable.
     pub tensor: Tensor,
-    /// The units under construction when it was asked for.
+    /// The units under construction when it was requested.
     pub units: Vec<UnitId>,
-    /// Its entry in the ledger.
+    /// The buffer's entry in the ledger.
     #[allow(dead_code, reason = "held for its Drop")]
     pub held: LedgerEntry,
 }
 
-/// Whether a tensor of that name is a buffer in PyTorch's and Hugging Face's models.
+/// Returns whether a tensor of that name is a buffer in PyTorch's and Hugging Face's models.
 pub(crate) fn has_name_of_buffer(name: &str) -> bool {
     const NAMES: [&str; 5] = ["running_mean", "running_var", COUNTER, "position_ids", "inv_freq"];
     NAMES.contains(&last_part(name))
 }
 
-/// Whether a model does as well without a buffer that a file has: PyTorch's count of batches, which Candle's `BatchNorm`
-/// does not ask for, and the causal mask of a GPT-2's attention and the frequencies of a Llama's, which old files hold.
+/// Returns whether a model can do without a buffer that a file contains: PyTorch's batch counter, which Candle's
+/// `BatchNorm` does not request, and the causal mask of GPT-2's attention and the frequencies of Llama, which old files
+/// contain.
 pub(crate) fn is_needless(name: &str, shape: &[usize]) -> bool {
     last_part(name) == COUNTER
         || name.ends_with(".attn.masked_bias")
@@ -57,8 +59,8 @@ pub(crate) fn is_needless(name: &str, shape: &[usize]) -> bool {
 
 const COUNTER: &str = "num_batches_tracked";
 
-/// The dtype of a buffer that the model asks for as `asked`, in a model of `model`. Running statistics of a 16-bit
-/// model are f32: Candle's `BatchNorm` computes them so, and adds them to what it was given.
+/// Returns the dtype of a buffer that the model requests as `asked`, in a model of dtype `model`. Running statistics of
+/// a 16-bit model are f32: Candle's `BatchNorm` computes them in f32, and adds them to the buffer.
 pub(crate) fn dtype_of_buffer(name: &str, asked: DType, model: DType) -> DType {
     let is_statistic = matches!(last_part(name), "running_mean" | "running_var");
     if is_statistic && asked == model && model.size_in_bytes() < 4 { DType::F32 } else { asked }
@@ -69,24 +71,24 @@ fn last_part(name: &str) -> &str {
 }
 
 impl ModelBuffer {
-    /// Bytes of its shape.
+    /// Returns the bytes of the buffer's shape.
     pub fn size(&self) -> usize {
         self.tensor.elem_count() * self.tensor.dtype().size_in_bytes()
     }
 
-    /// Its values now.
+    /// Returns the buffer's current values.
     ///
     /// # Errors
-    /// As [`check`](Self::check)'s.
+    /// The errors of [`check`](Self::check).
     pub fn bytes(&self) -> Result<Vec<u8>> {
         self.check()?;
         Ok(bytes::to_bytes(&self.tensor)?)
     }
 
-    /// Whether it still has the elements that it was asked for with.
+    /// Checks that the buffer still has the elements with which it was requested.
     ///
     /// # Errors
-    /// [`ParamError::BufferChanged`] if something has put others there.
+    /// [`ParamError::BufferChanged`] if something has replaced them by others.
     pub fn check(&self) -> Result<()> {
         let expected = (self.tensor.elem_count(), self.tensor.dtype());
         match bytes::held(&self.tensor).filter(|held| *held != expected) {
@@ -99,7 +101,7 @@ impl ModelBuffer {
         }
     }
 
-    /// Other values for everybody who holds it, of its shape and type.
+    /// Replaces the values, for everything that holds the buffer. Shape and type stay the same.
     pub fn set(&self, bytes: &[u8]) -> Result<()> {
         Ok(bytes::set_bytes(&self.tensor, bytes)?)
     }

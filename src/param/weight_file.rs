@@ -1,4 +1,4 @@
-//! One safetensors file, mapped.
+//! One memory-mapped safetensors file.
 
 use crate::error::{Error, ParamError, Result};
 use crate::files;
@@ -34,7 +34,7 @@ impl WeightFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
+        // SAFETY: the map is only read. A file that another process truncates meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
@@ -51,7 +51,7 @@ impl WeightFile {
         Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
     }
 
-    /// The tensors, in no order.
+    /// Returns the tensors, in no particular order.
     pub fn tensors(&self) -> impl Iterator<Item = (String, FileTensor<'_>)> {
         let tensors = self.metadata.tensors().into_iter();
         tensors.map(|(name, info)| (name, FileTensor { file: self, info }))
@@ -65,8 +65,8 @@ impl WeightFile {
         self.metadata.info(name).map(|info| FileTensor { file: self, info })
     }
 
-    /// Gives back the memory of pages that were read, which the map would otherwise hold until it is gone: those of a
-    /// parameter that was read are seldom wanted again, and then come from the system's cache.
+    /// Releases the memory of pages that were read, which the map would otherwise keep until it is dropped. The pages
+    /// of a parameter that was read are seldom needed again, and would then come from the system's cache.
     fn release(&self, bytes: Range<usize>) {
         // SAFETY: the map is of a file and never written, so its pages are the file's whenever they are read again.
         let _ = unsafe {
@@ -74,7 +74,8 @@ impl WeightFile {
         };
     }
 
-    /// A hash of its header and a thousand places of its data, not all of it, which may be larger than memory.
+    /// Returns a hash of the header and of a thousand positions of the data, not of all data, which may be larger than
+    /// memory.
     pub fn fingerprint(&self) -> u64 {
         const PLACES: usize = 1000;
         let step = self.map.len().div_ceil(PLACES).max(1);
@@ -84,7 +85,7 @@ impl WeightFile {
     }
 }
 
-/// The length of a file by the header at its beginning, if that is there.
+/// Returns the length of a file by the header at its beginning, if the header is present.
 fn described_length(start: &[u8]) -> Option<u64> {
     let (length, rest) = start.split_first_chunk::<8>()?;
     let length = u64::from_le_bytes(*length);
@@ -94,10 +95,11 @@ fn described_length(start: &[u8]) -> Option<u64> {
     ends.max()?.checked_add(8)?.checked_add(length)
 }
 
-/// Checks that no value is NaN or infinite, of those of a parameter from number `first` on, read from `path`.
+/// Checks that no value is NaN or infinite. `values` are those of a parameter from element `first` on, read from
+/// `path`.
 ///
 /// # Errors
-/// [`ParamError::NotFinite`] with the first one that is.
+/// [`ParamError::NotFinite`] with the first such value.
 pub fn check_finite(path: &Path, name: &str, first: usize, values: &[f32]) -> Result<()> {
     if !has_non_finite(FlatRef::F32(values)) {
         return Ok(());
@@ -116,12 +118,12 @@ impl<'a> FileTensor<'a> {
         &self.info.shape
     }
 
-    /// The file that has it.
+    /// Returns the path of the file that contains the tensor.
     pub fn file(&self) -> &'a Path {
         &self.file.path
     }
 
-    /// An error unless it can be read as a parameter `name` of `shape`.
+    /// Checks that the tensor can be read as a parameter `name` of `shape`.
     pub fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
         let path = || self.file.path.clone();
         if self.info.shape != shape {
@@ -137,10 +139,10 @@ impl<'a> FileTensor<'a> {
         }
     }
 
-    /// Elements `range` of it as a parameter `name` of `shape`, in f32.
+    /// Returns elements `range` of the tensor as a parameter `name` of `shape`, in f32.
     pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         self.check(name, shape)?;
-        // The header's length is any number of bytes, so elements need not be aligned.
+        // The header may have any length, so elements need not be aligned.
         fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Vec<f32> {
             bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect()
         }
@@ -158,7 +160,7 @@ impl<'a> FileTensor<'a> {
         Ok(values)
     }
 
-    /// Its bytes in `dtype`, as a buffer `name` of `shape`.
+    /// Returns the tensor's bytes in `dtype`, as a buffer `name` of `shape`.
     pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
         let (path, info, expected) = (|| self.file.path.clone(), self.info, shape.dims());
         // A single number has one dimension or none.

@@ -1,4 +1,4 @@
-//! Safetensors files of parameters: one, or the shards that an index names.
+//! The safetensors files of parameters: one file, or the shards that an index names.
 
 use super::model_buffer::is_needless;
 use super::weight_file::{FileTensor, WeightFile};
@@ -11,29 +11,29 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
-/// The weights in a folder of Hugging Face.
+/// The names of the weights in a Hugging Face model folder.
 pub const FILE_OF_FOLDER: &str = "model.safetensors";
 pub const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
 
-/// Bytes of an index: a line of some hundred for each tensor.
+/// The maximum bytes of an index, which has a line of some hundred bytes for each tensor.
 const MAX_INDEX: u64 = 256 << 20;
 
-/// Mapped safetensors files of f32, f16 or bf16 tensors.
+/// Memory-mapped safetensors files of f32, f16 or bf16 tensors.
 #[derive(Debug)]
 pub struct WeightFiles {
     /// The file or index.
     path: PathBuf,
     files: Vec<WeightFile>,
-    /// Which file has a tensor.
+    /// The file that has each tensor.
     places: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
-    /// Opens and maps a safetensors file, those of an index, or those of a folder, and reads their headers.
+    /// Opens and maps a safetensors file, the files of an index, or those of a folder, and reads their headers.
     ///
     /// # Errors
-    /// What cannot be read or is no safetensors file; an index that names a file outside of its folder, or a tensor that the
-    /// file does not have.
+    /// A file that cannot be read or is not a safetensors file; an index that names a file outside of its folder, or a
+    /// tensor that the file does not have.
     pub fn open(path: &Path) -> Result<Self> {
         let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
         if path.extension().is_some_and(|extension| extension == "json") {
@@ -77,29 +77,29 @@ impl WeightFiles {
         Ok(Self { path: index.to_owned(), files: shards, places })
     }
 
-    /// The file or index.
+    /// Returns the path of the file or index.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The tensors, in order of their names.
+    /// Returns the tensors, in order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, FileTensor<'_>)> {
         self.places.iter().filter_map(|(name, place)| Some((name.as_str(), self.files[*place].tensor(name)?)))
     }
 
-    /// The tensor of a parameter, with its name in the files.
+    /// Returns the tensor of a parameter, with its name in the files.
     pub fn find(&self, parameter: &str) -> Option<(String, FileTensor<'_>)> {
         let name = names_in_files(parameter).into_iter().find(|name| self.places.contains_key(name))?;
         let tensor = self.files[self.places[&name]].tensor(&name)?;
         Some((name, tensor))
     }
 
-    /// Elements `range` of a parameter, in f32.
+    /// Returns elements `range` of a parameter, in f32.
     pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         self.needed(name, shape)?.values(name, shape, range)
     }
 
-    /// The bytes of a buffer in `dtype`.
+    /// Returns the bytes of a buffer in `dtype`.
     pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
         self.needed(name, shape.dims())?.buffer(name, shape, dtype)
     }
@@ -108,7 +108,7 @@ impl WeightFiles {
         self.find(name).map(|(_, tensor)| tensor).ok_or_else(|| self.missing(name, shape))
     }
 
-    /// The error about a tensor that is not there.
+    /// Returns the error about a missing tensor.
     pub fn missing(&self, name: &str, shape: &[usize]) -> Error {
         let names: Vec<&String> = self.places.keys().collect();
         let (few, more) = names.split_at(names.len().min(3));
@@ -118,7 +118,7 @@ impl WeightFiles {
         ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
     }
 
-    /// An error if there are tensors that are not among the parameters `used`, but for buffers that say nothing.
+    /// Returns an error if there are tensors that are not among the parameters `used`, other than needless buffers.
     pub fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let extra = self.unused(used);
         match extra.is_empty() {
@@ -127,7 +127,7 @@ impl WeightFiles {
         }
     }
 
-    /// The tensors that are not among the parameters `used`, but for buffers that say nothing.
+    /// Returns the tensors that are not among the parameters `used`, other than needless buffers.
     pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
         let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
         let unused =
@@ -135,7 +135,7 @@ impl WeightFiles {
         unused.map(|(name, _)| name).collect()
     }
 
-    /// A hash of the files' headers and of a thousand places in the data of each.
+    /// Returns a hash of the files' headers and of a thousand positions in the data of each.
     pub fn fingerprint(&self) -> u64 {
         match &self.files[..] {
             [file] => file.fingerprint(),
@@ -147,10 +147,10 @@ impl WeightFiles {
     }
 }
 
-/// The names that a parameter may have in files, the likeliest first. Hugging Face writes a GPT-2 with a language model's head
-/// under `transformer.`, and one without, as the published files are, without it; likewise other models with `model.` or
-/// `bert.`; and a language model inside of a model for images too under `language_model.`. The oldest BERTs call the
-/// parameters of norms as TensorFlow does.
+/// Returns the names that a parameter may have in files, the likeliest first. Hugging Face saves a GPT-2 with a
+/// language model's head under `transformer.`, and one without a head, like the published files, without that prefix.
+/// Other models use `model.` or `bert.` in the same way, and a language model inside a vision model also has
+/// `language_model.`. The oldest BERTs use TensorFlow's names for the parameters of norms.
 fn names_in_files(parameter: &str) -> Vec<String> {
     let mut names = vec![parameter.to_owned(), format!("transformer.{parameter}")];
     for prefix in ["transformer.", "model.", "bert."] {
@@ -167,7 +167,7 @@ fn names_in_files(parameter: &str) -> Vec<String> {
     names
 }
 
-/// The files of tensors, by the index at `path`.
+/// Returns the file of each tensor, by the index at `path`.
 pub fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
     let bad = |why: String| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why });
     let bytes =

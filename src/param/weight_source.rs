@@ -1,4 +1,4 @@
-//! Where initial values come from: a random rule, safetensors files, or what the caller gives.
+//! The sources of initial values: a random rule, safetensors files, or the caller.
 
 use super::init::init_values;
 use super::weight_files::WeightFiles;
@@ -13,35 +13,36 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// First values of parameters by their names, for what files in another format, under other names or in several places hold.
-/// All ranks have the same; each asks for what it keeps.
+/// Initial values of parameters by name, for weights that are in files of another format, under other names or in
+/// several places. All ranks have the same values. Each requests those that it keeps.
 pub trait InitialValues: Debug + Send + Sync {
-    /// Whether parameter `name` has its values here. Others begin as their hints and the seed say.
+    /// Returns whether this source has the values of parameter `name`. Others are initialized by their hints and the
+    /// seed.
     fn has(&self, name: &str) -> bool;
 
-    /// Elements `range`, in row-major order, of parameter `name` of `shape`, in f32.
+    /// Returns elements `range`, in row-major order, of parameter `name` of `shape`, in f32.
     ///
     /// # Errors
     /// A tensor of another shape, or one that cannot be read.
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>>;
 
-    /// A hash by which ranks see that they begin with the same values.
+    /// Returns a hash by which ranks check that they begin with the same values.
     fn fingerprint(&self) -> u64;
 }
 
-/// Where initial values come from.
+/// A source of initial values.
 #[derive(Debug)]
 pub enum WeightSource {
-    /// A rule of seed and name, with the model's own init hints.
+    /// A rule that uses seed and name, with the model's own init hints.
     Random {
         /// The seed.
         seed: u64,
     },
     /// Safetensors files with exactly the model's parameters.
     Files(WeightFiles),
-    /// What the caller has, and the rule for others.
+    /// The caller's values, and the random rule for other parameters.
     Given {
-        /// The caller's.
+        /// The caller's values.
         values: Arc<dyn InitialValues>,
         /// The seed.
         seed: u64,
@@ -54,8 +55,8 @@ impl WeightSource {
         Ok(Self::Files(WeightFiles::open(path)?))
     }
 
-    /// A hash by which ranks see that they begin with the same weights. Of a file: its header and a thousand places of
-    /// its data, not all of it, which may be larger than memory.
+    /// Returns a hash by which ranks check that they begin with the same weights. For a file it covers the header and a
+    /// thousand positions of the data, not all data, which may be larger than memory.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Random { seed } => fnv1a(&seed.to_le_bytes()),
@@ -67,9 +68,9 @@ impl WeightSource {
         }
     }
 
-    /// Elements `range` of parameter `name`, in f32.
+    /// Returns elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
-        // A size beyond all memory is an error rather than the end of the process.
+        // A size beyond all memory returns an error instead of aborting the process.
         let mut probe = Vec::<f32>::new();
         if probe.try_reserve_exact(range.len()).is_err() {
             return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());
@@ -82,12 +83,12 @@ impl WeightSource {
         }
     }
 
-    /// What a parameter is asked to begin with, as far as that decides it: a file does not heed it.
+    /// Returns the requested initialization if it determines the values. Files do not use it.
     pub(crate) fn hint(&self, init: Init) -> Init {
         if let Self::Files(_) = self { Init::Const(0.0) } else { init }
     }
 
-    /// The bytes of buffer `name` in `dtype`.
+    /// Returns the bytes of buffer `name` in `dtype`.
     pub(crate) fn buffer(&self, name: &str, shape: &Shape, init: Init, dtype: DType) -> Result<Vec<u8>> {
         let numel = shape.elem_count();
         match (self, init) {
@@ -96,7 +97,7 @@ impl WeightSource {
                 let values = values.values(name, shape.dims(), 0..numel)?;
                 Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
             }
-            // Not by way of f32, which has not all integers.
+            // Not by way of f32, which cannot represent all integers.
             (_, Init::Const(value)) => Ok(bytes::encode(dtype, std::iter::repeat_n(value, numel))),
             (Self::Random { seed } | Self::Given { seed, .. }, init) => {
                 let values = init_values(*seed, name, shape, init, 0..numel);
@@ -105,7 +106,7 @@ impl WeightSource {
         }
     }
 
-    /// Whether a parameter of that name is known to exist.
+    /// Returns whether a parameter of that name is known to exist.
     pub(crate) fn contains(&self, name: &str) -> bool {
         match self {
             Self::Random { .. } => false,
@@ -114,7 +115,7 @@ impl WeightSource {
         }
     }
 
-    /// An error if files hold tensors that the model has not asked for, but for buffers that say nothing.
+    /// Returns an error if files contain tensors that the model has not requested, other than needless buffers.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         if let Self::Files(files) = self { files.check_all_used(used) } else { Ok(()) }
     }

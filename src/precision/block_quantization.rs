@@ -1,29 +1,30 @@
-//! Floats as small integers with one scale per block: what travels where fewer bytes matter more than the last digits.
+//! Quantization of floats to small integers with one scale per block, for transfers in which the number of bytes
+//! matters more than the last digits.
 //!
 //! ```text
-//!   elements   | a block of 128          | a block of 128          | what is left |
+//!   elements   | a block of 128          | a block of 128          | the rest     |
 //!   bytes      | scale (f32) 128 codes   | scale (f32) 128 codes   | ...          |      int4: two codes in a byte
 //! ```
 //!
 //! A block's scale is its largest magnitude over the largest code, and an element is rounded to the nearest multiple of
-//! it (ties to even): it is off by half a step at most, and zeros stay zeros. A block that holds an infinity or a nan
-//! comes out as one in which no element is finite, so that an overflow is still seen. The codec is a function of the
-//! values alone: nothing is drawn at random, and every CPU makes the same bytes of finite values.
+//! the scale (ties to even). The error is at most half a step, and zeros stay zeros. A block that contains an infinity
+//! or a nan is decoded to elements that are all non-finite, so that an overflow is still detected. The result depends
+//! only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite values.
 
 use super::cast::{narrow, widen};
 use super::{FlatMut, FlatRef};
 use crate::kernels::simd::{SimdLoop, level};
 
-/// Elements that share a scale.
+/// The number of elements that share a scale.
 pub const BLOCK: usize = 128;
 
-/// Bytes of a scale.
+/// The bytes of a scale.
 const SCALE: usize = size_of::<f32>();
 
-/// Adding it leaves an integer of small magnitude, rounded to nearest even, in the low bits of a f32.
+/// Adding this number leaves an integer of small magnitude, rounded to nearest even, in the low bits of an f32.
 const TO_INTEGER: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// Integers that stand for floats.
+/// An integer format that represents floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IntFormat {
     /// -127 to 127.
@@ -33,7 +34,7 @@ pub enum IntFormat {
 }
 
 impl IntFormat {
-    /// The code of a block's largest magnitude: a step is that magnitude over this.
+    /// Returns the code of a block's largest magnitude. A step is that magnitude divided by this code.
     pub fn largest_code(self) -> f32 {
         match self {
             Self::Int8 => 127.0,
@@ -41,23 +42,23 @@ impl IntFormat {
         }
     }
 
-    /// Bytes of `elements`, scales included.
+    /// Returns the bytes of `elements` elements, including scales.
     pub fn encoded_len(self, elements: usize) -> usize {
         elements.div_ceil(BLOCK) * SCALE + self.code_bytes(elements)
     }
 
-    /// Elements that fit into `bytes`, in whole blocks.
+    /// Returns how many elements fit into `bytes` as full blocks.
     pub fn whole_blocks_in(self, bytes: usize) -> usize {
         bytes / self.encoded_len(BLOCK) * BLOCK
     }
 
-    /// Writes the blocks of `src` to `dst`, of [`encoded_len`](Self::encoded_len) bytes.
+    /// Writes the blocks of `src` to `dst`, which has [`encoded_len`](Self::encoded_len) bytes.
     pub fn encode(self, src: FlatRef<'_>, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.encoded_len(src.len()), "room for the codes");
         level().run(EncodeBlocks { ints: self, src, dst });
     }
 
-    /// The values of the blocks in `src`, rounded to the dtype of `dst`.
+    /// Decodes the blocks in `src`, and rounds the values to the dtype of `dst`.
     pub fn decode(self, src: &[u8], dst: FlatMut<'_>) {
         assert_eq!(src.len(), self.encoded_len(dst.len()), "codes of as many elements");
         level().run(DecodeBlocks { ints: self, src, dst });
@@ -72,10 +73,10 @@ impl IntFormat {
 
     #[inline(always)]
     fn encode_block(self, values: &[f32], record: &mut [u8]) {
-        // As integers magnitudes are ordered as they are as floats, and a nan is larger than all of them.
+        // As integers, magnitudes have the same order as floats, and a nan is larger than all of them.
         let largest = values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m));
         let step = f32::from_bits(largest) / self.largest_code();
-        // Below that, its inverse would be no number.
+        // Below this limit, the inverse would not be finite.
         let (step, inverse) = if step < f32::MIN_POSITIVE { (0.0, 0.0) } else { (step, 1.0 / step) };
         let (scale, codes) = record.split_at_mut(SCALE);
         scale.copy_from_slice(&step.to_ne_bytes());
@@ -83,7 +84,7 @@ impl IntFormat {
         match self {
             Self::Int8 => codes.iter_mut().zip(values).for_each(|(c, x)| *c = code(*x) as u8),
             Self::Int4 => {
-                // Halves of a block rather than neighbours: that is how vectors are packed.
+                // Pairs come from the two halves of a block, not from neighbors, because vectors are packed this way.
                 let (low, high) = values.split_at(codes.len());
                 let pairs = codes.iter_mut().zip(low).zip(high);
                 pairs.for_each(|((c, low), high)| *c = (code(*low) & 0xf | code(*high) << 4) as u8);
@@ -96,7 +97,7 @@ impl IntFormat {
         }
     }
 
-    /// The values of one block.
+    /// Decodes the values of one block.
     #[inline(always)]
     fn decode_block(self, record: &[u8], values: &mut [f32]) {
         let (scale, codes) = record.split_at(SCALE);
@@ -111,7 +112,7 @@ impl IntFormat {
         }
     }
 
-    /// The values of block `i` of `src`, as many as `values` has. Part of a [`SimdLoop`].
+    /// Decodes block `i` of `src`, as many values as `values` has. Part of a [`SimdLoop`].
     #[inline(always)]
     pub(crate) fn decode_nth(self, i: usize, src: &[u8], values: &mut [f32]) {
         let start = i * self.encoded_len(BLOCK);
@@ -138,7 +139,7 @@ impl SimdLoop for EncodeBlocks<'_> {
             }
             return;
         }
-        // Many blocks at a time: the loop that widens is then a long one.
+        // Many blocks at a time, so that the widening loop is long.
         let mut room = [0f32; 8 * BLOCK];
         for (i, record) in records.enumerate() {
             let (start, in_room) = (i * BLOCK, i % 8 * BLOCK);
@@ -200,7 +201,7 @@ mod tests {
         (0..flat.len()).map(|i| flat.as_ref().get(i)).collect()
     }
 
-    /// Values whose magnitudes lie within a few powers of ten of one another, anywhere in the range.
+    /// Returns values whose magnitudes differ by at most a few powers of ten, anywhere in the range.
     fn values() -> impl Strategy<Value = Vec<f32>> {
         let value = (-1f32..1.0, -4i32..1).prop_map(|(x, e)| x * 10f32.powi(e));
         (prop::collection::vec(prop_oneof![4 => value, 1 => Just(0.0)], 1..400), -30i32..35)
@@ -255,7 +256,7 @@ mod tests {
         for (ints, steps) in [(IntFormat::Int8, -127..=127), (IntFormat::Int4, -7..=7)] {
             let values: Vec<f32> = steps.clone().map(|code| code as f32 * 0.25).collect();
             for block in values.chunks(BLOCK) {
-                // Each block has its largest code, whichever part of the range it holds.
+                // Each block contains its largest code, whichever part of the range it covers.
                 let block: Vec<f32> =
                     block.iter().copied().take(BLOCK - 1).chain([*steps.end() as f32 * 0.25]).collect();
                 for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -268,7 +269,7 @@ mod tests {
 
     #[test]
     fn numbers_of_16_bits_are_coded_as_the_same_numbers_in_f32() {
-        // Some hundred blocks and a bit, each with a scale of its own.
+        // Some hundred blocks and a partial one, each with a separate scale.
         let values: Vec<f32> = (0..30_001).map(|i| ((i * 7919) % 1009) as f32 - 504.0 + (i / BLOCK) as f32).collect();
         for dtype in [DType::BF16, DType::F16] {
             let flat = Flat::from_f32(values.clone(), dtype);

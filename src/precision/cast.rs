@@ -1,6 +1,6 @@
 //! Casts between flat buffers of different dtypes, and arithmetic across them in f32.
 //!
-//! Conversions go through f32 blocks that stay in the first-level cache, in parallel where a buffer is long enough.
+//! Conversions use f32 blocks that stay in the first-level cache, and run in parallel if a buffer is long enough.
 
 use super::{FlatMut, FlatRef};
 use crate::kernels::Element;
@@ -9,14 +9,14 @@ use crate::kernels::parallel;
 use crate::kernels::simd::{SimdLoop, level};
 use half::bf16;
 
-/// Elements that one thread takes at a time; shorter buffers stay on the calling thread.
+/// The number of elements that one thread processes at a time. Shorter buffers stay on the calling thread.
 const CHUNK: usize = 128 * 1024;
 
-/// Elements that are widened, computed and narrowed together.
+/// The number of elements that are widened, computed and narrowed together.
 const BLOCK: usize = 1024;
 
 impl FlatMut<'_> {
-    /// Copies `src` of equal length times `factor`; the product is formed in f32 and rounded once.
+    /// Copies `src` of equal length times `factor`. The product is computed in f32 and rounded once.
     pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
         if factor == 1.0 {
             return self.copy_cast(src);
@@ -24,38 +24,38 @@ impl FlatMut<'_> {
         copy_scaled(self, src, factor);
     }
 
-    /// Multiplies every element, in f32, rounded once.
+    /// Multiplies every element by `factor` in f32, and rounds once.
     pub fn scale(self, factor: f32) {
         scale(self, factor);
     }
 
-    /// Adds `src` of equal length times `factor`, in f32, rounded once.
+    /// Adds `src` of equal length times `factor` in f32, and rounds once.
     pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
         add_scaled(self, src, factor);
     }
 
-    /// Copies `src` of equal length, cast (round to nearest even).
+    /// Copies `src` of equal length, cast with rounding to nearest even.
     pub fn copy_cast(self, src: FlatRef<'_>) {
         copy(self, src);
     }
 }
 
-/// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
+/// Copies `src` into `dst` of equal length, rounded to nearest even if the format is narrower.
 pub(super) fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
     in_chunks(dst, src, &|dst, src| level().run(CastLoop { dst, src }));
 }
 
-/// `dst[i] = src[i] * factor`, computed in f32 and rounded once.
+/// Computes `dst[i] = src[i] * factor` in f32 and rounds once.
 pub(super) fn copy_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
     in_chunks(dst, src, &|dst, src| level().run(ScaleLoop { dst, src, factor }));
 }
 
-/// `dst[i] += src[i] * factor`, computed in f32 and rounded once.
+/// Computes `dst[i] += src[i] * factor` in f32 and rounds once.
 pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
     in_chunks(dst, src, &|dst, src| level().run(AddScaledLoop { dst, src, factor }));
 }
 
-/// Runs `f` over equal parts of both, on the threads of the pool.
+/// Runs `f` over equal parts of both buffers, on the threads of the pool.
 fn in_chunks(dst: FlatMut<'_>, src: FlatRef<'_>, f: &(impl Fn(FlatMut<'_>, FlatRef<'_>) + Sync)) {
     let len = dst.len();
     assert_eq!(len, src.len(), "two flat buffers of different length");
@@ -120,7 +120,7 @@ impl SimdLoop for AddScaledLoop<'_> {
     }
 }
 
-/// `dst[i] = f(dst[i], src[i])`.
+/// Computes `dst[i] = f(dst[i], src[i])`.
 #[inline(always)]
 fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
     match (&mut dst, src) {
@@ -154,9 +154,9 @@ pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
     map(FlatMut::F32(sum), src, |sum, s| sum + s);
 }
 
-/// A number format that is converted with a few operations on integers, in vectors of any width.
+/// A number format that is converted with a few integer operations, in vectors of any width.
 trait HalfNumber: Element {
-    /// As [`crate::kernels::f32_access::get`], and a nan comes out quiet, as the half crate makes it.
+    /// Does the same as [`crate::kernels::f32_access::get`], but makes a nan quiet, as the half crate does.
     fn widen(self) -> f32;
 }
 
@@ -176,7 +176,7 @@ impl HalfNumber for bf16 {
     }
 }
 
-/// `src` as f32, exactly. Part of a [`SimdLoop`].
+/// Converts `src` to f32, exactly. Part of a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     match src {
@@ -186,7 +186,7 @@ pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     }
 }
 
-/// `src` in the dtype of `dst`, rounded to nearest even. Part of a [`SimdLoop`].
+/// Rounds `src` to the dtype of `dst`, to nearest even. Part of a [`SimdLoop`].
 #[inline(always)]
 pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
     match dst {
@@ -196,7 +196,7 @@ pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
     }
 }
 
-/// `dst[i] *= factor`, computed in f32 and rounded once.
+/// Computes `dst[i] *= factor` in f32 and rounds once.
 pub(super) fn scale(dst: FlatMut<'_>, factor: f32) {
     match dst {
         FlatMut::F32(d) => crate::kernels::add::scale_into(d, factor),
@@ -216,7 +216,7 @@ mod tests {
 
     const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-    /// Every bf16 and f16, and f32 around the ties between them.
+    /// Returns every bf16 and f16, and f32 around the ties between them.
     fn every_kind_of_number() -> Vec<f32> {
         let bits = (0..=u16::MAX)
             .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low));

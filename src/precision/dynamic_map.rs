@@ -1,45 +1,46 @@
-//! Eight bits whose steps are fine near zero: the dynamic map of arXiv 2110.02861, section 1.3, as bitsandbytes makes it.
+//! An 8-bit format with fine steps near zero: the dynamic map of arXiv 2110.02861, section 1.3, as in bitsandbytes.
 //!
-//! The codes are the places of 256 sorted values in [-1, 1], or in [0, 1]: seven decades, the larger the more values
-//! in it. An element is the value of its code times the largest magnitude of its block.
+//! The codes are the indices of 256 sorted values in [-1, 1] or [0, 1]. The values cover seven decades, and larger
+//! decades have more values. An element is the value of its code times the largest magnitude of its block.
 
 use std::sync::LazyLock;
 
-/// The ends of the map's decades.
+/// The upper ends of the map's decades.
 const SIZES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
 
-/// Elements of an optimizer state that share a scale.
+/// The number of optimizer state elements that share a scale.
 pub(crate) const BLOCK: usize = 256;
 
-/// Bits of a magnitude's mantissa that choose where the search for its code begins.
+/// The number of leading mantissa bits of a magnitude that select where the search for its code starts.
 const MANTISSA: u32 = 7;
 
-/// Exponent of the smallest magnitude that is looked up: smaller ones are nearer to zero than to any other value.
+/// The exponent of the smallest magnitude that is looked up. Smaller ones are nearer to zero than to any other value.
 const SMALLEST_EXPONENT: u32 = 127 - 24;
 
-/// Places of magnitudes up to 1.
+/// The number of lookup entries for magnitudes up to 1.
 const PLACES: usize = 24 * (1 << MANTISSA) + 1;
 
-/// Below that, the inverse of a scale would be no number.
+/// Below this limit, the inverse of a scale would not be finite.
 pub(super) const SMALLEST: f32 = 1e-38;
 
-/// 256 values, and how the nearest of them is found.
+/// The 256 values, and lookup tables to find the nearest.
 pub(crate) struct DynamicMap {
     values: [f32; 256],
-    /// Between a value and the next; what lies on a bound belongs to the lower one. The last one is beyond all.
+    /// The bounds between each value and the next. A number on a bound belongs to the lower value. The last bound is
+    /// infinity.
     bounds: [f32; 256],
-    /// By place of a magnitude, first of positive numbers, then of negative ones: the lowest code that a number there may have.
-    /// No place has more than two.
+    /// For each lookup entry, first of positive and then of negative numbers: the lowest code that a number of this
+    /// entry may have. No entry has more than two codes.
     first: Box<[[u8; PLACES]; 2]>,
 }
 
 impl DynamicMap {
-    /// Values from -0.993 to 1.
+    /// Creates the map of values from -0.993 to 1.
     pub fn signed() -> Self {
         Self::new(true)
     }
 
-    /// Values from 0 to 1, twice as fine.
+    /// Creates the map of values from 0 to 1, twice as fine.
     pub fn unsigned() -> Self {
         Self::new(false)
     }
@@ -48,7 +49,7 @@ impl DynamicMap {
         let mut values = vec![0.0, 1.0];
         for (decade, size) in SIZES.into_iter().enumerate() {
             let count: usize = if signed { 1 << decade } else { 2 << decade };
-            // The middles of equal parts of 0.1..1.
+            // The centers of equal parts of 0.1..1.
             let step = (1.0f32 - 0.1) / count as f32;
             let edge = |i: usize| {
                 let from_below = i < count.div_ceil(2);
@@ -77,13 +78,13 @@ impl DynamicMap {
         Self { values, bounds, first }
     }
 
-    /// The value of a code.
+    /// Returns the value of a code.
     #[inline(always)]
     pub fn value(&self, code: u8) -> f32 {
         self.values[usize::from(code)]
     }
 
-    /// The code of the value nearest to `x`, which lies in [-1, 1]; of something else, any.
+    /// Returns the code of the value nearest to `x`, which must be in [-1, 1]. For other numbers the code is arbitrary.
     #[inline(always)]
     fn code(&self, x: f32) -> u8 {
         let bits = x.to_bits();
@@ -93,30 +94,30 @@ impl DynamicMap {
         first + u8::from(x > self.bounds[usize::from(first)])
     }
 
-    /// The codes of a block, and its scale: its largest magnitude, or zero where that is below 1e-38.
+    /// Writes the codes of a block and returns its scale: the largest magnitude, or zero if that is below 1e-38.
     #[inline(always)]
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let mut scale = largest(values);
         if scale < SMALLEST {
             scale = 0.0;
         }
-        // Then all elements become zeros.
+        // With a scale of zero, all elements become zeros.
         let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
         let codes = codes.iter_mut().zip(values);
         codes.for_each(|(code, x)| *code = self.code(x * inverse));
         scale
     }
 
-    /// The values of a block.
+    /// Writes the values of a block.
     #[inline(always)]
     pub fn dequantize(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let values = values.iter_mut().zip(codes);
-        // So that a scale of zero gives zeros of one sign.
+        // So that a scale of zero yields zeros of the same sign.
         values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale + 0.0);
     }
 
-    /// The values of a block, so that its codes and scale can be made of them again: the lowest code, which the largest
-    /// magnitude has if it is negative, stands for that magnitude itself.
+    /// Writes the values of a block such that its codes and scale can be restored from them. The lowest code, which
+    /// belongs to the largest magnitude if that is negative, is replaced by the magnitude itself.
     #[inline(always)]
     pub fn dequantize_restorable(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let lowest = if self.values[0] < 0.0 { -1.0 } else { 0.0 };
@@ -126,16 +127,16 @@ impl DynamicMap {
     }
 }
 
-/// The largest magnitude; a nan is larger than all numbers.
+/// Returns the largest magnitude. A nan counts as larger than all numbers.
 #[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     f32::from_bits(values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m)))
 }
 
-/// The map of numbers of both signs, of this process.
+/// The process-wide map of signed numbers.
 pub(crate) static SIGNED: LazyLock<DynamicMap> = LazyLock::new(DynamicMap::signed);
 
-/// The map of numbers without a sign, of this process.
+/// The process-wide map of unsigned numbers.
 pub(crate) static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(DynamicMap::unsigned);
 
 #[cfg(test)]
@@ -170,7 +171,7 @@ mod tests {
 
     #[test]
     fn the_maps_have_the_values_that_were_published() {
-        // Decade by decade: the middle of 0.1..1, the middles of its halves, of its quarters, ...
+        // By decade: the center of 0.1..1, the centers of its halves, of its quarters, and further halvings.
         let close = |x: f32, y: f64| (f64::from(x) / y - 1.0).abs() < 1e-6;
         assert_eq!(
             [SIGNED.values[127], SIGNED.values[255], UNSIGNED.values[0], UNSIGNED.values[255]],
@@ -195,7 +196,7 @@ mod tests {
             let magnitudes: Vec<f32> = values.iter().map(|x| x.abs()).collect();
             for (map, values) in [(&*SIGNED, &values), (&*UNSIGNED, &magnitudes)] {
                 for (x, y) in values.iter().zip(back(map, values)) {
-                    // Distances, as two values may be equally near.
+                    // Distances are compared, because two values may be equally near.
                     let x = x / scale;
                     let (found, least) = ((y / scale - x).abs(), (nearest(map, x) - x).abs());
                     prop_assert!((found - least).abs() <= 1e-6 * x.abs() + 1e-12, "{x:e}: {found:e}, not {least:e}");

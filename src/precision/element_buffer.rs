@@ -1,24 +1,24 @@
-//! The part of a buffer that decisions depend on: dtype, length and capacity, without the values.
+//! The properties of a buffer that decisions depend on (dtype, length and capacity), without the values.
 
 use super::{Flat, FlatMut, FlatRef, sum_of_squares};
 use crate::error::Result;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Elements of one dtype, somewhere: on the host, in a GPU's memory, or only counted. Only those on the host have values that can
-/// be looked at.
+/// Elements of one dtype on the host, in a GPU's memory, or only counted. Only elements on the host have readable
+/// values.
 pub(crate) trait ElementBuffer: Sized {
-    /// Which memory they lie in.
+    /// The type of a memory location.
     type Place: Clone;
 
-    /// The host's memory.
+    /// Returns the host's memory.
     fn host() -> Self::Place;
-    /// Whether a place is a GPU's memory.
+    /// Returns whether a location is a GPU's memory.
     fn is_device(place: &Self::Place) -> bool;
-    /// No elements, and room for `capacity` of them.
+    /// Creates an empty buffer with room for `capacity` elements.
     ///
     /// # Errors
-    /// A GPU has no more memory.
+    /// Returns an error if a GPU is out of memory.
     fn with_capacity(place: &Self::Place, dtype: DType, capacity: usize) -> Result<Self>;
     fn place(&self) -> Self::Place;
     fn dtype(&self) -> DType;
@@ -29,7 +29,7 @@ pub(crate) trait ElementBuffer: Sized {
     fn extend_zeros(&mut self, count: usize) -> Result<()>;
     fn truncate(&mut self, len: usize);
     fn shrink_to_fit(&mut self) -> Result<()>;
-    /// The same elements elsewhere.
+    /// Moves the elements to another memory.
     fn moved_to(self, place: &Self::Place) -> Result<Self>;
 
     fn values(&self) -> Option<FlatRef<'_>> {
@@ -40,19 +40,19 @@ pub(crate) trait ElementBuffer: Sized {
         None
     }
 
-    /// Appends elements; of counted ones, their number.
+    /// Appends elements. A counted buffer only adds their number.
     fn extend_cast(&mut self, values: FlatRef<'_>) -> Result<()> {
         self.extend_zeros(values.len())
     }
 
-    /// `len` zeros.
+    /// Creates a buffer of `len` zeros.
     fn zeros(place: &Self::Place, dtype: DType, len: usize) -> Result<Self> {
         let mut zeros = Self::with_capacity(place, dtype, len)?;
         zeros.extend_zeros(len)?;
         Ok(zeros)
     }
 
-    /// Appends elements `range` of another buffer of the same place.
+    /// Appends elements `range` of another buffer in the same memory.
     fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
         match from.values() {
             Some(values) => self.extend_cast(values.slice(range)),
@@ -60,13 +60,14 @@ pub(crate) trait ElementBuffer: Sized {
         }
     }
 
-    /// Multiplies all elements, in f32, rounded once.
+    /// Multiplies all elements by `factor` in f32, and rounds once.
     fn scale(&mut self, factor: f32) -> Result<()> {
         self.values_mut().into_iter().for_each(|values| values.scale(factor));
         Ok(())
     }
 
-    /// Adds elements `from` of another buffer of the same place, times `factor`, to as many from element `to` on: in f32, rounded once.
+    /// Adds elements `from` of another buffer in the same memory, times `factor`, to the same number of elements from
+    /// `to` on, in f32 and rounded once.
     fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
         if let (Some(sum), Some(values)) = (self.values_mut(), other.values()) {
             sum.slice(to..to + from.len()).add_scaled(values.slice(from), factor);
@@ -74,7 +75,8 @@ pub(crate) trait ElementBuffer: Sized {
         Ok(())
     }
 
-    /// Sums of the squares of elements, as [`sum_of_squares`] forms them; 0 of those that are only counted.
+    /// Returns sums of the squares of elements, computed like [`sum_of_squares`], and 0 for elements that are only
+    /// counted.
     fn sums_of_squares(parts: &[(&Self, Range<usize>)]) -> Result<Vec<f64>> {
         let sum = |(buffer, range): &(&Self, Range<usize>)| {
             buffer.values().map_or(0.0, |values| sum_of_squares(values.slice(range.clone())))

@@ -1,4 +1,4 @@
-//! A flat buffer of one floating-point dtype, owned or borrowed: what buckets, shares and the wire are made of.
+//! A flat buffer of one floating-point dtype, owned or borrowed: the storage of buckets, shards and messages.
 
 use super::huge_pages::prefer_huge;
 use candle_core::DType;
@@ -39,7 +39,7 @@ pub enum FlatMut<'a> {
     F16(&'a mut [f16]),
 }
 
-/// Runs one generic expression for whichever dtype the buffer has.
+/// Evaluates one generic expression for the dtype of the buffer.
 macro_rules! each {
     ($type:ident, $value:expr, $v:ident => $body:expr) => {
         match $value {
@@ -51,7 +51,8 @@ macro_rules! each {
 }
 
 impl Flat {
-    /// `len` zeros of `dtype`, which must be f32, bf16 or f16. Big buffers lie in big pages where the system has them.
+    /// Creates `len` zeros of `dtype`, which must be f32, bf16 or f16. Large buffers use huge pages if the system
+    /// supports them.
     pub fn zeros(dtype: DType, len: usize) -> Self {
         let mut flat = match dtype {
             DType::F32 => Self::F32(vec![0.0; len]),
@@ -63,7 +64,7 @@ impl Flat {
         flat
     }
 
-    /// `values` as `dtype`; f32 values are taken over without a copy.
+    /// Converts `values` to `dtype`. f32 values are moved without a copy.
     pub fn from_f32(values: Vec<f32>, dtype: DType) -> Self {
         if dtype == DType::F32 {
             return Self::F32(values);
@@ -73,7 +74,8 @@ impl Flat {
         flat
     }
 
-    /// An empty buffer of `dtype` with room for `capacity` elements, in big pages as with [`zeros`](Self::zeros).
+    /// Creates an empty buffer of `dtype` with room for `capacity` elements, in huge pages as with
+    /// [`zeros`](Self::zeros).
     pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
         let mut flat = match dtype {
             DType::F32 => Self::F32(Vec::with_capacity(capacity)),
@@ -85,32 +87,32 @@ impl Flat {
         flat
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.as_ref().len()
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.as_ref().dtype()
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn size_in_bytes(&self) -> usize {
         self.len() * self.dtype().size_in_bytes()
     }
 
-    /// Bytes allocated, spare room included.
+    /// Returns the allocated bytes, including spare capacity.
     pub fn capacity_in_bytes(&self) -> usize {
         each!(Flat, self, v => v.capacity()) * self.dtype().size_in_bytes()
     }
 
-    /// Makes room for `more` elements and no others.
+    /// Makes room for exactly `more` elements.
     pub fn reserve_exact(&mut self, more: usize) {
         each!(Flat, self, v => {
             v.reserve_exact(more);
@@ -118,7 +120,7 @@ impl Flat {
         })
     }
 
-    /// The whole, borrowed.
+    /// Borrows all elements.
     pub fn as_ref(&self) -> FlatRef<'_> {
         match self {
             Self::F32(v) => FlatRef::F32(v),
@@ -127,7 +129,7 @@ impl Flat {
         }
     }
 
-    /// The whole, mutably borrowed.
+    /// Borrows all elements mutably.
     pub fn as_mut(&mut self) -> FlatMut<'_> {
         match self {
             Self::F32(v) => FlatMut::F32(v),
@@ -136,12 +138,12 @@ impl Flat {
         }
     }
 
-    /// Elements `range`, borrowed.
+    /// Borrows elements `range`.
     pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
         self.as_ref().slice(range)
     }
 
-    /// Elements `range`, mutably borrowed.
+    /// Borrows elements `range` mutably.
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.as_mut().slice(range)
     }
@@ -151,7 +153,7 @@ impl Flat {
         each!(Flat, self, v => v.fill(Default::default()))
     }
 
-    /// Appends `src`, cast to this buffer's dtype (round to nearest even).
+    /// Appends `src`, cast to this buffer's dtype with rounding to nearest even.
     pub fn extend_cast(&mut self, src: FlatRef<'_>) {
         match (&mut *self, src) {
             (Self::F32(v), FlatRef::F32(src)) => return v.extend_from_slice(src),
@@ -175,51 +177,51 @@ impl Flat {
         each!(Flat, self, v => v.resize(v.len() + count, Default::default()))
     }
 
-    /// Keeps the first `len` elements.
+    /// Keeps only the first `len` elements.
     pub fn truncate(&mut self, len: usize) {
         each!(Flat, self, v => v.truncate(len))
     }
 
-    /// Gives spare room back.
+    /// Releases spare capacity.
     pub fn shrink_to_fit(&mut self) {
         each!(Flat, self, v => v.shrink_to_fit())
     }
 
-    /// Room for `len` elements from the first on, whatever is in them: for a writer that fills them in an order of its
-    /// own and then calls [`set_len`](Self::set_len). Elements below the present length stay what they are.
+    /// Returns the memory of the first `len` elements, with arbitrary contents, for a writer that fills it in any order
+    /// and then calls [`set_len`](Self::set_len). Elements below the current length stay unchanged.
     pub(crate) fn room_bytes(&mut self, len: usize) -> &mut [MaybeUninit<u8>] {
         if self.len() < len {
             self.reserve_exact(len - self.len());
         }
         let bytes = len * self.dtype().size_in_bytes();
         let start: *mut MaybeUninit<u8> = each!(Flat, self, v => v.as_mut_ptr().cast());
-        // SAFETY: the allocation has room for `len` elements, is borrowed mutably as long as the result, and what is
-        // not initialized is not claimed to be.
+        // SAFETY: the allocation has room for `len` elements, is borrowed mutably as long as the result, and
+        // uninitialized bytes are not claimed to be initialized.
         unsafe { std::slice::from_raw_parts_mut(start, bytes) }
     }
 
-    /// Takes `len` elements as written.
+    /// Sets the length to `len` elements that have been written.
     ///
     /// # Safety
-    /// They are: by [`room_bytes`](Self::room_bytes) for at least as many, or before.
+    /// The first `len` elements are initialized, through [`room_bytes`](Self::room_bytes) or before.
     pub(crate) unsafe fn set_len(&mut self, len: usize) {
         // SAFETY: `len` is within the capacity and initialized, as the caller promises; every bit pattern is a number.
         each!(Flat, self, v => unsafe { v.set_len(len) })
     }
 
-    /// The raw bytes, in this machine's byte order.
+    /// Returns the raw bytes, in this machine's byte order.
     pub fn as_bytes(&self) -> &[u8] {
         self.as_ref().as_bytes()
     }
 
-    /// The raw bytes, writable.
+    /// Returns the raw bytes, writable.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         each!(Flat, self, v => bytemuck::cast_slice_mut(v))
     }
 }
 
 impl<'a> FlatRef<'a> {
-    /// Bytes, which begin where elements of `dtype` may begin, as elements.
+    /// Interprets bytes, which must be aligned for `dtype`, as elements.
     pub(crate) fn of_bytes(dtype: DType, bytes: &'a [u8]) -> Self {
         match dtype {
             DType::F32 => Self::F32(bytemuck::cast_slice(bytes)),
@@ -229,17 +231,17 @@ impl<'a> FlatRef<'a> {
         }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         each!(FlatRef, self, v => v.len())
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Self::F32(_) => DType::F32,
@@ -248,7 +250,7 @@ impl<'a> FlatRef<'a> {
         }
     }
 
-    /// Elements `range`.
+    /// Returns elements `range`.
     pub fn slice(self, range: Range<usize>) -> FlatRef<'a> {
         match self {
             Self::F32(v) => FlatRef::F32(&v[range]),
@@ -257,12 +259,12 @@ impl<'a> FlatRef<'a> {
         }
     }
 
-    /// The raw bytes, in this machine's byte order.
+    /// Returns the raw bytes, in this machine's byte order.
     pub fn as_bytes(&self) -> &'a [u8] {
         each!(FlatRef, self, v => bytemuck::cast_slice(v))
     }
 
-    /// An owned copy.
+    /// Returns an owned copy.
     pub fn to_flat(self) -> Flat {
         match self {
             Self::F32(v) => Flat::F32(v.to_vec()),
@@ -271,7 +273,7 @@ impl<'a> FlatRef<'a> {
         }
     }
 
-    /// Element `i`, widened.
+    /// Returns element `i`, widened.
     pub fn get(&self, i: usize) -> f32 {
         match self {
             Self::F32(v) => v[i],
@@ -282,17 +284,17 @@ impl<'a> FlatRef<'a> {
 }
 
 impl<'a> FlatMut<'a> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         each!(FlatMut, self, v => v.len())
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Elements `range`.
+    /// Returns elements `range`.
     pub fn slice(self, range: Range<usize>) -> FlatMut<'a> {
         match self {
             Self::F32(v) => FlatMut::F32(&mut v[range]),
@@ -301,7 +303,7 @@ impl<'a> FlatMut<'a> {
         }
     }
 
-    /// Elements before `mid`, and the others.
+    /// Splits into the elements before `mid` and the others.
     pub fn split_at(self, mid: usize) -> (FlatMut<'a>, FlatMut<'a>) {
         macro_rules! split {
             ($variant:ident, $v:expr) => {{
@@ -316,7 +318,7 @@ impl<'a> FlatMut<'a> {
         }
     }
 
-    /// The same buffer for a shorter time.
+    /// Borrows the same buffer for a shorter time.
     pub fn reborrow(&mut self) -> FlatMut<'_> {
         match self {
             Self::F32(v) => FlatMut::F32(v),
@@ -325,7 +327,7 @@ impl<'a> FlatMut<'a> {
         }
     }
 
-    /// Read access.
+    /// Returns a view for reading.
     pub fn as_ref(&self) -> FlatRef<'_> {
         match self {
             Self::F32(v) => FlatRef::F32(v),

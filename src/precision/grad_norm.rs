@@ -1,53 +1,53 @@
-//! The global gradient norm: sums of squares, overflow, and the factor that clipping and loss scale make.
+//! The global gradient norm: sums of squares, overflow checks, and the factor that combines clipping and loss scale.
 //!
-//! Squares are summed in f64, where the square of any finite f32 is exact and no sum can overflow: a result that is
-//! not finite comes from an element that is not finite. The order of summation is fixed by position in the slice
-//! and nothing else, so a slice gives the same bits on every machine and with any number of threads.
+//! Squares are summed in f64, in which the square of any finite f32 is exact and no sum can overflow: a result that is
+//! not finite comes from an element that is not finite. The order of summation depends only on the position in the
+//! slice, so a slice produces the same bits on every machine and with any number of threads.
 
 use super::{FlatRef, cast};
 use crate::kernels::parallel;
 use crate::kernels::simd::{SimdLoop, level};
 
-/// Elements that are summed by one thread, in one go.
+/// The number of elements that one thread sums at a time.
 pub(crate) const CHUNK: usize = 64 * 1024;
 
-/// Elements that are widened together.
+/// The number of elements that are widened together.
 const BLOCK: usize = 1024;
 
-/// Independent sums per chunk; enough to hide the latency of an addition.
+/// The independent sums per chunk, enough to hide the latency of an addition.
 pub(crate) const LANES: usize = 16;
 
-/// DeepSpeed adds this to the norm before it compares with the largest allowed one.
+/// The number that DeepSpeed adds to the norm before it compares it with the maximum norm.
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// Sum of the squares of all elements.
+/// Returns the sum of the squares of all elements.
 ///
-/// Element `i` is added to lane `i % 16` of chunk `i / 65536`; lanes are added up in order, then chunks in order.
-/// Not finite exactly when an element is not finite.
+/// Element `i` is added to lane `i % 16` of chunk `i / 65536`. Lanes are added in order, then chunks in order. The
+/// result is finite if and only if all elements are.
 pub fn sum_of_squares(values: FlatRef<'_>) -> f64 {
     let chunks = values.len().div_ceil(CHUNK);
     let sums = parallel::map(chunks, |i| level().run(ChunkSum(chunk(values, i))));
     sums.iter().sum()
 }
 
-/// Whether any element is infinite or not a number.
+/// Returns whether any element is infinite or nan.
 pub fn has_non_finite(values: FlatRef<'_>) -> bool {
     let chunks = values.len().div_ceil(CHUNK);
     parallel::any(chunks, |i| level().run(ChunkHasNonFinite(chunk(values, i))))
 }
 
-/// The divisor of gradients that brings their L2 norm to at most `max_norm`: 1 or more.
+/// Returns the divisor of gradients, at least 1, that reduces their L2 norm to at most `max_norm`.
 ///
-/// `norm_unscaled` is the global norm with the loss scale divided out. `max_norm` is `gradient_clipping`; 0 switches
-/// clipping off. DeepSpeed's rule for stages 1 to 3, (norm + 1e-6) / max_norm where that is above 1, for every stage.
+/// `norm_unscaled` is the global norm divided by the loss scale. `max_norm` is `gradient_clipping`, and 0 disables
+/// clipping. All stages use DeepSpeed's rule for stages 1 to 3: (norm + 1e-6) / max_norm if that is above 1.
 fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
     if max_norm > 0.0 { ((norm_unscaled + CLIP_EPSILON) / max_norm).max(1.0) } else { 1.0 }
 }
 
-/// The factor of gradients before the update: loss scale and clipping in one product.
+/// Returns the factor of gradients before the update, the product of loss scale and clipping.
 ///
-/// `scaled_norm` is the global norm of the gradients as they are, `loss_scale` the scale that they were made with,
-/// `clipping` is `gradient_clipping`. Exactly 1 when there is nothing to do.
+/// `scaled_norm` is the global norm of the scaled gradients, `loss_scale` the scale of their loss, and `clipping` is
+/// `gradient_clipping`. The result is exactly 1 if neither applies.
 pub fn gradient_multiplier(scaled_norm: f64, loss_scale: f64, clipping: f64) -> f64 {
     1.0 / (clip_factor(scaled_norm / loss_scale, clipping) * loss_scale)
 }
@@ -86,7 +86,7 @@ impl SimdLoop for ChunkSum<'_> {
                     block
                 }
             };
-            // Only the last block of a chunk has a remainder, so an element's lane depends on its position alone.
+            // Only the last block of a chunk has a remainder, so an element's lane depends only on its position.
             add_squares(&mut lanes, block);
         }
         lanes.iter().sum()
@@ -98,8 +98,8 @@ struct ChunkHasNonFinite<'a>(FlatRef<'a>);
 impl SimdLoop for ChunkHasNonFinite<'_> {
     type Output = bool;
 
-    /// An exponent of ones is what infinities and NaN have, and nothing else. No early exit: a plain OR over all of
-    /// the chunk vectorizes.
+    /// Checks for an exponent of all ones, which only infinities and nan have. There is no early exit, because a plain
+    /// OR over the complete chunk vectorizes.
     #[inline(always)]
     fn run(self) -> bool {
         match self.0 {
@@ -118,7 +118,7 @@ mod tests {
     use half::{bf16, f16};
     use serde_json::Value;
 
-    /// Values of both signs over many magnitudes.
+    /// Returns values of both signs over many magnitudes.
     fn values(len: usize) -> Vec<f32> {
         (0..len as u64).map(|i| ((i * 2741 + 877) % 2001) as f32 - 1000.0).map(|x| x * x * x / 1e6).collect()
     }

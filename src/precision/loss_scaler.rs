@@ -1,51 +1,52 @@
 //! The loss scale of fp16 training.
 //!
-//! f16 gradients underflow; multiplying the loss by a scale lifts them into range, dividing the gradients by it
-//! before the update takes it out again. A dynamic scale grows while all is well and shrinks on overflow.
+//! f16 gradients underflow. Multiplying the loss by a scale lifts them into range, and dividing the gradients by it
+//! before the update removes it again. A dynamic scale grows while no gradient overflows, and shrinks on overflow.
 //!
-//! DeepSpeed has two rules for a dynamic scale, and so has this: stages 1 to 3 tolerate `fp16.hysteresis` overflows and
-//! end the run when the scale cannot fall any further; stage 0 halves at once and never ends the run.
+//! DeepSpeed has two rules for a dynamic scale, and both are implemented here: stages 1 to 3 tolerate `fp16.hysteresis`
+//! overflows and end the run when the scale cannot decrease any further. Stage 0 halves the scale at once and never
+//! ends the run.
 
 use crate::config::{Fp16, Precision};
 use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 use serde::{Deserialize, Serialize};
 
-/// The factor of the loss, and how it reacts to overflow.
+/// The factor of the loss, and its reaction to overflow.
 #[derive(Debug, Clone, PartialEq)]
 pub enum LossScaler {
-    /// No scaling: f32 and bf16.
+    /// No scaling, for f32 and bf16.
     None,
-    /// `fp16.loss_scale` above 0: a constant scale. An overflowed step is still skipped.
+    /// A constant scale, if `fp16.loss_scale` is above 0. A step that overflows is still skipped.
     Static {
         /// The factor.
         scale: f64,
-        /// Overflows in a row.
+        /// The number of consecutive overflows.
         overflows: u32,
     },
-    /// `fp16.loss_scale` 0.
+    /// A dynamic scale, if `fp16.loss_scale` is 0.
     Dynamic(DynamicLossScale),
 }
 
-/// Overflows in a row that end a run with a constant scale. The weights stay as they are meanwhile, so only other data
-/// could bring a gradient that does not overflow.
+/// The number of consecutive overflows that end a run with a constant scale. The weights do not change meanwhile, so
+/// only other data could produce a gradient that does not overflow.
 const STATIC_OVERFLOWS: u32 = 20;
 
-/// State of a dynamic loss scale.
+/// The state of a dynamic loss scale.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DynamicLossScale {
     scale: f64,
     min: f64,
     window: u64,
-    /// `fp16.hysteresis`: overflows in a row of which only the last halves the scale.
+    /// `fp16.hysteresis`: the number of overflows of which the last halves the scale.
     patience: u32,
     /// The remaining hysteresis.
     patience_left: u32,
-    /// An overflow with the scale at its minimum ends the run.
+    /// Whether an overflow with the scale at its minimum ends the run.
     ends_at_min: bool,
     refill_each_clean_step: bool,
     steps: u64,
-    /// Steps since the run's start or the last overflow; the clean step that starts a count is number 0.
+    /// The steps since the start of the run or the last overflow. The clean step that starts a count has number 0.
     clean: u64,
 }
 
@@ -55,16 +56,16 @@ pub struct DynamicLossScale {
 pub struct ScalerState {
     /// The factor.
     pub scale: f64,
-    /// The rest of `fp16.hysteresis`.
+    /// The remaining part of `fp16.hysteresis`.
     pub patience_left: u32,
-    /// Steps so far.
+    /// The steps so far.
     pub steps: u64,
-    /// Steps since the run's start or the last overflow.
+    /// The steps since the start of the run or the last overflow.
     pub clean: u64,
 }
 
 impl LossScaler {
-    /// The state to save; nothing where there is no scaling.
+    /// Returns the state to save, or `None` without scaling.
     pub fn state(&self) -> Option<ScalerState> {
         match self {
             Self::None => None,
@@ -76,7 +77,7 @@ impl LossScaler {
         }
     }
 
-    /// Goes on from a saved state. A static scale stays what the configuration says.
+    /// Restores a saved state. A static scale keeps the value of the configuration.
     pub fn restore(&mut self, state: &ScalerState) {
         if let Self::Dynamic(dynamic) = self {
             dynamic.scale = state.scale;
@@ -86,7 +87,7 @@ impl LossScaler {
         }
     }
 
-    /// The scaler that the configuration asks for at `stage`.
+    /// Creates the scaler that the configuration requests at `stage`.
     pub fn new(precision: &Precision, stage: ZeroStage) -> Self {
         match precision {
             Precision::F32 | Precision::Bf16 { .. } => Self::None,
@@ -98,8 +99,8 @@ impl LossScaler {
         }
     }
 
-    /// The factor for the next loss. Gradients must be divided by the scale that their loss was
-    /// multiplied with: read it before [`update`](Self::update).
+    /// Returns the factor for the next loss. Gradients must be divided by the scale that their loss was multiplied by,
+    /// so read it before [`update`](Self::update).
     pub fn scale(&self) -> f64 {
         match self {
             Self::None => 1.0,
@@ -108,11 +109,13 @@ impl LossScaler {
         }
     }
 
-    /// Reports one optimizer step. `overflow`: a gradient on any rank was not finite. All ranks must report the same.
+    /// Reports one optimizer step. `overflow` means that a gradient on any rank was not finite. All ranks must report
+    /// the same value.
     ///
     /// # Errors
-    /// [`EngineError::LossScaleAtMinimum`] on an overflow that finds the dynamic scale at `fp16.min_loss_scale`, at
-    /// stages 1 to 3; [`EngineError::StaticLossScaleTooLarge`] on the 20th overflow in a row with a constant scale.
+    /// Returns [`EngineError::LossScaleAtMinimum`] on an overflow while the dynamic scale is at `fp16.min_loss_scale`
+    /// at stages 1 to 3, and [`EngineError::StaticLossScaleTooLarge`] on the 20th consecutive overflow with a constant
+    /// scale.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         match self {
             Self::None => Ok(()),
@@ -229,7 +232,7 @@ mod tests {
         let (mut run, mut skipped) = (0, vec![]);
         for case in file.as_array().unwrap().iter().filter(|c| c["area"] == "loss-scaler") {
             let id = case["id"].as_str().unwrap();
-            // Counts an engine's steps: tests/engine/overflow.rs.
+            // This case counts an engine's steps: see tests/engine/overflow.rs.
             if id == "bf16-check" {
                 skipped.push(id);
                 continue;

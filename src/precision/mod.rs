@@ -1,5 +1,5 @@
-//! Number formats: flat buffers of one dtype, casts, blocks of small integers, packed weights, eight-bit states, loss
-//! scaling, overflow, norms.
+//! Number formats: flat buffers of one dtype, casts, blocks of small integers, packed weights, 8-bit states, loss
+//! scaling, overflow checks and norms.
 
 mod block_quantization;
 pub(crate) mod cast;

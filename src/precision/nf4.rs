@@ -5,26 +5,27 @@
 //!   double-quantized    | offset (f32) scale (f32) | 256 codes of scales | 256 x 32 bytes of codes | ...
 //! ```
 //!
-//! A byte holds two elements, the first in its high half, as bitsandbytes packs them; a block that is not full takes
-//! its whole place all the same. The scale of a block is its largest magnitude. Double-quantized, the scales of 256 blocks
-//! lose their mean and become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes, which takes the mean over
-//! all of a tensor: here each 256 blocks have their own, so that they can be made without the others.
+//! A byte holds two elements, the first in its high half, as in bitsandbytes. A partial block occupies the space of a
+//! full one. The scale of a block is its largest magnitude. With double quantization, the mean of the scales of 256
+//! blocks is subtracted, and they become codes of the [dynamic map](super::dynamic_map), as in bitsandbytes. However,
+//! bitsandbytes takes the mean over a complete tensor. Here, each group of 256 blocks has a separate mean, so that it
+//! can be packed independently of the others.
 
 use super::cast::{narrow, widen};
 use super::dynamic_map::{SIGNED as SCALES, SMALLEST, largest};
 use super::{FlatMut, FlatRef};
 use crate::kernels::simd::SimdLoop;
 
-/// Elements that share a scale.
+/// The number of elements that share a scale.
 pub(super) const BLOCK: usize = 64;
 
-/// Bytes of a block's codes.
+/// The bytes of a block's codes.
 const CODES: usize = BLOCK / 2;
 
-/// Blocks whose scales are quantized together.
+/// The number of blocks whose scales are quantized together.
 const NESTED: usize = 256;
 
-/// Bytes before the codes of nested scales: what was subtracted from them, and their own scale.
+/// The bytes before the codes of nested scales: their offset and their scale.
 const NESTED_HEAD: usize = 2 * size_of::<f32>();
 
 /// The values of the sixteen codes.
@@ -47,7 +48,7 @@ pub(crate) const LEVELS: [f32; 16] = [
     1.0,
 ];
 
-/// Between two levels; what lies on a bound belongs to the lower one.
+/// The bounds between adjacent levels. A number on a bound belongs to the lower level.
 const BOUNDS: [f32; 15] = {
     let mut bounds = [0.0; 15];
     let mut i = 0;
@@ -58,7 +59,7 @@ const BOUNDS: [f32; 15] = {
     bounds
 };
 
-/// The two values of every byte.
+/// The two values of each byte.
 static PAIRS: [[f32; 2]; 256] = {
     let mut pairs = [[0.0; 2]; 256];
     let mut byte = 0;
@@ -69,17 +70,17 @@ static PAIRS: [[f32; 2]; 256] = {
     pairs
 };
 
-/// How the scales of blocks are kept.
+/// The storage format of the blocks' scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Nf4Scales {
-    /// 16 bits each, rounded to nearest: 0.531 bytes an element.
+    /// 16 bits per scale, rounded to nearest: 0.531 bytes per element.
     Bf16,
-    /// 8 bits each, and 8 bytes for 256 of them: 0.516 bytes an element.
+    /// 8 bits per scale, and 8 bytes for 256 of them: 0.516 bytes per element.
     DoubleQuantized,
 }
 
 impl Nf4Scales {
-    /// Elements that are packed independently of all others.
+    /// Returns the number of elements that are packed independently of all others.
     pub(super) fn unit(self) -> usize {
         match self {
             Self::Bf16 => BLOCK,
@@ -178,7 +179,7 @@ impl SimdLoop for UnpackNf4<'_> {
     }
 }
 
-/// Block `i` of the elements, in f32.
+/// Returns block `i` of the elements, in f32.
 #[inline(always)]
 fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32] {
     let range = i * BLOCK..src.len().min((i + 1) * BLOCK);
@@ -196,7 +197,7 @@ fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32
 fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
     let inverse = 1.0 / largest.max(SMALLEST);
     let mut of = [0u8; BLOCK];
-    // What is not there is a zero.
+    // Missing elements are zeros.
     of[values.len()..].fill(7);
     for (code, x) in of.iter_mut().zip(values) {
         let x = x * inverse;
@@ -224,7 +225,7 @@ fn unpack_block(codes: &[u8; CODES], scale: f32, dst: &mut FlatMut<'_>, i: usize
     }
 }
 
-/// The elements of a block. With these lengths in sight the compiler looks all of them up before it multiplies.
+/// Computes the elements of a block. With constant lengths, the compiler looks all of them up before it multiplies.
 #[inline(always)]
 fn scaled_levels(codes: &[u8; CODES], scale: f32, values: &mut [f32; BLOCK]) {
     let mut levels = [[0f32; 2]; CODES];

@@ -1,29 +1,31 @@
-//! Stochastic rounding to bfloat16: up or down, by chance, so that the mean of many roundings is the number itself.
+//! Stochastic rounding to bfloat16: numbers are rounded up or down at random, so that the mean of many roundings is the
+//! number itself.
 //!
-//! What a number far smaller than half a step adds to a bf16 is lost each time; by chance it is kept once in a while. The
-//! chance is a function of a key and of the element's place: never of rank, stage or thread.
+//! With rounding to nearest, an update far smaller than half a step of a bf16 is always lost. With stochastic rounding,
+//! it is sometimes kept. The random bits are a function of a key and of the element's position, and never depend on
+//! rank, stage or thread.
 
 use crate::kernels::simd::{SimdLoop, level};
 use crate::util::{fnv1a, mix};
 use half::bf16;
 
-/// The source of the chances of one buffer in one step.
+/// The source of the random bits of one buffer in one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RoundingDice {
     key: u64,
 }
 
 impl RoundingDice {
-    /// A source of its own for every `seed`, name, state (by number) and step.
+    /// Creates a separate source for every `seed`, name, state (by number) and step.
     pub fn new(seed: u64, name: &str, state: u64, step: u64) -> Self {
         let key = mix(seed ^ fnv1a(name.as_bytes()));
         Self { key: mix(mix(key.wrapping_add(state)).wrapping_add(step)) }
     }
 
-    /// Sixteen random bits of an element, in the low half.
+    /// Returns sixteen random bits of an element, in the low half.
     #[inline(always)]
     fn roll(self, element: u64) -> u32 {
-        // A finalizer whose every output bit depends on every input bit.
+        // A finalizer in which every output bit depends on every input bit.
         let mut x =
             (element as u32).wrapping_mul(0x9e37_79b9) ^ self.key as u32 ^ ((element >> 32) as u32).rotate_left(16);
         x = (x ^ (x >> 16)).wrapping_mul(0x21f0_aaad);
@@ -31,7 +33,7 @@ impl RoundingDice {
         (x ^ (x >> 15)) >> 16
     }
 
-    /// `src` in bf16, rounded by chance; it begins with element `first` of its parameter.
+    /// Rounds `src` stochastically to bf16. `src` starts with element `first` of its parameter.
     pub fn round(self, src: &[f32], dst: &mut [bf16], first: usize) {
         assert_eq!(src.len(), dst.len(), "as many rounded numbers");
         level().run(StochasticRound { dice: self, src, dst, first: first as u64 });
@@ -54,7 +56,7 @@ impl SimdLoop for StochasticRound<'_> {
         for (i, (x, y)) in src.iter().zip(dst).enumerate() {
             let bits = x.to_bits();
             let rounded = (bits.wrapping_add(dice.roll(first + i as u64)) >> 16) as u16;
-            // An infinity stays one, and a nan too.
+            // Infinities and nans stay what they are.
             let special = (bits >> 16) as u16 | u16::from(bits & 0x007f_ffff != 0) << 6;
             *y = bf16::from_bits(if bits & 0x7f80_0000 == 0x7f80_0000 { special } else { rounded });
         }
@@ -77,7 +79,8 @@ mod tests {
         for x in [1.0 + 1.0 / 1024.0, -3.001, 0.1, 1e-30] {
             let sum: f64 = rounded(&vec![x; 100_000], RoundingDice::new(1, "w", 0, 1)).iter().map(|y| y.to_f64()).sum();
             let step = f64::from(x.abs()) / 128.0;
-            // The standard deviation of the mean is below half a step over the root of their number.
+            // The standard deviation of the mean is below half a step divided by the square root of the number of
+            // roundings.
             assert!((sum / 1e5 - f64::from(x)).abs() < 4.0 * 0.5 * step / 1e5f64.sqrt(), "{x}: {}", sum / 1e5);
         }
     }

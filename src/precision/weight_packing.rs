@@ -1,28 +1,28 @@
-//! Weights that are not trained, packed: integers or NF4 with scales, at rest and on the wire.
+//! Packing of weights that are not trained, as integers or NF4 with scales, for storage and for transfers.
 //!
-//! Elements are packed in [units](WeightPacking::unit) that know nothing of one another. Packed units stand one after the
-//! other, so the bytes of shards of whole units, put together, are those of the whole.
+//! Elements are packed in [units](WeightPacking::unit) that are independent of each other. Packed units are stored one
+//! after the other, so the concatenated bytes of shards of full units are the bytes of the complete parameter.
 
 use super::nf4::{self, Nf4Scales};
 use super::{BLOCK, FlatMut, FlatRef, IntFormat};
 use crate::kernels::parallel;
 use crate::kernels::simd::level;
 
-/// Elements that one thread takes at a time: whole units of every packing.
+/// The number of elements that one thread processes at a time: full units of every packing.
 const CHUNK: usize = 256 * 1024;
 
-/// How elements become bytes.
+/// The packed format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WeightPacking {
-    /// Eight bits, and a scale (f32) for 128 elements: 1.03 bytes an element.
+    /// Eight bits per element, and a scale (f32) for 128 elements: 1.03 bytes per element.
     Int8,
-    /// Four bits, and a scale for 64 elements.
+    /// Four bits per element, and a scale for 64 elements.
     Nf4(Nf4Scales),
 }
 
 impl WeightPacking {
-    /// Elements that are packed together, independently of all others: 128, 64, or 16384 where scales are
-    /// double-quantized. A shard is a multiple of them, but for the last one's end.
+    /// Returns the number of elements that are packed together, independently of all others: 128, 64, or 16384 with
+    /// double-quantized scales. A shard is a multiple of it, except for the end of the last one.
     pub fn unit(self) -> usize {
         match self {
             Self::Int8 => BLOCK,
@@ -30,7 +30,7 @@ impl WeightPacking {
         }
     }
 
-    /// Bytes of `elements` elements, scales included.
+    /// Returns the bytes of `elements` elements, including scales.
     pub fn packed_len(self, elements: usize) -> usize {
         match self {
             Self::Int8 => IntFormat::Int8.encoded_len(elements),
@@ -38,10 +38,10 @@ impl WeightPacking {
         }
     }
 
-    /// Writes the packed elements of `src` to `dst`, of [`packed_len`](Self::packed_len) bytes.
+    /// Writes the packed elements of `src` to `dst`, which has [`packed_len`](Self::packed_len) bytes.
     ///
     /// # Panics
-    /// If `dst` has another length.
+    /// Panics if `dst` has another length.
     pub fn pack(self, src: FlatRef<'_>, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.packed_len(src.len()), "room for the packed elements");
         if src.len() <= CHUNK {
@@ -55,10 +55,10 @@ impl WeightPacking {
         parallel::join(|| self.pack(src.slice(0..mid), front), || self.pack(src.slice(mid..src.len()), back));
     }
 
-    /// The values of the packed elements in `src`, rounded to the dtype of `dst`.
+    /// Unpacks the elements in `src`, and rounds the values to the dtype of `dst`.
     ///
     /// # Panics
-    /// If `src` does not have the [bytes](Self::packed_len) of as many elements.
+    /// Panics if the length of `src` is not the [packed length](Self::packed_len) of the elements of `dst`.
     pub fn unpack(self, src: &[u8], dst: FlatMut<'_>) {
         assert_eq!(src.len(), self.packed_len(dst.len()), "packed elements of as many");
         let len = dst.len();

@@ -1,4 +1,4 @@
-//! The machine's peak, measured.
+//! The measured peak performance of the machine.
 
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::{Element, buffer};
@@ -6,12 +6,13 @@ use candle_core::DType;
 use half::{bf16, f16};
 use std::time::{Duration, Instant};
 
-/// Rows and columns: large enough to hide everything but the multiplications, small enough for many repetitions.
+/// The number of rows and columns: large enough that the multiplications dominate, small enough for many repetitions.
 const SIZE: usize = 1024;
-/// How long is measured.
+/// The duration of the measurement.
 const TIME: Duration = Duration::from_secs(1);
 
-/// Operations per second of the fastest of many large matrix products of that dtype, with this process's threads.
+/// Returns the operations per second of the fastest of many large matrix products of that dtype, with this process'
+/// threads.
 pub(crate) fn peak_flops(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => measure(bf16::ONE),

@@ -1,8 +1,8 @@
 //! `flops_profiler`: operations and time of one optimizer step, unit by unit.
 //!
-//! This counts the multiply-adds of the matrix products and of the causal attention of [`nn`](crate::nn)'s layers on
-//! the CPU, as they run: what a unit recomputes counts again, and of attention only what the causal mask leaves. Not
-//! counted are elementwise operations, norms, and the operations that a model takes from Candle itself.
+//! The profiler counts the multiply-adds of the matrix products and of the causal attention of [`nn`](crate::nn)'s
+//! layers on the CPU, as they run. Recomputed operations count again, and attention counts only what the causal mask
+//! leaves. Elementwise operations, norms, and operations that a model takes directly from Candle are not counted.
 
 mod measured_peak;
 mod report;

@@ -1,4 +1,4 @@
-//! The report of a profile.
+//! The profile report.
 
 use super::spans::{MicroStepHalf, ProfiledCost};
 use super::step_timings::StepTimings;
@@ -8,20 +8,20 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Operations and time of a unit in one optimizer step, on rank 0.
+/// The operations and time of a unit in one optimizer step, on rank 0.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ModuleProfile {
-    /// Name of the unit; empty: what is outside of units.
+    /// The name of the unit; empty for work outside of units.
     pub name: String,
-    /// Elements of its parameters.
+    /// The number of elements of its parameters.
     pub parameters: usize,
-    /// Multiply-adds in forward. The mean cross entropy of a projection computes its gradients there too.
+    /// The multiply-adds in forward. The mean cross entropy of a projection also computes its gradients there.
     pub forward_macs: u64,
-    /// Multiply-adds in backward, recomputation included.
+    /// The multiply-adds in backward, including recomputation.
     pub backward_macs: u64,
-    /// Milliseconds in forward, waiting for its parameters included.
+    /// The milliseconds in forward, including waits for the unit's parameters.
     pub forward_ms: f64,
-    /// Milliseconds in backward.
+    /// The milliseconds in backward.
     pub backward_ms: f64,
 }
 
@@ -35,25 +35,26 @@ impl ModuleProfile {
     }
 }
 
-/// Operations and time of one optimizer step, on rank 0.
+/// The operations and time of one optimizer step, on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FlopsProfile {
-    /// Number of the step, from 1.
+    /// The number of the step, from 1.
     pub step: u64,
-    /// Number of ranks.
+    /// The number of ranks.
     pub world_size: usize,
-    /// Samples of all ranks in the step.
+    /// The number of samples of all ranks in the step.
     pub samples: usize,
-    /// Work outside of units first, then the units in the order in which they were built.
+    /// The work outside of units first, then the units in the order in which they were built.
     pub modules: Vec<ModuleProfile>,
-    /// How long the step took.
+    /// The durations of the step's parts.
     pub timings: StepTimings,
-    /// Operations per second of large matrix products in the model's dtype, measured on rank 0 while the others wait.
+    /// The operations per second of large matrix products in the model's dtype, measured on rank 0 while the others
+    /// wait.
     pub peak_flops: f64,
 }
 
 impl FlopsProfile {
-    /// A report of the recorded spans; `units` has name and parameters of each.
+    /// Returns a report of the recorded spans; `units` has the name and parameters of each unit.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
         spent: &BTreeMap<(MicroStepHalf, UnitId), ProfiledCost>,
@@ -77,40 +78,40 @@ impl FlopsProfile {
         Self { step, world_size, samples, modules, timings, peak_flops }
     }
 
-    /// The sum over all modules.
+    /// Returns the sum over all modules.
     pub fn total(&self) -> ModuleProfile {
         let mut total = ModuleProfile::default();
         self.modules.iter().for_each(|module| total.add(module));
         total
     }
 
-    /// Operations of rank 0: two for each multiply-add.
+    /// Returns the operations of rank 0: two for each multiply-add.
     pub fn flops(&self) -> u64 {
         let total = self.total();
         2 * (total.forward_macs + total.backward_macs)
     }
 
-    /// Milliseconds of the whole step.
+    /// Returns the milliseconds of the complete step.
     pub fn step_ms(&self) -> f64 {
         self.timings.forward_ms + self.timings.backward_ms + self.timings.step_ms
     }
 
-    /// Operations of rank 0 per second of the whole step.
+    /// Returns the operations per second of rank 0 over the complete step.
     pub fn flops_per_s(&self) -> f64 {
         self.flops() as f64 / self.step_ms() * 1e3
     }
 
-    /// Model FLOPs utilization: the share of the measured peak.
+    /// Returns the model FLOPs utilization: the fraction of the measured peak.
     pub fn mfu(&self) -> f64 {
         self.flops_per_s() / self.peak_flops
     }
 
-    /// Samples of all ranks per second.
+    /// Returns the samples per second of all ranks.
     pub fn samples_per_s(&self) -> f64 {
         self.samples as f64 / self.step_ms() * 1e3
     }
 
-    /// Modules by the first `depth` components of their names, in the order of their first.
+    /// Merges modules by the first `depth` components of their names, in order of first occurrence.
     fn at_depth(&self, depth: usize) -> Vec<ModuleProfile> {
         let mut rows: Vec<ModuleProfile> = Vec::new();
         for module in &self.modules {
@@ -123,10 +124,10 @@ impl FlopsProfile {
         rows
     }
 
-    /// How every text begins.
+    /// The prefix of every report text.
     pub(crate) const BEGINS: &'static [u8] = b"flops profile of step ";
 
-    /// The profile as text, as detailed as the section says.
+    /// Returns the profile as text, with the level of detail that the section sets.
     pub(crate) fn text(&self, config: &FlopsProfiler) -> String {
         let total = self.total();
         let rate = |macs: u64, ms: f64| si(2.0 * macs as f64 / ms * 1e3, "FLOPS");
@@ -168,13 +169,13 @@ impl FlopsProfile {
 }
 
 impl fmt::Display for FlopsProfile {
-    /// As with the defaults of `flops_profiler`.
+    /// Formats the profile with the default settings of `flops_profiler`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text(&FlopsProfiler::default()))
     }
 }
 
-/// Rows, and the total that their shares are of.
+/// A table of rows, with the total for their percentages.
 struct ProfileTable<'a>(&'a [ModuleProfile], &'a ModuleProfile);
 
 impl fmt::Display for ProfileTable<'_> {
@@ -198,7 +199,7 @@ impl fmt::Display for ProfileTable<'_> {
     }
 }
 
-/// `1.50 GFLOP`: two decimals, in steps of 1000.
+/// Formats a number with a unit, such as `1.50 GFLOP`: two decimals, in steps of 1000.
 fn si(value: f64, unit: &str) -> String {
     let prefixes = ["", "K", "M", "G", "T", "P", "E"];
     let step = (0..prefixes.len() - 1).find(|step| value < 1000f64.powi(*step as i32 + 1));
@@ -208,7 +209,7 @@ fn si(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {}{unit}", prefixes[step]).trim_end().to_string()
 }
 
-/// The unit that stands for what is outside of units is the first.
+/// Checks that the unit that stands for work outside of units is the first.
 const _: () = assert!(ROOT == 0);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Which unit the training thread works for, and what that has cost.
+//! The unit that the training thread works for, and the cost of that work.
 //!
 //! ```text
 //!   forward    outside | unit | outside | unit | ... | outside        guards
@@ -12,17 +12,17 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Half of a micro step.
+/// One half of a micro step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum MicroStepHalf {
     Forward,
     Backward,
 }
 
-/// The owner of work.
+/// The half of a micro step and the unit to which work belongs.
 type ProfiledPart = (MicroStepHalf, UnitId);
 
-/// Time and multiply-adds.
+/// The time and multiply-adds of work.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct ProfiledCost {
     pub time: Duration,
@@ -31,7 +31,7 @@ pub(crate) struct ProfiledCost {
 
 #[derive(Default)]
 struct ProfilerState {
-    /// The work that runs, its start, and the thread's count at that time. `None` between the engine's calls.
+    /// The current work, its start, and the thread's multiply-add count at that time. `None` between engine calls.
     now: Option<(ProfiledPart, Instant, u64)>,
     spent: BTreeMap<ProfiledPart, ProfiledCost>,
 }
@@ -40,7 +40,7 @@ thread_local! {
     static SPANS: RefCell<ProfilerState> = RefCell::default();
 }
 
-/// Goes over to `part`; returns what ran before.
+/// Switches to `part`; returns the previous part.
 fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     SPANS.with_borrow_mut(|spans| {
         let (time, macs) = (Instant::now(), mac_count::macs());
@@ -54,7 +54,7 @@ fn switch(part: Option<ProfiledPart>) -> Option<ProfiledPart> {
     })
 }
 
-/// Returns to what ran before when it is dropped.
+/// A guard that returns to the previous work when dropped.
 pub(crate) struct ProfilerSpan(Option<ProfiledPart>);
 
 impl Drop for ProfilerSpan {
@@ -68,7 +68,7 @@ pub(crate) fn record(half: MicroStepHalf) -> ProfilerSpan {
     ProfilerSpan(switch(Some((half, ROOT))))
 }
 
-/// Whether this thread records.
+/// Returns whether this thread records.
 pub(crate) fn is_recording() -> bool {
     SPANS.with_borrow(|spans| spans.now.is_some())
 }
@@ -78,14 +78,15 @@ pub(crate) fn enter(half: MicroStepHalf, unit: UnitId) -> Option<ProfilerSpan> {
     is_recording().then(|| ProfilerSpan(switch(Some((half, unit)))))
 }
 
-/// A unit's backward begins.
+/// Marks the start of a unit's backward.
 pub(crate) fn begin_backward(unit: UnitId) {
     if is_recording() {
         switch(Some((MicroStepHalf::Backward, unit)));
     }
 }
 
-/// A unit's input has its gradient: what comes is outside of the unit, unless another one has begun.
+/// Marks that a unit's input has its gradient: the work that follows is outside of the unit, unless another one has
+/// begun.
 pub(crate) fn end_backward(unit: UnitId) {
     let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (MicroStepHalf::Backward, unit)));
     if runs {
@@ -93,12 +94,12 @@ pub(crate) fn end_backward(unit: UnitId) {
     }
 }
 
-/// Forgets what was recorded.
+/// Discards all records.
 pub(crate) fn clear() {
     SPANS.take();
 }
 
-/// The records since [`clear`].
+/// Returns the records since the last [`clear`], and discards them.
 pub(crate) fn take() -> BTreeMap<ProfiledPart, ProfiledCost> {
     SPANS.take().spent
 }

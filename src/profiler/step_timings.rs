@@ -1,16 +1,16 @@
-//! How long a step took.
+//! The durations of an optimizer step.
 
-/// Milliseconds that the last optimizer step took on this rank, accumulation included.
+/// The milliseconds that the last optimizer step took on this rank, including accumulation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct StepTimings {
-    /// Milliseconds in `forward`.
+    /// The milliseconds in `forward`.
     pub forward_ms: f64,
-    /// Milliseconds in `backward`.
+    /// The milliseconds in `backward`.
     pub backward_ms: f64,
-    /// Milliseconds in `step`.
+    /// The milliseconds in `step`.
     pub step_ms: f64,
-    /// Waiting for collectives, a part of the others.
+    /// The milliseconds of waiting for collectives, which are part of the others.
     pub comm_ms: f64,
-    /// Waiting for files, a part of the others.
+    /// The milliseconds of waiting for files, which are part of the others.
     pub disk_ms: f64,
 }

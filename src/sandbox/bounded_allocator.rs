@@ -1,27 +1,27 @@
-//! An allocator that counts what work within bounds takes.
+//! An allocator that counts the memory of sandboxed work.
 
 use super::signals;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
-/// The system's allocator, with a bound on what work on files of strangers takes: a chat template, a tokenizer, a Parquet
-/// file. At the bound the process ends with an error.
+/// The system's allocator, with a bound on the memory for work on untrusted files: a chat template, a tokenizer, a
+/// Parquet file. When the bound is exceeded, the process ends with an error.
 #[derive(Debug, Clone, Copy)]
 pub struct BoundedAllocator;
 
-/// Bytes that a thread counts by itself.
+/// The number of bytes that a thread counts locally.
 const GRAIN: isize = 256 << 10;
 
-/// Bytes that all bounded work holds, by grains.
+/// The bytes held by all sandboxed work, in multiples of about [`GRAIN`].
 static HELD: AtomicIsize = AtomicIsize::new(0);
 
-/// What this thread's work took.
+/// The allocations of this thread's work.
 #[derive(Clone, Copy)]
 struct ThreadAllocations {
-    /// Most bytes of all bounded work; none outside of such work.
+    /// The maximum number of bytes of all sandboxed work; `None` outside such work.
     most: Option<usize>,
-    /// Not yet in [`HELD`].
+    /// The bytes not yet counted in [`HELD`].
     pending: isize,
     /// This work's part of [`HELD`].
     held: isize,
@@ -40,9 +40,9 @@ pub(super) fn leave() {
     HELD.fetch_sub(account.held, Ordering::Relaxed);
 }
 
-/// Counts `bytes` more, or fewer.
+/// Counts `bytes` more, or fewer if negative.
 fn count(bytes: isize) {
-    // A thread that ends has no account any more.
+    // A thread that is ending has no account any more.
     _ = ACCOUNT.try_with(|cell| {
         let mut account = cell.get();
         let Some(most) = account.most else { return };
@@ -61,11 +61,11 @@ fn count(bytes: isize) {
 }
 
 fn size(layout: Layout) -> isize {
-    // A layout is at most that large.
+    // A layout is never larger.
     layout.size().cast_signed()
 }
 
-// SAFETY: all of it is the system's allocator; counting allocates nothing, and ends the process or returns.
+// SAFETY: all calls go to the system's allocator; counting allocates nothing, and ends the process or returns.
 unsafe impl GlobalAlloc for BoundedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(size(layout));
@@ -92,7 +92,7 @@ unsafe impl GlobalAlloc for BoundedAllocator {
     }
 }
 
-/// Notes that there was no memory, for the abort that follows where that was not expected.
+/// Records that an allocation failed, for the abort that follows if the caller does not handle it.
 fn noted(pointer: *mut u8) -> *mut u8 {
     if pointer.is_null() {
         signals::no_memory();

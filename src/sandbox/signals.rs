@@ -1,26 +1,26 @@
-//! How a process ends that cannot go on: with an error, from wherever it is.
+//! The end of a process that cannot continue: with an error, from any point in the program.
 //!
-//! An overflow of the stack and an allocation that failed end a process by a signal. Where that happens in work within
-//! bounds, or for want of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may
-//! neither allocate nor take locks: the text is written in pieces, by system calls.
+//! A stack overflow and a failed allocation end a process by a signal. If that happens in sandboxed work, or for lack
+//! of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may neither
+//! allocate nor take locks: the text is written in pieces, by system calls.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-/// What is wrong where limits are.
+/// The problem that is reported if memory runs out within this process' limits.
 pub(super) const LIMITS: &str =
     "there is not enough memory within the limits of this process; raise them (ulimit -v, -d and -u)";
 
-/// The largest stack.
+/// The maximum size of a stack.
 const MOST_STACK: usize = 1 << 30;
 
-/// What runs on a thread.
+/// The work that runs on a thread.
 #[derive(Clone, Copy)]
 struct ThreadWork {
     /// The subject's name, which outlives the work; empty without work.
     subject: *const str,
-    /// A place on the stack, above all frames of the work.
+    /// An address on the stack, above all frames of the work.
     top: *const u8,
 }
 
@@ -31,7 +31,7 @@ thread_local! {
     static NO_MEMORY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Notes what begins. `subject` lives until [`leave`].
+/// Records the start of work. `subject` must live until [`leave`].
 pub(super) fn enter(subject: &str, top: *const u8) {
     WORK.set(ThreadWork { subject: &raw const *subject, top });
 }
@@ -40,7 +40,7 @@ pub(super) fn leave() {
     WORK.set(NOTHING);
 }
 
-/// Notes that an allocation failed.
+/// Records that an allocation failed.
 pub(super) fn no_memory() {
     _ = NO_MEMORY.try_with(|noted| noted.set(true));
 }
@@ -58,11 +58,11 @@ pub(super) fn end(subject: &str, problem: &str) -> ! {
             }
         }
     }
-    // SAFETY: it ends the process and runs nothing of it.
+    // SAFETY: the call ends the process and runs none of its code.
     unsafe { libc::_exit(1) }
 }
 
-/// The same, about the subject of this thread's work.
+/// Ends the process with an error about the subject of this thread's work.
 pub(super) fn end_of_work(problem: &str) -> ! {
     let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
     // SAFETY: `enter` was given a text that lives until `leave`.
@@ -72,7 +72,7 @@ pub(super) fn end_of_work(problem: &str) -> ! {
 extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
     if !work.top.is_null() && !info.is_null() {
-        // SAFETY: the system gives a whole one with this signal.
+        // SAFETY: the system passes a complete `siginfo_t` with this signal.
         let at = unsafe { (*info).si_addr() } as usize;
         if at < work.top as usize && work.top as usize - at < MOST_STACK {
             end_of_work(" nests too deeply");
@@ -91,14 +91,14 @@ extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc
     usual(signal);
 }
 
-/// The signals that have a handler here, and what was done on them before.
+/// The signals that have a handler here, and their previous actions.
 static BEFORE: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
 
-/// Lets `signal` do what it did before: it comes again when the handler returns.
+/// Restores the previous action of `signal`: the signal is raised again when the handler returns.
 fn usual(signal: libc::c_int) {
     for (of, action) in BEFORE.get().into_iter().flatten() {
         if *of == signal {
-            // SAFETY: it is an action that the system gave.
+            // SAFETY: the action was returned by the system.
             unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
         }
     }
@@ -111,8 +111,8 @@ pub(super) fn listen() {
         let handlers: [(libc::c_int, Handler); 3] =
             [(libc::SIGSEGV, overflowed), (libc::SIGBUS, overflowed), (libc::SIGABRT, aborted)];
         handlers.map(|(signal, handler)| {
-            // SAFETY: a zeroed action is the default one. The handlers use what handlers may use, and run on the stack that the
-            // standard library gives to each thread for the signals of overflows.
+            // SAFETY: a zeroed action is the default one. The handlers use only what handlers may use, and run on the
+            // stack that the standard library provides to each thread for stack overflow signals.
             unsafe {
                 let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
                 let mut before = action;

@@ -7,8 +7,8 @@ use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, bai
 use half::{bf16, f16};
 use safetensors::Dtype as InFile;
 
-/// Runs `$body` with `$T` standing for the Rust type and `$variant` for the storage's variant of `$dtype`; `$other` for
-/// types that are no numbers of whole bytes.
+/// Runs `$body` with `$T` as the Rust type and `$variant` as the storage variant of `$dtype`; runs `$other` for types
+/// that are not numbers of whole bytes.
 macro_rules! with_number {
     ($dtype:expr, $T:ident, $variant:ident => $body:expr, _ => $other:expr) => {
         with_number!(@ $dtype, $T, $variant, $body, $other,
@@ -31,9 +31,9 @@ macro_rules! with_number {
 trait LittleEndianNumber: bytemuck::Pod {
     fn of(value: f64) -> Self;
     fn f64(self) -> f64;
-    /// The integer, if it is one.
+    /// Returns the value if this is an integer type.
     fn i64(self) -> Option<i64>;
-    /// The same integer, if this type has it.
+    /// Returns the integer if this type can represent it.
     fn of_i64(value: i64) -> Option<Self>;
 }
 
@@ -89,12 +89,12 @@ float! {
     f64: |v| v, |v| v;
 }
 
-/// Whether tensors of this type have bytes here.
+/// Returns whether tensors of this type can be converted to bytes here.
 pub(crate) fn has_bytes(dtype: DType) -> bool {
     with_number!(dtype, T, V => size_of::<T>() > 0, _ => false)
 }
 
-/// The type of a tensor in a safetensors file as one of Candle's that has bytes here.
+/// Returns Candle's type for a tensor type of a safetensors file, if it is supported here.
 pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
     match dtype {
         // A byte that is 0 or 1.
@@ -103,7 +103,7 @@ pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
     }
 }
 
-/// The type in a safetensors file, of one that has bytes here.
+/// Returns the type in a safetensors file for a Candle type, if it is supported here.
 pub(crate) fn dtype_for_file(dtype: DType) -> Option<InFile> {
     IN_FILE.iter().find(|(own, _)| *own == dtype).map(|(_, in_file)| *in_file)
 }
@@ -120,7 +120,7 @@ const IN_FILE: [(DType, InFile); 9] = [
     (DType::F64, InFile::F64),
 ];
 
-/// A tensor's elements, in row-major order.
+/// Returns a tensor's elements, in row-major order.
 pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
@@ -143,8 +143,8 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     }, _ => bail!("the elements of a tensor of {:?} cannot be read", tensor.dtype()))
 }
 
-/// Number and type of the elements in the storage of a tensor, whatever its shape says; nothing of one on a GPU, where
-/// no operation exchanges them.
+/// Returns the number and type of the elements in a tensor's storage, regardless of its shape. Returns `None` for a
+/// tensor on a GPU, where no operation exchanges them.
 pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(values) => {
@@ -159,13 +159,13 @@ pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
     }
 }
 
-/// `bytes` as elements of `dtype`.
+/// Returns `bytes` as elements of `dtype`.
 pub(crate) fn of_bytes(dtype: DType, bytes: &[u8]) -> Result<CpuStorage> {
     with_number!(dtype, T, V => Ok(V(bytemuck::pod_collect_to_vec::<u8, T>(bytes))),
         _ => bail!("a tensor of {dtype:?} cannot be made of bytes"))
 }
 
-/// Exchanges the elements of `tensor`, a whole storage, for `bytes`, whoever else holds it.
+/// Replaces the elements of `tensor`, a complete storage, with `bytes`, for all holders of the tensor.
 pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     if bytes.len() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
         bail!("{} bytes for a tensor of shape {:?} and {:?}", bytes.len(), tensor.shape(), tensor.dtype())
@@ -173,13 +173,13 @@ pub(crate) fn set_bytes(tensor: &Tensor, bytes: &[u8]) -> Result<()> {
     swap(tensor, of_bytes(tensor.dtype(), bytes)?).map(drop)
 }
 
-/// A variable of `bytes`.
+/// Returns a variable with the elements `bytes`.
 pub(crate) fn variable(device: &Device, dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor> {
     let storage = storage_on(device, of_bytes(dtype, bytes)?)?;
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), true))
 }
 
-/// Bytes of `dtype` for `values`, rounded once.
+/// Returns the bytes of `values` in `dtype`, rounded once.
 pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
     with_number!(dtype, T, V => {
         let values: Vec<T> = values.map(<T as LittleEndianNumber>::of).collect();
@@ -187,15 +187,15 @@ pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8>
     }, _ => Vec::new())
 }
 
-/// The values of `bytes` of `dtype`.
+/// Returns the values of `bytes` of `dtype`.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     with_number!(dtype, T, V => {
         bytemuck::pod_collect_to_vec::<u8, T>(bytes).into_iter().map(LittleEndianNumber::f64).collect()
     }, _ => Vec::new())
 }
 
-/// `bytes` of one type as bytes of another: integers that fit, floats rounded once. Nothing where a value would change
-/// its meaning.
+/// Converts `bytes` of one type to bytes of another: integers that fit, floats rounded once. Returns `None` if a value
+/// would change its meaning.
 pub(crate) fn converted(bytes: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     if from == to {
         return Some(bytes.to_vec());
@@ -227,7 +227,7 @@ mod tests {
         let tensor = variable(&Device::Cpu, DType::I64, 3.into(), &bytes).unwrap();
         assert_eq!(tensor.to_vec1::<i64>().unwrap(), [7, -1, 1 << 60]);
         assert_eq!(to_bytes(&tensor).unwrap(), bytes);
-        // A variable made of it is the same memory.
+        // A variable made of the tensor shares its memory.
         let var = Var::from_tensor(&tensor).unwrap();
         var.set(&Tensor::new(&[1i64, 2, 3], &Device::Cpu).unwrap()).unwrap();
         assert_eq!(tensor.to_vec1::<i64>().unwrap(), [1, 2, 3]);

@@ -1,4 +1,4 @@
-//! Access to the elements of tensors in a GPU's memory, for this library's kernels there: what `element.rs` is on the host.
+//! Access to the elements of tensors in GPU memory for this library's GPU kernels; the counterpart of `element.rs`.
 
 use super::residency::refusal;
 use crate::cuda::{DeviceFlatMut, DeviceFlatRef, elements, elements_mut, zeros};
@@ -9,7 +9,7 @@ use candle_core::{
 };
 use std::sync::Mutex;
 
-/// The GPU that a tensor lies on.
+/// Returns the GPU that holds a tensor.
 pub(crate) fn gpu_of(tensor: &Tensor) -> Option<&CudaDevice> {
     match tensor.device() {
         Device::Cuda(device) => Some(device),
@@ -17,17 +17,17 @@ pub(crate) fn gpu_of(tensor: &Tensor) -> Option<&CudaDevice> {
     }
 }
 
-/// Whether kernels read and write elements of `dtype`.
+/// Returns whether kernels read and write elements of `dtype`.
 pub(crate) fn is_taken(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// A tensor of this memory, without a graph.
+/// Returns a tensor of this memory, without a graph.
 pub(crate) fn tensor_of(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }
 
-/// Runs `run` on the elements of contiguous tensors on a GPU, as they are now.
+/// Runs `run` on the current elements of contiguous tensors on a GPU.
 pub(crate) fn with_arrays<R, const N: usize>(
     tensors: [Option<&Tensor>; N],
     op: &'static str,
@@ -45,7 +45,7 @@ pub(crate) fn with_arrays<R, const N: usize>(
     run(arrays.each_ref().map(Option::as_ref))
 }
 
-/// [`with_arrays`] of tensors that are all there.
+/// Does the same as [`with_arrays`], for tensors that all exist.
 pub(crate) fn with_each<R, const N: usize>(
     tensors: [&Tensor; N],
     op: &'static str,
@@ -81,7 +81,7 @@ fn array_of<'a>(cuda: &'a CudaStorage, layout: &Layout, op: &'static str) -> Res
     Err(Error::UnsupportedDTypeForOp(dtype, op).bt())
 }
 
-/// Lets `change` write the elements of a contiguous tensor on a GPU. Everyone who holds the tensor sees it.
+/// Lets `change` write the elements of a contiguous tensor on a GPU. All holders of the tensor see the change.
 pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>) -> Result<()> {
     struct ChangeStorage<F>(Mutex<Option<F>>);
     impl<F: FnOnce(DeviceFlatMut<'_>) -> Result<()>> InplaceOp1 for ChangeStorage<F> {
@@ -106,7 +106,7 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceFlatMut<'_>) -> 
     tensor.inplace_op1(&ChangeStorage(Mutex::new(Some(change))))
 }
 
-/// `sum + other` in the memory of `sum`, which nobody else sees; rounded once.
+/// Computes `sum + other` in the memory of `sum`, which must have no other holder; rounded once.
 pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
     let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
     if other.dtype() != sum.dtype() {
@@ -117,7 +117,7 @@ pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
     Ok(sum)
 }
 
-/// Takes the memory of a tensor on a GPU out of it; nobody else may hold the tensor.
+/// Takes the memory out of a tensor on a GPU; the tensor must have no other holder.
 pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
     struct TakeStorage(Mutex<Option<CudaStorage>>);
     impl InplaceOp1 for TakeStorage {

@@ -1,4 +1,4 @@
-//! Access to a tensor's elements for the kernels, and the way between Rust's types and Candle's storages.
+//! Access to a tensor's elements for the kernels, and conversion between Rust's types and Candle's storages.
 
 use super::residency::refusal;
 use crate::kernels;
@@ -8,16 +8,16 @@ use half::{bf16, f16};
 
 /// A storage dtype of the layers: f32, bf16 or f16.
 pub(crate) trait TensorElement: WithDType + kernels::Element {
-    /// `data` as a flat buffer.
+    /// Returns `data` as a flat buffer.
     fn flat(data: Vec<Self>) -> Flat;
 
-    /// The elements of a flat buffer of this dtype.
+    /// Returns the elements of a flat buffer of this dtype.
     fn of_flat(flat: &Flat) -> Option<&[Self]>;
 
-    /// The elements of a flat buffer of this dtype, to change.
+    /// Returns the elements of a flat buffer of this dtype, mutably.
     fn of_flat_mut(flat: &mut Flat) -> Option<&mut [Self]>;
 
-    /// `data` as what Candle keeps.
+    /// Returns `data` as Candle's storage.
     fn storage(data: Vec<Self>) -> CpuStorage {
         Self::to_cpu_storage_owned(data)
     }
@@ -44,8 +44,8 @@ macro_rules! element {
 element!(f32, F32);
 element!(bf16, BF16);
 element!(f16, F16);
-/// Runs `$body` with `$E` standing for the Rust type of `$dtype`; any other dtype is Candle's "unsupported" error of
-/// the op named `$op`, and a SIMD level that kernels cannot run at is an error too.
+/// Runs `$body` with `$E` as the Rust type of `$dtype`. Any other dtype is Candle's "unsupported" error of the op named
+/// `$op`, and a SIMD level that kernels cannot run at is an error too.
 macro_rules! with_element {
     ($dtype:expr, $op:expr, $E:ident => $body:expr) => {
         match $dtype {
@@ -68,10 +68,10 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
-/// The elements of a contiguous CPU storage.
+/// Returns the elements of a contiguous CPU storage.
 ///
-/// A storage of another dtype is an error, and so is one with fewer elements than its shape says: that is how the
-/// engine leaves a parameter that is not resident, and computing with it must not be possible.
+/// A storage of another dtype is an error. A storage with fewer elements than its shape requires is also an error: the
+/// engine leaves a non-resident parameter in this state, and computing with it must not be possible.
 pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'static str) -> Result<&'a [E]> {
     use candle_core::backend::BackendStorage;
     let found = s.dtype();
@@ -95,7 +95,7 @@ pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'st
     })
 }
 
-/// Runs `run` on the elements of contiguous CPU tensors, as they are now.
+/// Runs `run` on the current elements of contiguous CPU tensors.
 pub(crate) fn with_all<E: WithDType, R, const N: usize>(
     tensors: [Option<&Tensor>; N],
     op: &'static str,
@@ -113,7 +113,7 @@ pub(crate) fn with_all<E: WithDType, R, const N: usize>(
     run(slices)
 }
 
-/// [`with_all`] for one tensor.
+/// Does the same as [`with_all`], for one tensor.
 pub(crate) fn with_elements<E: WithDType, R>(
     tensor: &Tensor,
     op: &'static str,

@@ -1,7 +1,7 @@
-//! A flat buffer in the host's memory or in that of the GPU on which the model computes.
+//! A flat buffer in host memory or in the memory of the GPU on which the model computes.
 //!
-//! What decisions do with buffers is the same in both, by [`ElementBuffer`], with the same bits. Values are looked at and set through
-//! the host, where they are not there already.
+//! Operations on buffers are the same in both, through [`ElementBuffer`], with the same bits. Values on a GPU are read
+//! and set through the host.
 
 use crate::error::Result;
 use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef};
@@ -10,7 +10,7 @@ use std::ops::Range;
 #[cfg(feature = "cuda")]
 use {crate::cuda::DeviceFlat, crate::precision::sum_of_squares, candle_core::CudaDevice};
 
-/// Which memory buffers lie in.
+/// The memory that holds buffers.
 #[derive(Debug, Clone)]
 pub(crate) enum BufferDevice {
     Host,
@@ -19,7 +19,7 @@ pub(crate) enum BufferDevice {
 }
 
 impl BufferDevice {
-    /// The memory of tensors on `device`.
+    /// Returns the memory of tensors on `device`.
     pub fn of(device: &Device) -> Self {
         match device {
             #[cfg(feature = "cuda")]
@@ -28,7 +28,7 @@ impl BufferDevice {
         }
     }
 
-    /// The GPU, if it is one's memory.
+    /// Returns the GPU, if this is a GPU's memory.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&CudaDevice> {
         match self {
@@ -53,7 +53,7 @@ const HERE: &str = "what works on a GPU is given buffers of the GPU";
 #[cfg(feature = "cuda")]
 const APART: &str = "all buffers of an engine lie in one place";
 
-/// Runs one expression for wherever the buffer lies.
+/// Evaluates one expression for a buffer in either memory.
 macro_rules! each {
     ($value:expr, $v:ident => $body:expr) => {
         match $value {
@@ -65,26 +65,26 @@ macro_rules! each {
 }
 
 impl FlatBuffer {
-    /// Elements `range`, of a buffer that lies on the host.
+    /// Returns elements `range` of a buffer on the host.
     ///
     /// # Panics
-    /// It lies elsewhere.
+    /// The buffer is not on the host.
     pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
         self.on_host().slice(range)
     }
 
-    /// The same, writable.
+    /// Returns elements `range` of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// It lies elsewhere.
+    /// The buffer is not on the host.
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.on_host_mut().slice_mut(range)
     }
 
-    /// The raw bytes of a buffer that lies on the host, writable.
+    /// Returns the raw bytes of a buffer on the host, mutably.
     ///
     /// # Panics
-    /// It lies elsewhere.
+    /// The buffer is not on the host.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.on_host_mut().as_bytes_mut()
     }
@@ -105,10 +105,10 @@ impl FlatBuffer {
         }
     }
 
-    /// The buffer, which lies on a GPU.
+    /// Returns the buffer on a GPU.
     ///
     /// # Panics
-    /// It lies on the host.
+    /// The buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device(&self) -> &DeviceFlat {
         match self {
@@ -117,10 +117,10 @@ impl FlatBuffer {
         }
     }
 
-    /// The same, writable.
+    /// Returns the buffer on a GPU, mutably.
     ///
     /// # Panics
-    /// It lies on the host.
+    /// The buffer is on the host.
     #[cfg(feature = "cuda")]
     pub fn on_device_mut(&mut self) -> &mut DeviceFlat {
         match self {
@@ -129,10 +129,10 @@ impl FlatBuffer {
         }
     }
 
-    /// The buffer, which lies on the host.
+    /// Returns the buffer on the host.
     ///
     /// # Panics
-    /// It lies elsewhere.
+    /// The buffer is not on the host.
     pub fn into_host(self) -> Flat {
         match self {
             Self::Host(flat) => flat,
@@ -141,10 +141,10 @@ impl FlatBuffer {
         }
     }
 
-    /// Gives elements `range` to `take`, wherever they lie.
+    /// Passes elements `range`, in either memory, to `take`.
     ///
     /// # Errors
-    /// The driver's.
+    /// The GPU driver failed.
     pub fn read<T>(&self, range: Range<usize>, take: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
         match self {
             Self::Host(flat) => Ok(take(flat.slice(range))),
@@ -153,10 +153,10 @@ impl FlatBuffer {
         }
     }
 
-    /// Sets elements `range`, wherever they lie, cast to this buffer's dtype.
+    /// Sets elements `range`, in either memory, to `values`, cast to this buffer's dtype.
     ///
     /// # Errors
-    /// The driver's.
+    /// The GPU driver failed.
     pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         match self {
             Self::Host(flat) => flat.slice_mut(range).copy_cast(values),

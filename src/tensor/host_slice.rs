@@ -1,4 +1,4 @@
-//! Some elements of a tensor, on the host.
+//! Access to some elements of a tensor on the host.
 
 #[cfg(feature = "cuda")]
 use super::device_elements::{gpu_of, with_each};
@@ -7,7 +7,7 @@ use crate::precision::FlatRef;
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 
-/// Lets `look` see elements `range` of a contiguous tensor on the host; from another device no others come.
+/// Passes elements `range` of a contiguous tensor to `look`, on the host; from another device only these are copied.
 pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
     #[cfg(feature = "cuda")]
     if let Some(device) = gpu_of(tensor) {

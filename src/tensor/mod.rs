@@ -1,4 +1,5 @@
-//! Candle's tensors from inside: their elements for the kernels, and their storages taken out and put back.
+//! The internals of Candle's tensors: their elements for the kernels, and the removal and replacement of their
+//! storages.
 
 pub(crate) mod bytes;
 #[cfg(feature = "cuda")]

@@ -1,8 +1,8 @@
-//! Taking a tensor's storage out and putting one in, while the model and the autograd graph hold the tensor.
+//! Removal and replacement of a tensor's storage, while the model and the autograd graph hold the tensor.
 //!
-//! Candle's in-place operations hand out `&mut CpuStorage` (`&mut CudaStorage`). A tensor keeps its dtype in a field
-//! of its own, so an absent parameter carries an empty storage of a dtype that Candle refuses to compute with: using
-//! it is an error. (An empty storage of the true dtype would be read out of bounds by Candle's matmul.)
+//! Candle's in-place operations pass `&mut CpuStorage` (`&mut CudaStorage`). A tensor keeps its dtype in a separate
+//! field, so an absent parameter has an empty storage of a dtype that Candle refuses to compute with: using it is an
+//! error. (An empty storage of the true dtype would be read out of bounds by Candle's matmul.)
 
 use crate::error::{ParamError, without_backtrace};
 use crate::precision::{Flat, FlatRef};
@@ -13,17 +13,18 @@ use candle_core::{
 };
 use std::sync::Mutex;
 
-/// The dtype that stands for "absent".
+/// The dtype that marks a parameter as absent.
 const ABSENT: DType = DType::F6E2M3;
 
 fn absent() -> CpuStorage {
     CpuStorage::F6E2M3(Vec::new())
 }
 
-/// Candle makes no CUDA storage of this dtype out of host values, so its slice is put together here.
+/// Returns an absent storage on a GPU. Candle creates no CUDA storage of this dtype from host values, so its slice is
+/// built here.
 #[cfg(feature = "cuda")]
 fn absent_on_cuda(device: &CudaDevice) -> Result<CudaStorage> {
-    // One byte: not every driver allocates none.
+    // One byte, because not every driver can allocate zero bytes.
     let slice = candle_core::cuda_backend::CudaStorageSlice::F6E2M3(device.alloc_zeros::<u8>(1)?);
     Ok(CudaStorage { slice, device: device.clone() })
 }
@@ -37,19 +38,19 @@ fn on_cuda(device: &CudaDevice, values: CpuStorage) -> Result<CudaStorage> {
     if values.dtype() == ABSENT { absent_on_cuda(device) } else { device.storage_from_cpu_storage_owned(values) }
 }
 
-/// Whether `error` is how Candle refuses to compute with an absent parameter, or may be.
+/// Returns whether `error` is, or may be, Candle's refusal to compute with an absent parameter.
 pub(crate) fn is_refusal(error: &Error) -> bool {
-    // Some of CUDA's operations name no dtype.
+    // Some CUDA operations name no dtype.
     let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
     let text = error.to_string();
     names_absent(error) || nameless.iter().any(|n| text.contains(n))
 }
 
-/// Whether `error` says itself that it is about an absent parameter.
+/// Returns whether `error` explicitly concerns an absent parameter.
 pub(crate) fn names_absent(error: &Error) -> bool {
     let text = error.to_string();
-    // Candle checks dtypes before it computes and names both where they differ, and the CPU's operations name the one
-    // that they do not support.
+    // Candle checks dtypes before it computes and names both if they differ; the CPU operations name an unsupported
+    // dtype.
     text.contains(&format!("{ABSENT:?}")) || text.contains(SHARDED)
 }
 
@@ -62,16 +63,16 @@ impl From<Error> for crate::error::Error {
     }
 }
 
-/// Whether `error` is the driver's for a GPU without enough memory.
+/// Returns whether `error` is the driver's error for a GPU without enough memory.
 pub(crate) fn is_out_of_memory(error: &Error) -> bool {
-    // cudarc's error is known by its text alone where feature `cuda` is off.
+    // Without feature `cuda`, cudarc's error can be identified only by its text.
     error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY")
 }
 
 const SHARDED: &str = "is sharded and not gathered now";
 
-/// How this library's operation `op` refuses to compute with a storage of `dtype`, if that stands for an absent
-/// parameter, of `shape`.
+/// Returns the error with which this library's operation `op` refuses to compute with a storage of `dtype`, if that
+/// marks a parameter of `shape` as absent.
 pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
     (dtype == ABSENT).then(|| {
         let dims = shape.dims();
@@ -79,7 +80,7 @@ pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
     })
 }
 
-/// A flat buffer as Candle's storage.
+/// Returns a flat buffer as Candle's storage.
 pub(crate) fn to_storage(flat: Flat) -> CpuStorage {
     match flat {
         Flat::F32(v) => CpuStorage::F32(v),
@@ -97,7 +98,7 @@ fn from_storage(storage: CpuStorage) -> Result<Flat> {
     }
 }
 
-/// Exchanges a tensor's storage for another, on whatever device the tensor is. The other lies on the host.
+/// Swaps a tensor's storage, on any device, with another one, which is on the host.
 struct SwapStorage(Mutex<CpuStorage>);
 
 impl InplaceOp1 for SwapStorage {
@@ -122,13 +123,13 @@ impl InplaceOp1 for SwapStorage {
 /// Runs an operation on a tensor's storage.
 fn change(tensor: &Tensor, op: &impl InplaceOp1) -> Result<()> {
     if tensor.elem_count() == 0 {
-        // Candle takes a shape such as [3, 0], whose rows lie at one place, for one with repeated elements.
+        // Candle treats a shape such as [3, 0], whose rows share one address, as one with repeated elements.
         return tensor.detach().reshape(0)?.inplace_op1(op);
     }
     tensor.inplace_op1(op)
 }
 
-/// Puts `storage` into `tensor` and returns what was there.
+/// Puts `storage` into `tensor` and returns the previous one.
 pub(super) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     let op = SwapStorage(Mutex::new(storage));
     change(tensor, &op)?;
@@ -142,7 +143,7 @@ pub(crate) fn put(tensor: &Tensor, values: Flat) -> Result<()> {
     swap(tensor, to_storage(values)).map(drop)
 }
 
-/// Empties a tensor: it keeps shape and dtype, and computing with it becomes an error.
+/// Empties a tensor: it keeps its shape and dtype, and computing with it becomes an error.
 pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
     struct ClearStorage;
     impl InplaceOp1 for ClearStorage {
@@ -163,7 +164,7 @@ pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
     change(tensor, &ClearStorage)
 }
 
-/// Fills a tensor that was made absent with `storage`, which lies on the tensor's device.
+/// Fills an absent tensor with `storage`, which is on the tensor's device.
 pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
     struct FillStorage(Mutex<Option<Storage>>);
     impl FillStorage {
@@ -195,7 +196,7 @@ pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
     change(tensor, &FillStorage(Mutex::new(Some(storage))))
 }
 
-/// Lets `change` work on a parameter's values on the host; on another device they travel there and back.
+/// Lets `change` modify a parameter's values on the host; from another device they are copied there and back.
 pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> T) -> Result<T> {
     let mut flat = from_storage(swap(tensor, absent())?)?;
     let result = change(&mut flat);
@@ -203,7 +204,7 @@ pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> 
     Ok(result)
 }
 
-/// Lets `look` see a tensor's values on the host, in row-major order.
+/// Passes a tensor's values to `look`, on the host, in row-major order.
 pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
@@ -222,7 +223,7 @@ pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T)
     }
 }
 
-/// A storage on `device` made of host values.
+/// Returns a storage on `device` with these host values.
 pub(crate) fn storage_on(device: &Device, values: CpuStorage) -> Result<Storage> {
     match device {
         Device::Cpu => Ok(Storage::Cpu(values)),
@@ -231,7 +232,7 @@ pub(crate) fn storage_on(device: &Device, values: CpuStorage) -> Result<Storage>
     }
 }
 
-/// A variable of `shape` without elements: the leaf under a parameter.
+/// Returns a variable of `shape` without elements: the leaf under a parameter.
 pub(crate) fn empty_leaf(device: &Device, shape: &Shape) -> Result<Tensor> {
     let storage = storage_on(device, absent())?;
     Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), true))

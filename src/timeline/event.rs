@@ -1,4 +1,4 @@
-//! One event, and the line that it is in a part.
+//! A timeline event, and its line in a part file.
 //!
 //! ```text
 //!   1837465012 1837465512 0 2 "name":"all_gather h.3","cat":"collective","args":{"bytes":4096,"queued_us":12}
@@ -9,29 +9,29 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::sync::Arc;
 
-/// The subject of an event: its category in the trace.
+/// The subject of an event, which is its category in the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EventCategory {
-    /// A call of the engine.
+    /// An engine call.
     Engine,
-    /// Forward or backward of a unit.
+    /// The forward or backward of a unit.
     Unit,
-    /// Parameters on their way to be whole.
+    /// A gather of parameters.
     Gather,
-    /// Gradients on their way to this rank's share.
+    /// A reduction of gradients into this rank's share.
     Reduce,
-    /// Waiting for a collective or a file.
+    /// A wait for a collective or a file.
     Wait,
-    /// A part of the optimizer step.
+    /// A phase of the optimizer step.
     Optimizer,
-    /// A collective, as long as it is carried out.
+    /// A collective, while it runs.
     Collective,
     /// A block of a file.
     File,
-    /// Elements on their way between a GPU and the host.
+    /// A copy of elements between a GPU and the host.
     #[cfg(feature = "cuda")]
     Copy,
-    /// Saving or loading.
+    /// The saving or loading of a checkpoint.
     Checkpoint,
 }
 
@@ -53,43 +53,43 @@ impl EventCategory {
     }
 }
 
-/// The row of a rank that an event is shown in.
+/// The row of a rank in which an event is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TimelineLane {
     /// The thread that calls the engine.
     Training,
-    /// Collectives, whichever thread carries them out: one at a time.
+    /// Collectives, whichever thread runs them: one at a time.
     Collectives,
-    /// The thread of a save in the background.
+    /// The thread of a background save.
     Checkpoint,
-    /// Gradients on their way from a GPU to the host.
+    /// Copies of gradients from a GPU to the host.
     #[cfg(feature = "cuda")]
     Gradients,
-    /// Updated weights on their way from the host to a GPU.
+    /// Copies of updated weights from the host to a GPU.
     #[cfg(feature = "cuda")]
     Updates,
-    /// Shards of parameters on their way from the host to a GPU.
+    /// Copies of parameter shards from the host to a GPU.
     #[cfg(feature = "cuda")]
     Shards,
     /// The thread of a delayed update.
     #[cfg(feature = "cuda")]
     DelayedUpdate,
-    /// Collectives between GPUs, as long as they run there.
+    /// Collectives between GPUs, while they run there.
     #[cfg(feature = "cuda")]
     BetweenGpus,
     /// The model's work on a GPU.
     #[cfg(feature = "cuda")]
     Gpu,
-    /// A thread of offload.
+    /// An offload thread.
     File(usize),
 }
 
-/// Lanes of one engine; where a rank has several engines at a time, each has its own.
+/// The number of lanes of one engine. If a rank has several engines at a time, each has its own lanes.
 const LANES: usize = 100;
 const FIRST_FILE: usize = 10;
 
 impl TimelineLane {
-    /// Its number among those of a rank, from 1 (viewers take 0 for the idle thread).
+    /// Returns the lane's number within its rank, from 1 (viewers use 0 for the idle thread).
     pub(super) fn number(self, engine: usize) -> usize {
         engine * LANES
             + match self {
@@ -112,7 +112,7 @@ impl TimelineLane {
             }
     }
 
-    /// The name of a lane by its number.
+    /// Returns the name of the lane with this number.
     pub(super) fn name_of(number: usize) -> String {
         let (engine, lane) = (number / LANES, number % LANES);
         let name = match lane {
@@ -131,7 +131,7 @@ impl TimelineLane {
     }
 }
 
-/// The work from `start` to `end`.
+/// A piece of work from `start` to `end`.
 #[derive(Debug, Clone)]
 pub(super) struct TimelineEvent {
     pub start: u64,
@@ -141,18 +141,18 @@ pub(super) struct TimelineEvent {
     pub lane: usize,
     pub kind: EventCategory,
     pub name: &'static str,
-    /// The object of the work: a unit, parameters.
+    /// The object of the work, such as a unit or parameters.
     pub of: Option<Arc<str>>,
-    /// Named numbers; those without a name do not count.
+    /// Named numbers; entries with an empty name are ignored.
     pub numbers: [(&'static str, u64); 2],
 }
 
 impl TimelineEvent {
-    /// Appends its line to `text`.
+    /// Appends the event's line to `text`.
     pub fn write(&self, text: &mut String) {
         let Self { start, end, rank, lane, kind, name, of, numbers } = self;
         let title = match of {
-            // Names of parameters may hold anything.
+            // Parameter names may contain any character.
             Some(of) => Value::from(format!("{name} {of}")).to_string(),
             None => format!("\"{name}\""),
         };
@@ -167,7 +167,7 @@ impl TimelineEvent {
     }
 }
 
-/// A line of a part, read.
+/// A parsed line of a part file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum EventLine<'a> {
     Event {
@@ -182,7 +182,8 @@ pub(super) enum EventLine<'a> {
 }
 
 impl<'a> EventLine<'a> {
-    /// `None`: not a whole line with its end, as a process leaves it that is killed while it writes.
+    /// Parses a line. Returns `None` if it is not complete up to its end, as left by a process that is killed while it
+    /// writes.
     pub fn read(line: &'a str) -> Option<Self> {
         let line = line.strip_suffix('\n')?;
         if let Some(count) = line.strip_prefix("dropped ") {

@@ -1,4 +1,4 @@
-//! Where the events of a process gather: in memory, and every now and then in a file of lines.
+//! The collection of a process' events: in memory, and periodically in a file of lines.
 
 use super::event::TimelineEvent;
 use super::job_timeline::PART;
@@ -15,59 +15,59 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The most that a killed process loses.
+/// The writing period, which is the maximum time whose events a killed process loses.
 const PERIOD: Duration = Duration::from_millis(250);
-/// Events in memory; whoever records one more writes them down.
+/// The number of events in memory; the thread that records one more writes them.
 const IN_MEMORY: usize = 1 << 14;
-/// Events of a process: a trace of more than some hundred MB is nothing that a viewer opens.
+/// The maximum number of events of a process: no viewer opens a trace of more than some hundred MB.
 const MOST: usize = 1 << 20;
 
-/// All sinks of this process. They stay, so that engines that come one after the other fill the same file.
+/// All sinks of this process. They are kept so that consecutive engines fill the same file.
 static SINKS: Mutex<Vec<Arc<EventSink>>> = Mutex::new(Vec::new());
 
 /// The destination of the lines.
 #[derive(Debug, PartialEq, Eq)]
 enum SinkDestination {
-    /// A file in this folder, that the launcher reads.
+    /// A file in this folder, read by the launcher.
     Part { folder: PathBuf },
-    /// This process makes a trace of them.
+    /// A trace file that this process creates.
     Whole { file: PathBuf },
 }
 
-/// Events on their way to one file.
+/// Events that are collected for one file.
 pub(super) struct EventSink {
     destination: SinkDestination,
-    /// Its own beginning.
+    /// The time at which the sink was created.
     zero: u64,
     memory: Mutex<UnwrittenEvents>,
     lines: Mutex<EventLinesFile>,
 }
 
-/// The lines that are not written yet.
+/// The events that are not written yet.
 struct UnwrittenEvents {
     events: Vec<TimelineEvent>,
-    /// Events that may still come.
+    /// The number of events that can still be recorded.
     room: usize,
     dropped: u64,
-    /// Rank and number of each engine that records.
+    /// The rank and number of each engine that records.
     engines: Vec<(usize, usize)>,
-    /// A thread writes from time to time.
+    /// Whether a thread writes periodically.
     has_writer: bool,
 }
 
 struct EventLinesFile {
     file: File,
-    /// Nothing can be written any more.
+    /// Whether writing has failed, so that nothing more is written.
     has_failed: bool,
 }
 
 impl EventSink {
-    /// A sink for the launcher that made `folder`.
+    /// Returns a sink for the launcher that created `folder`.
     pub fn part(folder: &Path) -> Result<Arc<Self>> {
         Self::of(SinkDestination::Part { folder: folder.into() })
     }
 
-    /// A sink for the trace `file`.
+    /// Returns a sink for the trace `file`.
     pub fn whole(file: &Path) -> Result<Arc<Self>> {
         let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
         Self::of(SinkDestination::Whole { file })
@@ -86,7 +86,7 @@ impl EventSink {
             SinkDestination::Whole { file } if file.is_dir() => {
                 return Err(cannot_write(file, &std::io::ErrorKind::IsADirectory.into()));
             }
-            // Nobody sees its lines, and nothing is left of them when the process is gone.
+            // The file has no name, and disappears with the process.
             SinkDestination::Whole { file } => {
                 check_earlier(file).map_err(|e| cannot_write(file, &e))?;
                 tempfile::tempfile_in(folder_of(file)).map_err(|e| cannot_write(file, &e))?
@@ -104,7 +104,8 @@ impl EventSink {
         Self { destination, zero: now(), memory: Mutex::new(memory), lines: Mutex::new(lines) }
     }
 
-    /// An engine of `rank` records from now on; gives the smallest number that none of the rank's has.
+    /// Registers an engine of `rank` that records from now on; returns the smallest number not used by an engine of the
+    /// rank.
     pub fn join(self: &Arc<Self>, rank: usize) -> usize {
         let mut memory = lock(&self.memory);
         let engine = (0..).find(|engine| !memory.engines.contains(&(rank, *engine))).unwrap_or_default();
@@ -112,13 +113,13 @@ impl EventSink {
         if !memory.has_writer {
             let sink = self.clone();
             let writer = std::thread::Builder::new().name("timeline".into()).spawn(move || sink.write_now_and_then());
-            // Without one, whoever fills the memory writes.
+            // Without a writer thread, the thread that fills the memory writes.
             memory.has_writer = writer.is_ok();
         }
         engine
     }
 
-    /// It does not any more.
+    /// Unregisters an engine, which no longer records.
     pub fn leave(&self, rank: usize, engine: usize) {
         let mut memory = lock(&self.memory);
         memory.engines.retain(|known| *known != (rank, engine));
@@ -146,7 +147,7 @@ impl EventSink {
         }
     }
 
-    /// Takes an event in.
+    /// Records an event.
     pub fn record(&self, event: TimelineEvent) {
         let mut memory = lock(&self.memory);
         if memory.room == 0 {
@@ -161,7 +162,7 @@ impl EventSink {
         }
     }
 
-    /// Writes down what is in memory. A file that cannot be written ends the recording, and not the training.
+    /// Writes the events in memory to the file. If that fails, recording ends, but not the training.
     pub fn flush(&self) {
         let mut lines = lock(&self.lines);
         let mut memory = lock(&self.memory);

@@ -1,4 +1,4 @@
-//! The timeline of a job of `zerorun`: its ranks write parts, the launcher puts them together.
+//! The timeline of a `zerorun` job: its ranks write part files, which the launcher combines.
 
 use super::now;
 use super::trace::cannot_write;
@@ -8,23 +8,23 @@ use crate::files::{OutputKind, OutputLocks, RunPaths, ScratchFolder, folder_of};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// How names of parts begin.
+/// The prefix of the names of part files.
 pub(super) const PART: &str = "part-";
 
-/// A job that is recorded. Its parts are gone when it is dropped.
+/// A job that is recorded. Its part files are deleted when it is dropped.
 pub struct JobTimeline {
     file: PathBuf,
     parts: ScratchFolder,
     zero: u64,
-    /// No other job writes there.
+    /// Locks that keep other jobs from writing to the same output.
     _claims: OutputLocks,
 }
 
 impl JobTimeline {
-    /// Begins now.
+    /// Starts the timeline now.
     ///
     /// # Errors
-    /// [`MonitorError::Timeline`]: the file's folder is not there or cannot be written.
+    /// [`MonitorError::Timeline`]: the file's folder does not exist or is not writable.
     pub fn begin(file: &Path) -> Result<Self> {
         let wrong = |e: std::io::Error| match e.kind() {
             std::io::ErrorKind::NotFound => {
@@ -45,18 +45,18 @@ impl JobTimeline {
         Ok(Self { file: absolute, parts, zero: now(), _claims: claims })
     }
 
-    /// Where ranks put their parts.
+    /// Returns the folder for the part files of the ranks.
     pub fn folder(&self) -> &Path {
         self.parts.path()
     }
 
-    /// Makes the trace of what is there, also where ranks have failed.
+    /// Writes the trace from the existing part files, even if ranks have failed.
     ///
     /// # Errors
-    /// [`MonitorError::Timeline`].
+    /// [`MonitorError::Timeline`]: a part file cannot be read, or the trace cannot be written.
     pub fn finish(self) -> Result<TraceSummary> {
         self.merge().map_err(|error| {
-            // Hours may have been recorded: what there is stays.
+            // Hours may have been recorded: the existing parts are kept if writing fails.
             let parts = self.parts.keep();
             match error {
                 Error::Monitor(MonitorError::Timeline { path, problem }) => {

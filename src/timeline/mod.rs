@@ -1,14 +1,14 @@
-//! The work of each rank over time: events of all ranks on one clock, as a trace that Perfetto shows.
+//! The work of each rank over time: events of all ranks on a common clock, as a trace for Perfetto.
 //!
 //! ```text
 //!   span, section -> events in memory -> [every 250 ms, on a thread] lines of a part -> trace (all parts, sorted)
-//!   (thread_state.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs; job_timeline.rs: of zerorun)
+//!   (thread_state.rs) (event_sink.rs)                                   (event_sink.rs)   (trace.rs, job_timeline.rs)
 //! ```
 //!
-//! A span is a guard: what lies between its making and its end is an event. Spans cost one relaxed load while no engine
-//! of the process records. An engine records where [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
-//! `zerorun --timeline` or the environment say so; a thread records for the engine whose call it carries out, and work
-//! that it hands to another thread takes along ([`CarriedContext`]) whose it is and what it is about.
+//! A span is a guard: the time between its creation and its end is an event. Spans cost one relaxed load while no
+//! engine of the process records. An engine records if [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
+//! `zerorun --timeline` or the environment requests it. A thread records for the engine whose call it runs, and work
+//! that it hands to another thread carries the engine and the subject along ([`CarriedContext`]).
 
 mod event;
 mod event_sink;
@@ -24,12 +24,12 @@ pub(crate) use thread_state::{
     CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
 };
 
-/// Where this process alone writes its timeline.
+/// The variable with the file to which this process writes its own timeline.
 pub const FILE: &str = "CANDLE_ZERO_TIMELINE";
-/// The folder in which `zerorun` expects the parts of its ranks.
+/// The variable with the folder in which `zerorun` expects the part files of its ranks.
 pub const PARTS: &str = "CANDLE_ZERO_TIMELINE_PARTS";
 
-/// Nanoseconds of the clock that all processes of this machine share.
+/// Returns the nanoseconds of the clock that all processes of this machine share.
 fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()

@@ -1,4 +1,4 @@
-//! An engine that records.
+//! The recorder of an engine's events.
 
 use super::event_sink::EventSink;
 use super::{FILE, PARTS};
@@ -7,32 +7,33 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Engines of this process that record.
+/// The number of engines of this process that record.
 static RECORDERS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether any engine of this process records.
+/// Returns whether any engine of this process records.
 pub(super) fn any_records() -> bool {
     RECORDERS.load(Ordering::Relaxed) > 0
 }
 
-/// Where the events of an engine go.
+/// The destination of an engine's events.
 pub(super) struct EngineTrack {
     pub sink: Arc<EventSink>,
     pub rank: usize,
-    /// Its number among the engines that record for the rank at this time.
+    /// The engine's number among those that record for the rank at this time.
     pub engine: usize,
 }
 
-/// Lets the events of an engine be recorded. When the last one of a process that records into a file of its own is
-/// gone, the file is there.
+/// A handle during whose lifetime an engine's events are recorded. If the process writes its own trace file, the file
+/// is written when the last recorder is dropped.
 pub(crate) struct TimelineRecorder(Arc<EngineTrack>);
 
 impl TimelineRecorder {
-    /// For rank `rank`: into the parts of `zerorun --timeline`, else into `file`, else as the environment says. Where
-    /// each rank is a process (`ranks_are_processes`) and no launcher puts their parts together, each writes a file.
+    /// Returns a recorder for rank `rank` that writes to the part files of `zerorun --timeline`, otherwise to `file`,
+    /// otherwise to the file that the environment names. If each rank is a process (`ranks_are_processes`) and no
+    /// launcher combines their parts, each writes its own file.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// The file cannot be written.
     pub fn open(file: Option<PathBuf>, rank: usize, ranks_are_processes: bool) -> Result<Option<Self>> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
@@ -50,7 +51,7 @@ impl TimelineRecorder {
         &self.0
     }
 
-    /// Brings what has been recorded to its part, for the process may end.
+    /// Writes the recorded events to the part file, because the process may end.
     pub fn flush(recorder: Option<&Self>) {
         if let Some(recorder) = recorder {
             recorder.0.sink.flush();
@@ -65,7 +66,7 @@ impl Drop for TimelineRecorder {
     }
 }
 
-/// `trace.json` of rank 1: `trace.rank-1.json`.
+/// Returns the file of a rank: `trace.rank-1.json` for rank 1 and `trace.json`.
 fn of_rank(file: &Path, rank: usize) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_os_string();
     name.push(format!(".rank-{rank}"));

@@ -1,4 +1,4 @@
-//! The records of the present thread: spans, sections that follow one another, and what other threads do for it.
+//! The recording state of the current thread: spans, consecutive sections, and context for other threads.
 
 use super::event::{EventCategory, TimelineEvent, TimelineLane};
 use super::now;
@@ -8,14 +8,14 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use std::time::Instant;
 
-/// The work of a thread.
+/// The recording context of a thread.
 #[derive(Default)]
 struct ThreadContext {
-    /// The engine that it works for, and its lane there.
+    /// The engine that the thread works for, and the thread's lane there.
     track: Option<(Arc<EngineTrack>, TimelineLane)>,
-    /// The subject of that.
+    /// The subject of the work.
     of: Option<Arc<str>>,
-    /// Sections that have not ended, from the outside in.
+    /// The sections that have not ended, from the outermost in.
     sections: Vec<TimelineSpan>,
 }
 
@@ -23,12 +23,12 @@ thread_local! {
     static CURRENT: RefCell<ThreadContext> = RefCell::default();
 }
 
-/// Whether the present thread works for an engine that records.
+/// Returns whether the current thread works for an engine that records.
 pub(crate) fn is_recording() -> bool {
     any_records() && CURRENT.with_borrow(|context| context.track.is_some())
 }
 
-/// An event from now to the span's end; nothing where nothing is recorded.
+/// An event from now to the span's end; empty if nothing is recorded.
 #[must_use = "an event ends when its span is dropped"]
 #[derive(Default)]
 pub(crate) struct TimelineSpan(Option<(Arc<EngineTrack>, TimelineEvent)>);
@@ -46,7 +46,7 @@ impl TimelineSpan {
         )))
     }
 
-    /// The object of the work.
+    /// Sets the object of the work.
     pub fn of(mut self, of: impl FnOnce() -> String) -> Self {
         if let Some((_, event)) = &mut self.0 {
             event.of = Some(of().into());
@@ -54,7 +54,7 @@ impl TimelineSpan {
         self
     }
 
-    /// The same, as it was where work was handed over.
+    /// Sets the object of the work to that of the context in which the work was handed over.
     pub fn of_carried(mut self, carried: &CarriedContext) -> Self {
         if let (Some((_, event)), Some(carried)) = (&mut self.0, &carried.0) {
             event.of = carried.of.clone();
@@ -62,7 +62,7 @@ impl TimelineSpan {
         self
     }
 
-    /// A number that is shown with it, two at most.
+    /// Adds a number that is shown with the event, at most two per event.
     pub fn with(mut self, name: &'static str, number: u64) -> Self {
         if let Some((_, event)) = &mut self.0
             && let Some(free) = event.numbers.iter_mut().find(|(name, _)| name.is_empty())
@@ -83,7 +83,7 @@ impl Drop for TimelineSpan {
 }
 
 impl TimelineRecorder {
-    /// Begins an event of the thread that calls the engine; nothing without a recorder.
+    /// Begins an event of the thread that calls the engine; returns an empty span without a recorder.
     pub fn span(recorder: Option<&Self>, kind: EventCategory, name: &'static str) -> TimelineSpan {
         recorder.map_or_else(TimelineSpan::default, |recorder| {
             TimelineSpan::begin((recorder.track().clone(), TimelineLane::Training), kind, name)
@@ -91,7 +91,7 @@ impl TimelineRecorder {
     }
 }
 
-/// Begins an event of the present thread.
+/// Begins an event of the current thread.
 pub(crate) fn span(kind: EventCategory, name: &'static str) -> TimelineSpan {
     if !any_records() {
         return TimelineSpan::default();
@@ -101,7 +101,7 @@ pub(crate) fn span(kind: EventCategory, name: &'static str) -> TimelineSpan {
     })
 }
 
-/// Work that the present thread hands over from now on is about `of`.
+/// Sets `of` as the subject of work that the current thread hands over from now on.
 pub(crate) fn about(of: impl FnOnce() -> String) -> SubjectGuard {
     if !is_recording() {
         return SubjectGuard(None);
@@ -110,7 +110,7 @@ pub(crate) fn about(of: impl FnOnce() -> String) -> SubjectGuard {
     SubjectGuard(Some(CURRENT.with_borrow_mut(|context| std::mem::replace(&mut context.of, of))))
 }
 
-/// Ends what work is about.
+/// A guard that restores the previous subject when dropped.
 #[must_use = "ends when it is dropped"]
 pub(crate) struct SubjectGuard(Option<Option<Arc<str>>>);
 
@@ -122,19 +122,19 @@ impl Drop for SubjectGuard {
     }
 }
 
-/// The present thread works for the engine of `recorder` from now on.
+/// Makes the current thread work for the engine of `recorder` from now on.
 pub(crate) fn enter(recorder: Option<&TimelineRecorder>) -> EngineThreadGuard {
     EngineThreadGuard::new(recorder.map(|recorder| (recorder.track().clone(), TimelineLane::Training)))
 }
 
-/// Gives the thread back what it worked on before.
+/// A guard that restores the thread's previous context when dropped.
 #[must_use = "ends when it is dropped"]
 pub(crate) struct EngineThreadGuard(Option<ThreadContext>);
 
 impl EngineThreadGuard {
     fn new(track: Option<(Arc<EngineTrack>, TimelineLane)>) -> Self {
         let context = |track| ThreadContext { track: Some(track), ..ThreadContext::default() };
-        // What is entered again stays as it is: calls of an engine lie within one another.
+        // Entering the same engine again changes nothing: engine calls may be nested.
         let same = |(track, _): &(Arc<EngineTrack>, TimelineLane)| {
             CURRENT.with_borrow(|context| context.track.as_ref().is_some_and(|(known, _)| Arc::ptr_eq(known, track)))
         };
@@ -145,14 +145,14 @@ impl EngineThreadGuard {
 impl Drop for EngineThreadGuard {
     fn drop(&mut self) {
         if let Some(before) = self.0.take() {
-            // Its sections end outside of the borrow.
+            // The thread's sections end outside the borrow.
             let ended = CURRENT.replace(before);
             drop(ended);
         }
     }
 }
 
-/// Sections of this level may begin from now on; the last one ends with it.
+/// Opens a level of sections; the last section ends with it.
 pub(crate) fn sections() -> SectionsGuard {
     let is_on = is_recording();
     if is_on {
@@ -161,13 +161,13 @@ pub(crate) fn sections() -> SectionsGuard {
     SectionsGuard(is_on)
 }
 
-/// Ends a level of sections.
+/// A guard that ends a level of sections.
 #[must_use = "ends when it is dropped"]
 pub(crate) struct SectionsGuard(bool);
 
 impl Drop for SectionsGuard {
     fn drop(&mut self) {
-        // The last one ends outside of the borrow.
+        // The last section ends outside the borrow.
         let ended = if self.0 { CURRENT.with_borrow_mut(|context| context.sections.pop()) } else { None };
         drop(ended);
     }
@@ -178,7 +178,7 @@ pub(crate) fn end_section() {
     replace_section(TimelineSpan::default);
 }
 
-/// Begins the next section of this level: an event that lasts until the next one.
+/// Begins the next section of this level: an event that lasts until the next section.
 pub(crate) fn section(kind: EventCategory, name: &'static str, of: impl FnOnce() -> String) {
     replace_section(|| span(kind, name).of(of));
 }
@@ -193,18 +193,18 @@ fn replace_section(next: impl FnOnce() -> TimelineSpan) {
     }
 }
 
-/// The context that work takes along to another thread.
+/// The context that work carries along to another thread.
 #[derive(Clone, Default)]
 pub(crate) struct CarriedContext(Option<Arc<CarriedFields>>);
 
 struct CarriedFields {
     track: Arc<EngineTrack>,
     of: Option<Arc<str>>,
-    /// When it was handed over.
+    /// The time at which the work was handed over.
     at: u64,
 }
 
-/// The context for work that the present thread hands over.
+/// Returns the context for work that the current thread hands over.
 pub(crate) fn carry() -> CarriedContext {
     if !any_records() {
         return CarriedContext::default();
@@ -220,7 +220,7 @@ pub(crate) fn carry() -> CarriedContext {
 }
 
 impl CarriedContext {
-    /// Begins an event of that work, with the microseconds that it has waited.
+    /// Begins an event of that work, with the microseconds that the work has waited.
     pub fn span(&self, lane: TimelineLane, kind: EventCategory, name: &'static str) -> TimelineSpan {
         let Some(load) = &self.0 else { return TimelineSpan::default() };
         let mut span = TimelineSpan::begin((load.track.clone(), lane), kind, name).of_carried(self);
@@ -230,7 +230,7 @@ impl CarriedContext {
         span
     }
 
-    /// Records that work where it is over: when it began and ended, and a number that is shown with it.
+    /// Records finished work, with its start and end times and a number that is shown with it.
     #[cfg(feature = "cuda")]
     pub fn past(
         &self,
@@ -248,7 +248,7 @@ impl CarriedContext {
         track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, of, numbers });
     }
 
-    /// The present thread does nothing else than that work from now on.
+    /// Dedicates the current thread to that work from now on.
     pub fn enter(&self, lane: TimelineLane) -> EngineThreadGuard {
         EngineThreadGuard::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
     }

@@ -1,4 +1,4 @@
-//! The trace: Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread a lane.
+//! The trace, in Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread is a lane.
 
 use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
@@ -10,13 +10,13 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The content of a trace.
+/// The summary of a trace's content.
 #[derive(Debug, PartialEq, Eq)]
 pub struct TraceSummary {
     file: PathBuf,
     pub events: usize,
     pub ranks: usize,
-    /// Events that are missing.
+    /// The number of missing events.
     pub dropped: u64,
 }
 
@@ -32,12 +32,12 @@ impl fmt::Display for TraceSummary {
     }
 }
 
-/// Refuses a file that is no earlier trace.
+/// Rejects an existing file that is not an earlier trace.
 pub(super) fn check_earlier(file: &Path) -> std::io::Result<()> {
     only_earlier(file, b"{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_events\":", "timeline")
 }
 
-/// Puts the lines of `parts` together into `file`, which appears when it is complete. Times count from `zero`.
+/// Combines the lines of `parts` into `file`, which appears when it is complete. Times count from `zero`.
 pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<TraceSummary> {
     let wrong = |e: std::io::Error| cannot_write(file, &e);
     let parts: Vec<Option<Mmap>> = parts.iter().map(|part| map(part)).collect::<Result<_, _>>().map_err(wrong)?;
@@ -47,11 +47,11 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
         match std::str::from_utf8(line).ok().and_then(EventLine::read) {
             Some(EventLine::Event { start, end, rank, lane, rest }) => {
                 lanes.insert((rank, lane));
-                // What begins at the same time and ends later lies around the other.
+                // Of events with the same start, one that ends later encloses the other.
                 events.push((start, std::cmp::Reverse(end), rank, lane, rest));
             }
             Some(EventLine::Dropped(count)) => dropped += count,
-            // A process was killed while it wrote.
+            // The line of a process that was killed while writing.
             None => {}
         }
     }
@@ -96,16 +96,16 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
     Ok(TraceSummary { file: file.into(), events: events.len(), ranks, dropped })
 }
 
-/// A part in memory; `None` if it is empty.
+/// Maps a part file into memory; returns `None` if it is empty.
 fn map(part: &File) -> std::io::Result<Option<Mmap>> {
     if part.metadata()?.len() == 0 {
         return Ok(None);
     }
-    // SAFETY: parts are this job's own: nobody else writes to them, and nobody shortens them.
+    // SAFETY: part files belong to this job: nothing else writes to them, and nothing shortens them.
     unsafe { Mmap::map(part) }.map(Some)
 }
 
-/// Nanoseconds, as microseconds.
+/// A number of nanoseconds that is displayed as microseconds.
 struct Microseconds(u64);
 
 impl fmt::Display for Microseconds {
@@ -114,7 +114,7 @@ impl fmt::Display for Microseconds {
     }
 }
 
-/// Why there is no timeline.
+/// Returns the error for a timeline that cannot be written.
 pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
     MonitorError::Timeline { path: path.into(), problem: error.to_string() }.into()
 }

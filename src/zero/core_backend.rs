@@ -1,4 +1,4 @@
-//! The engine's core as the rank that trains.
+//! The engine's core as a [`RankBackend`]: the rank that trains.
 
 use super::rank_backend::{RankBackend, RankInfo};
 use super::rank_core::RankCore;

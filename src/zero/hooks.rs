@@ -1,13 +1,13 @@
-//! The core's part in a micro step: what the engine calls, and what units and parameters report while they run.
-//!
+//! The core's part in a micro step: the methods that the engine calls, and those by which units and parameters report
+//! while they run.
 //! ```text
-//!   engine    forward | backward ....................... | (vote, update: step.rs) | end_step
+//!   engine    forward | backward ....................... | (vote, update: step/) | end_step
 //!   graph     enter, leave_forward | begin_backward, gradient_arrived
 //! ```
 //!
-//! A backward of somebody else may pass through the model: Candle's own `loss.backward()`, or that of another engine.
-//! It may come at any time, and nobody says when it is over. Gradients of parameters do not count there; what it needs
-//! is gathered for it, and released when it has passed or at the engine's next call.
+//! A backward that is not the engine's may pass through the model: Candle's own `loss.backward()`, or that of another
+//! engine. It may come at any time, and nothing reports its end. Gradients of parameters do not count in it. The
+//! parameters that it needs are gathered for it, and released once it has passed or at the engine's next call.
 
 use super::check::gradient_check_state::count_collective_step;
 use super::gather::unit_trace::UnitEvent;
@@ -24,13 +24,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-/// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
+/// The stack size for Candle's recursive backward, and how much of the current stack must be left before a new one is
+/// used.
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Runs a model; parameters outside of units are in memory meanwhile.
+    /// Runs a model. Parameters outside of units stay in memory meanwhile.
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {
@@ -56,13 +57,15 @@ impl RankCore {
         run().map_err(|e| self.explain(e))
     }
 
-    /// What is left of a backward of somebody else goes.
+    /// Begins a call of the engine: forgets an earlier failure, and releases the remaining parameters of backwards that
+    /// are not the engine's.
     fn begin_call(&self) -> Result<()> {
         self.forget_failure();
         lock(&self.gather).release_passed(self)
     }
 
-    /// Lets a backward of somebody else begin with the root's parameters. The engine's own gathers them by itself.
+    /// Makes a backward that is not the engine's begin with the root's parameters. The engine's own gathers them
+    /// itself.
     fn mark_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
         let needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
         if !needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
@@ -85,11 +88,11 @@ impl RankCore {
         Ok(output?.detach())
     }
 
-    /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and nothing
-    /// is gathered.
+    /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and no
+    /// parameter is gathered.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         self.begin_call()?;
-        // What backwards that failed have left in the parameters' slots.
+        // Failed backwards may have left gradients in the parameters' slots.
         abandon();
         self.begin_counting();
         let run = || {
@@ -119,7 +122,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.
+    /// Ends an optimizer step: drops gradients, and gathers persistent parameters again if weights changed.
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
         self.buffers.after_step(self.comm())?;
@@ -127,7 +130,7 @@ impl RankCore {
         if weights_changed { self.refresh() } else { Ok(()) }
     }
 
-    /// Gathers the persistent parameters again, after weights have changed.
+    /// Gathers the persistent parameters again after weights have changed.
     pub fn refresh(&self) -> Result<()> {
         let mut gather = lock(&self.gather);
         gather.release_passed(self)?;
@@ -136,22 +139,22 @@ impl RankCore {
         self.remember_weights()
     }
 
-    /// Releases all parameters but the persistent ones.
+    /// Releases all parameters except the persistent ones.
     pub fn release_all(&self) -> Result<()> {
         lock(&self.gather).end(self)
     }
 }
 
-/// Runs what goes through a graph by recursion.
+/// Runs work that recurses through a graph.
 pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
     stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, run)
 }
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// A parameter's gradient is complete, as far as this backward goes.
+    /// Takes a parameter's gradient, which is complete as far as this backward is concerned.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        // Candle's operations make gradients of frozen parameters too.
+        // Candle's operations compute gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());
         if let Some(grad) = &grad {
             self.count_reached();
@@ -166,7 +169,7 @@ impl RankCore {
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }
 
-    /// A backward of somebody else no longer needs a parameter.
+    /// Reports that a backward that is not the engine's no longer needs a parameter.
     pub(super) fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
         if !self.shards_params() {
             return Ok(());
@@ -179,12 +182,12 @@ impl RankCore {
         if self.shards_params() { lock(&self.gather).release_param(self, param) } else { Ok(()) }
     }
 
-    /// Whether this thread runs the engine's own backward.
+    /// Returns whether this thread runs the engine's own backward.
     pub(super) fn is_in_backward(&self) -> bool {
         lock(&self.backward_on).is_some_and(|thread| thread == thread::current().id())
     }
 
-    /// A unit is about to run forward.
+    /// Reports that a unit is about to run forward.
     pub(super) fn enter(&self, event: UnitEvent) -> candle_core::Result<()> {
         if self.shards_params() {
             count_collective_step();
@@ -196,10 +199,10 @@ impl RankCore {
         }
     }
 
-    /// A unit's backward is about to begin, or that of the root.
+    /// Reports that the backward of a unit, or of the root, is about to begin.
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
-            // Of a forward that runs for a check, with its parameters moved.
+            // This belongs to a forward that runs for a check, with its parameters moved.
             let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
@@ -209,12 +212,12 @@ impl RankCore {
         Ok(())
     }
 
-    /// A unit's forward in the timeline, from now on.
+    /// Opens a span for a unit's forward in the timeline, which begins now.
     pub(super) fn forward_span(&self, unit: UnitId) -> TimelineSpan {
         timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
     }
 
-    /// A unit's forward is over.
+    /// Reports that a unit's forward is over.
     pub(super) fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
         self.unshift_unit(unit).map_err(|e| self.stash(e))?;
         if !self.shards_params() {
@@ -223,12 +226,12 @@ impl RankCore {
         lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
     }
 
-    /// A unit will run again in backward.
+    /// Reports that a unit will run again in backward.
     pub(super) fn will_recompute(&self) {
         lock(&self.gather).will_recompute();
     }
 
-    /// Runs the backward of a unit inside of another one: forward again, then `backward`.
+    /// Runs the backward of a unit inside another backward: forward again, then `backward`.
     pub(super) fn nested_backward<F, T>(
         &self,
         unit: UnitId,
@@ -239,7 +242,7 @@ impl RankCore {
         lock(&self.gather).nest(passes);
         let _sections = timeline::sections();
         let again = || {
-            // What the model itself may differentiate in its forward is not the engine's backward.
+            // If the model itself differentiates something in its forward, that is not the engine's backward.
             let _not_own = ThreadIdGuard::with(&self.backward_on, None);
             forward()
         };
@@ -248,18 +251,18 @@ impl RankCore {
         result.and_then(|result| released.map(|()| result))
     }
 
-    /// Whether the engine's forward, or its evaluation, is running, on whatever thread.
+    /// Returns whether the engine's forward, or its evaluation, is running on any thread.
     pub(crate) fn is_in_forward(&self) -> bool {
         self.in_forward.load(Ordering::Relaxed)
     }
 
-    /// Whether a model is only evaluated.
+    /// Returns whether a model is only evaluated.
     pub(crate) fn is_evaluating(&self) -> bool {
         self.evaluating.load(Ordering::Relaxed)
     }
 }
 
-/// A flag that is raised for a while.
+/// A flag that is raised until the guard is dropped.
 struct FlagGuard<'a>(&'a AtomicBool);
 
 impl<'a> FlagGuard<'a> {
@@ -275,7 +278,7 @@ impl Drop for FlagGuard<'_> {
     }
 }
 
-/// Another value for a while.
+/// A thread id that is replaced until the guard is dropped.
 struct ThreadIdGuard<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
 
 impl<'a> ThreadIdGuard<'a> {
@@ -290,14 +293,14 @@ impl Drop for ThreadIdGuard<'_> {
     }
 }
 
-/// `tensor`, with `hook` running before the operation that made it is differentiated: as a hook of that operation where
-/// it is one of this library's, else in an operation of its own, `name`, on a copy.
+/// Returns `tensor`, with `hook` running before the operation that made it is differentiated. If that operation is one
+/// of this library's, `hook` becomes its hook. Otherwise it runs in a separate operation, `name`, on a copy.
 pub(super) fn before_backward(
     tensor: Tensor,
     name: &'static str,
     hook: impl Fn() -> candle_core::Result<()> + Send + Sync + 'static,
 ) -> candle_core::Result<Tensor> {
-    // A parameter is made by no operation that could run hooks.
+    // A parameter is not the result of an operation that could run hooks.
     if let Some(node) = node_of(&tensor).filter(|node| !node.slot.is_behind_a_gate()) {
         node.slot.before_backward(Box::new(hook));
         return Ok(tensor);
@@ -310,23 +313,23 @@ pub(super) fn before_backward(
 
 /// Methods about buffers, and for layers that compute together with those of other ranks.
 impl RankCore {
-    /// Collective: a few numbers of every rank, in rank order.
+    /// Collective: gathers a few numbers of every rank, in rank order.
     pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
         count_collective_step();
         self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
     }
 
-    /// The model's buffers.
+    /// Returns the model's buffers.
     pub fn buffers(&self) -> &ModelBuffers {
         &self.buffers
     }
 
-    /// Collective: all ranks have the same buffers afterwards.
+    /// Collective: gives all ranks the same buffers.
     pub fn agree_on_buffers(&self) -> Result<()> {
         self.buffers.agree(self.comm())
     }
 
-    /// Runs a unit's forward, and keeps the values of the buffers that it changes.
+    /// Runs a unit's forward, and saves the previous values of the buffers that it changes.
     pub(super) fn keeping_buffers<T>(
         &self,
         unit: UnitId,
@@ -338,7 +341,8 @@ impl RankCore {
         Ok((result, kept))
     }
 
-    /// Runs a unit's forward again with the buffers that the first one found, and leaves them as they are now.
+    /// Runs a unit's forward again with the buffers that the first forward found, and restores their present values
+    /// afterwards.
     pub(super) fn with_buffers_of_then<T>(
         &self,
         kept: &SavedBuffers,

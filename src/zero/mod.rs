@@ -1,24 +1,24 @@
-//! The ZeRO mechanism: what is gathered, reduced, updated and published, and when.
+//! The ZeRO mechanism: gathers, reduces, updates and publishes model state.
 //!
-//! | folder | what |
+//! | folder | contents |
 //! | --- | --- |
-//! | `share/` | this rank's share of the model: parameters registered, sub-groups laid out, their states read and written |
-//! | `gather/` | units and their parameters: gathered, prefetched, released; recomputation |
-//! | `reduce/` | gradients: bucketed, reduced, added to the share |
+//! | `share/` | this rank's share: registers parameters, lays out sub-groups, reads and writes their states |
+//! | `gather/` | units and their parameters: gather, prefetch, release; recomputation |
+//! | `reduce/` | gradients: bucket them, reduce them, add them to the share |
 //! | `step/` | the optimizer step: vote, update, publish |
-//! | `transfer/` | collectives and copies between host and GPU that are under way |
-//! | `gpu/` | what runs on the GPU: packing of gradients, the step of a share there, the times of the model's work |
-//! | `check/` | whether gradients are right, and what a program or the ranks do wrong |
+//! | `transfer/` | pending collectives and copies between host and GPU |
+//! | `gpu/` | work on the GPU: packs gradients, steps a share that lies there, times the model's work |
+//! | `check/` | checks that gradients are right, and finds mistakes of a program or of ranks |
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
 //! | `rank_core.rs` | the state of one rank, shared by engine and graph |
-//! | `rank_backend.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
-//! | `core_backend.rs` | the core as such a rank |
-//! | `hooks.rs` | forward and backward, as engine, units and parameters call them |
+//! | `rank_backend.rs` | the interface of a rank that decisions use: the core, or a rehearsal that only counts |
+//! | `core_backend.rs` | the core as a `RankBackend` |
+//! | `hooks.rs` | forward and backward, as called by engine, units and parameters |
 //! | `model_buffers.rs` | tensors that are not parameters: the same on all ranks |
 //!
-//! The decisions of a step are written once, over `rank_backend::RankBackend`; the core and a rehearsal carry them out.
+//! The decisions of a step are written once, over `rank_backend::RankBackend`. The core and a rehearsal carry them out.
 
 pub(crate) mod check;
 mod core_backend;

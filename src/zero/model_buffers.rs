@@ -1,4 +1,5 @@
-//! The buffers of a model on this rank: what ranks have in common, and what a recomputing unit puts back.
+//! The buffers of a model on this rank: their synchronization between ranks, and their restoration by a recomputing
+//! unit.
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -13,7 +14,7 @@ pub(crate) struct ModelBuffers {
     sync: BufferSync,
 }
 
-/// The values that buffers of a unit had before its forward, by their numbers: those that it changed.
+/// The values that a unit's buffers had before its forward, by buffer number: only of those that the forward changed.
 #[derive(Default)]
 pub(super) struct SavedBuffers(Vec<(usize, Vec<u8>)>);
 
@@ -22,12 +23,12 @@ impl ModelBuffers {
         Self { list, sync }
     }
 
-    /// The buffers.
+    /// Returns the buffers.
     pub fn list(&self) -> &[ModelBuffer] {
         &self.list
     }
 
-    /// A hash of each one's name, type, shape and values.
+    /// Returns a hash of each buffer's name, type, shape and values.
     pub fn hashes(&self) -> Result<Vec<u64>> {
         let hash = |buffer: &ModelBuffer| {
             let mut bytes = buffer.bytes()?;
@@ -38,23 +39,23 @@ impl ModelBuffers {
         self.list.iter().map(hash).collect()
     }
 
-    /// Whether ranks exchange buffers before each training forward.
+    /// Returns whether ranks exchange buffers before each training forward.
     pub(super) fn are_taken_in_forward(&self) -> bool {
         self.sync == BufferSync::FromRankZero && !self.list.is_empty()
     }
 
-    /// Collective: a training forward is about to begin.
+    /// Collective: prepares the buffers for a training forward.
     pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
         self.list.iter().try_for_each(ModelBuffer::check)?;
         if self.sync == BufferSync::FromRankZero { self.take_rank_zeros(comm) } else { Ok(()) }
     }
 
-    /// Collective: an optimizer step is over.
+    /// Collective: synchronizes the buffers after an optimizer step.
     pub(super) fn after_step(&self, comm: &dyn Communicator) -> Result<()> {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { Ok(()) }
     }
 
-    /// Collective: all ranks get the same values, by the rule; without a rule, rank 0's.
+    /// Collective: gives all ranks the same values, by the rule; without a rule, rank 0's.
     pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
     }
@@ -65,7 +66,7 @@ impl ModelBuffers {
         }
         let own = match comm.rank() {
             0 => self.bytes_of(&self.list)?,
-            // Room for rank 0's: nobody reads these.
+            // Room for rank 0's values: no rank reads these zeros.
             _ => vec![0; self.list.iter().map(ModelBuffer::size).sum()],
         };
         let all = comm.gather_bytes(own).wait()?;
@@ -109,19 +110,19 @@ impl ModelBuffers {
         Ok(())
     }
 
-    /// The values of the buffers of a unit that is about to run.
+    /// Returns the values of the buffers of a unit that is about to run.
     pub(super) fn of_unit(&self, unit: UnitId) -> Result<SavedBuffers> {
         let own = self.list.iter().enumerate().filter(|(_, buffer)| buffer.units.contains(&unit));
         own.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
     }
 
-    /// The values of all buffers.
+    /// Returns the values of all buffers.
     pub(super) fn all(&self) -> Result<SavedBuffers> {
         let all = self.list.iter().enumerate();
         all.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
     }
 
-    /// Only those that have changed since.
+    /// Returns only the saved values of buffers that have changed since.
     pub(super) fn that_changed(&self, SavedBuffers(mut kept): SavedBuffers) -> Result<SavedBuffers> {
         let mut failure = Ok(());
         kept.retain(|(number, before)| match self.list[*number].bytes() {

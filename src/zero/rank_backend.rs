@@ -1,9 +1,9 @@
-//! One rank, as the decisions of a training step see it.
+//! The interface of a rank that the decisions of a training step use.
 //!
-//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or the rehearsal of an
-//! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
-//! and states stands, as the traits `GradientBackend` and `StepBackend`, next to the decisions: in
-//! `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
+//! Decisions are written once, over [`RankBackend`]. They are carried out by the engine's core, or by the rehearsal of
+//! an estimate, which has sizes in the place of values and counts transferred bytes. The work that either does with
+//! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` and `StepBackend`:
+//! in `reduce/gradient_reducer.rs` and `step/state_sweep.rs`.
 
 use super::share::share_memory::{BufferPlaceOf, ShareMemory};
 use super::share::sub_group::SubGroup;
@@ -25,33 +25,33 @@ use std::sync::MutexGuard;
 pub(crate) struct RankInfo<'a> {
     pub rank: usize,
     pub mesh: ShardMesh,
-    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
     pub second_group: usize,
     pub params: &'a [Param],
     pub zero: &'a ZeroConfig,
-    /// The model's.
+    /// The model's dtype.
     pub dtype: DType,
-    /// Where whole parameters are.
+    /// The memory tier of whole parameters.
     pub tier: MemoryTier,
 }
 
-/// A rank that trains, or rehearses it.
+/// A rank that trains, or a rehearsal of one.
 pub(crate) trait RankBackend: ShareMemory {
-    /// A collective under way.
+    /// A pending collective.
     type Pending;
-    /// A buffer on its way between the host and the GPU on which the model computes.
+    /// A pending copy of a buffer between the host and the GPU on which the model computes.
     type PendingCopy;
 
     fn info(&self) -> RankInfo<'_>;
-    /// A model is only evaluated.
+    /// Returns whether a model is only evaluated.
     fn is_evaluating(&self) -> bool;
-    /// This rank's share.
+    /// Returns this rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
-    /// Sub-group and slot of a parameter.
+    /// Returns the sub-group and slot of a parameter.
     fn place(&self, param: ParamId) -> (usize, usize);
-    /// How a pass goes through files.
+    /// Returns how a sweep divides files into windows.
     fn windows(&self) -> WindowSettings;
-    /// Begins a collective on what belongs to `params`.
+    /// Begins a collective on data of `params`.
     fn launch(
         &self,
         collective: CollectiveOp,
@@ -59,9 +59,9 @@ pub(crate) trait RankBackend: ShareMemory {
         buffer: Self::Buffer,
         params: &[ParamId],
     ) -> Result<Self::Pending>;
-    /// Waits for its result, which lies in the memory of its argument.
+    /// Waits for a collective's result, which lies in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
-    /// Begins to bring a buffer to a place, if it is not there. On a GPU there will be room for `capacity` elements.
+    /// Begins to bring a buffer to a place, unless it is already there. On a GPU it gets room for `capacity` elements.
     fn send(
         &self,
         kind: CopyKind,
@@ -69,9 +69,9 @@ pub(crate) trait RankBackend: ShareMemory {
         to: &BufferPlaceOf<Self>,
         capacity: usize,
     ) -> Result<Self::PendingCopy>;
-    /// Waits until it is there.
+    /// Waits until a buffer has arrived.
     fn arrived(&self, moving: Self::PendingCopy) -> Result<Self::Buffer>;
-    /// A few numbers of every rank, in rank order.
+    /// Gathers a few numbers of every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
     /// Appends elements `range` of a whole parameter to a buffer.
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
@@ -86,12 +86,12 @@ pub(crate) trait RankBackend: ShareMemory {
         self.info().mesh
     }
 
-    /// All ranks, over which means and sums are.
+    /// Returns the number of all ranks, over which means and sums are formed.
     fn world_size(&self) -> usize {
         self.mesh().world_size()
     }
 
-    /// Begins to join the shards of all places.
+    /// Begins to gather the shards of all positions of the mesh.
     fn gather(&self, wire: WireFormat, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.mesh() {
             mesh if mesh.copies() == 1 => CollectiveOp::AllGather,
@@ -100,7 +100,7 @@ pub(crate) trait RankBackend: ShareMemory {
         self.launch(collective, wire, shard, params)
     }
 
-    /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
+    /// Begins to sum all pieces of all ranks. Each rank receives the sums of its shard.
     fn reduce(&self, wire: WireFormat, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
         let collective = match self.mesh() {
             mesh if mesh.copies() == 1 => CollectiveOp::ReduceScatter,
@@ -138,7 +138,7 @@ pub(crate) trait RankBackend: ShareMemory {
         self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
     }
 
-    /// Parameters that travel together, for people.
+    /// Returns a readable name for parameters that share a collective.
     fn names(&self, params: &[ParamId]) -> String {
         match params {
             [] => String::new(),
@@ -147,7 +147,7 @@ pub(crate) trait RankBackend: ShareMemory {
         }
     }
 
-    /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
+    /// Returns the ledger's counts next to the formula, for gradients that are accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
         let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
@@ -171,7 +171,7 @@ pub(crate) trait RankBackend: ShareMemory {
                     let own = format.bytes(group.len);
                     let whole = match zero.stage.placement().optim.is_sharded() {
                         true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
-                        // A block that is not full takes its whole place.
+                        // A partly filled block takes up a full block.
                         false => own,
                     };
                     add(&mut bytes.moments, StateBytes { whole, own });

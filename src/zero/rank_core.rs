@@ -1,8 +1,8 @@
 //! The partitioned state of one rank, which the engine and the operations inside the autograd graph share.
 //!
-//! Operations hold an [`EngineLink`]: it leads to the [`RankCore`] while the engine lives, and to nothing before and after, so
-//! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
-//! are known inside of `zero/` alone.
+//! Operations hold an [`EngineLink`]: it leads to the [`RankCore`] while the engine lives, and to nothing before and
+//! after, so that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods.
+//! Its fields are visible only inside `zero/`.
 
 use super::check::forward_outputs::ForwardOutputs;
 use super::check::gradient_check_state::GradientCheck;
@@ -50,24 +50,24 @@ pub(crate) struct RankCore {
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
     pub(super) dtype: DType,
-    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
     pub(super) second_group: usize,
-    /// Where whole parameters are.
+    /// The memory tier of whole parameters.
     pub(super) tensor_tier: MemoryTier,
-    /// Where this rank's share lies, if not in files.
+    /// The memory that holds this rank's share, unless the share is in files.
     pub(super) share_place: BufferDevice,
-    /// Where the model computes.
+    /// The device on which the model computes.
     pub(super) model_place: BufferDevice,
-    /// The ways between the host and the GPU on which the model computes.
+    /// The copy queues between the host and the GPU on which the model computes.
     #[cfg(feature = "cuda")]
     pub(super) copies: Option<DeviceCopyQueues>,
-    /// The update that has begun, where updates are delayed.
+    /// The update that has begun, if updates are delayed.
     #[cfg(feature = "cuda")]
     pub(super) delayed: Mutex<DelayedUpdate>,
     /// The thread that has launched the model's work so far.
     #[cfg(feature = "cuda")]
     pub(super) launches_on: Mutex<ThreadId>,
-    /// The GPUs of all ranks, where NCCL joins them.
+    /// The GPUs of all ranks, if NCCL joins them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<GpuCollectives>,
     pub(super) ledger: Ledger,
@@ -76,13 +76,13 @@ pub(crate) struct RankCore {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
-    /// Whether each unit is a leaf, and whether it lies in one.
+    /// Whether each unit is a leaf, or lies in one.
     pub(super) leaves: Vec<LeafPosition>,
     pub(super) buffers: ModelBuffers,
     /// Sub-group and slot of each parameter.
     pub(super) places: RwLock<Vec<(usize, usize)>>,
     pub(super) share_plan: SharePlan,
-    /// The parameters that each unit uses, its own and others'.
+    /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
     pub(super) groups: Mutex<Vec<SubGroup<RankCore>>>,
     pub(super) gather: Mutex<ParamGatherer<RankCore>>,
@@ -90,37 +90,37 @@ pub(crate) struct RankCore {
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<UnreducedGradients>,
     pub(super) recomputation: RecomputeSettings,
-    /// The seed of stochastic rounding; `None`: to nearest.
+    /// The seed of stochastic rounding. `None`: rounding to nearest.
     pub(super) rounding: Option<AtomicU64>,
-    /// The number of the update under way, on which rounding depends.
+    /// The number of the current update, on which rounding depends.
     pub(super) update: AtomicU64,
-    /// A model is only evaluated: nothing is recorded or kept.
+    /// Whether a model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
-    /// The engine's forward is running.
+    /// Whether the engine's forward is running.
     pub(super) in_forward: AtomicBool,
-    /// A check of gradients.
+    /// The state of a check of gradients.
     pub(super) check: GradientCheck,
-    /// What forwards have given.
+    /// The outputs of forwards.
     pub(super) outputs: ForwardOutputs,
-    /// The thread that runs the engine's backward: gradients count in that one alone.
+    /// The thread that runs the engine's backward: gradients count only in that thread.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
-    /// Weights as the engine has left them.
+    /// Samples of the weights as the engine has left them.
     pub(super) weight_samples: Mutex<WeightSamples>,
 }
 
-/// An update that goes on beside the next step.
+/// An update that runs during the next step.
 #[cfg(feature = "cuda")]
 #[derive(Default)]
 pub(crate) enum DelayedUpdate {
     #[default]
     None,
-    /// A thread has the states of all trained sub-groups, and their gradients.
+    /// The update runs on a thread, which has the states of all trained sub-groups and their gradients.
     Running(JoinHandle<Result<Vec<SubGroup<RankCore>>>>),
-    /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
+    /// The states are back. The new weights of each trained sub-group still have to be put in their place.
     Ready(Vec<Option<TrackedBuffer<FlatBuffer>>>),
-    /// It could not be made, which ends training: states are gone. Why.
+    /// The update failed, which ends training because states are lost. Contains the reason.
     Failed(String),
 }
 
@@ -128,13 +128,13 @@ pub(crate) enum DelayedUpdate {
 pub(crate) struct RankCoreParts {
     pub comm: Arc<dyn Communicator>,
     pub zero: ZeroConfig,
-    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    /// The number of ranks in a group that keeps a second copy of gathered parameters. 1: no group keeps one.
     pub second_group: usize,
     pub reduce_plan: ReducePlan,
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: RecomputeSettings,
-    /// The seed of stochastic rounding; `None`: to nearest.
+    /// The seed of stochastic rounding. `None`: rounding to nearest.
     pub rounding: Option<u64>,
     pub registered: RegisteredModel,
     pub buffer_sync: BufferSync,
@@ -148,42 +148,42 @@ pub(crate) struct RegisteredModel {
     /// Names of the units, the root (an empty name) first.
     pub units: Vec<String>,
     pub leaves: LeafUnits,
-    /// The parameters that each unit uses, its own and others'.
+    /// The parameters that each unit uses, including those of other units.
     pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup<RankCore>>,
     pub buffers: Vec<ModelBuffer>,
-    /// What each parameter was asked to begin with; of a file, the file says it.
+    /// The initialization that the model requested for each parameter. For values from a file, it refers to the file.
     pub inits: Vec<Init>,
 }
 
 impl RegisteredModel {
-    /// The names of all parameters and buffers.
+    /// Returns the names of all parameters and buffers.
     pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
         let params = self.params.iter().map(|param| param.name.as_str());
         params.chain(self.buffers.iter().map(|buffer| buffer.name.as_str()))
     }
 }
 
-/// The configuration's `activation_checkpointing`.
+/// The configuration's `activation_checkpointing` section.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RecomputeSettings {
-    /// Every unit recomputes its forward in backward.
+    /// Whether every unit recomputes its forward in backward.
     pub every_unit: bool,
-    /// The inputs that recomputing units keep leave the model's memory.
+    /// Whether the inputs that recomputing units keep leave the model's memory.
     pub cpu_checkpointing: bool,
 }
 
-/// The way from an operation to the engine.
+/// The link from an operation to the engine.
 #[derive(Clone, Default)]
 pub(crate) struct EngineLink(Arc<OnceLock<Weak<RankCore>>>);
 
 impl EngineLink {
-    /// The engine's core, if there is an engine.
+    /// Returns the engine's core, if an engine exists.
     pub fn core(&self) -> Option<Arc<RankCore>> {
         self.0.get().and_then(Weak::upgrade)
     }
 
-    /// The engine is there.
+    /// Connects the link to the engine, which exists from now on.
     pub fn connect(&self, core: &Arc<RankCore>) {
         assert!(self.0.set(Arc::downgrade(core)).is_ok(), "a link is connected once");
     }
@@ -209,7 +209,7 @@ impl GradientSink for EngineLink {
     }
 }
 
-/// The error, or, if a GPU has no memory left, one that says what of the model holds it.
+/// Returns the error, or, if a GPU has run out of memory, an error that lists the parts of the model that occupy it.
 pub(crate) fn naming_what_is_held(error: Error, ledger: &Ledger, rank: usize) -> Error {
     match error {
         Error::Candle(error) if residency::is_out_of_memory(&error) => {
@@ -223,7 +223,7 @@ pub(crate) fn naming_what_is_held(error: Error, ledger: &Ledger, rank: usize) ->
 }
 
 impl RankCore {
-    /// The core of a registered model.
+    /// Creates the core of a registered model.
     pub fn new(parts: RankCoreParts) -> Self {
         let RankCoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
@@ -276,12 +276,12 @@ impl RankCore {
         }
     }
 
-    /// The piece of everything that this rank answers for: the number of its file in checkpoints.
+    /// Returns the piece of everything that this rank answers for: the number of its file in checkpoints.
     pub fn piece(&self) -> usize {
         self.share_plan.mesh.piece_of(self.comm.rank())
     }
 
-    /// What all ranks have, in the order of their pieces.
+    /// Sorts one value per rank into the order of the ranks' pieces.
     pub fn by_piece<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
         self.share_plan.mesh.by_piece(of_ranks)
     }
@@ -293,11 +293,11 @@ impl RankCore {
         self.gpus.get().into_iter().for_each(GpuCollectives::abort);
     }
 
-    /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where models compute on them and
-    /// it can. What would make the GPU wait for all its work later is made before.
+    /// Collective, after all ranks have been compared: from now on NCCL joins the GPUs of all ranks, if models compute
+    /// on them and NCCL can. Resources whose later creation would make the GPU wait for all its work are created now.
     ///
     /// # Errors
-    /// NCCL's, and the driver's; a failed collective.
+    /// An error of NCCL or of the driver; a failed collective.
     #[cfg(feature = "cuda")]
     pub fn join_gpus(&self) -> Result<()> {
         if let (Some(device), Some(copies)) = (self.model_place.gpu(), &self.copies) {
@@ -312,11 +312,11 @@ impl RankCore {
         Ok(())
     }
 
-    /// To be called before a thread goes on with the model: a GPU does in order what one thread has launched, and waits where it is
-    /// another one than before.
+    /// Must be called before a thread continues with the model. A GPU runs the work that one thread has launched in
+    /// order, and waits if the thread is a different one.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn follow_thread(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(device) = self.model_place.gpu() {
@@ -329,72 +329,73 @@ impl RankCore {
         Ok(())
     }
 
-    /// Waits until the model's device has done all that this thread has launched.
+    /// Waits until the model's device has done all work that this thread has launched.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the device.
     pub fn synchronize(&self) -> Result<()> {
         Ok(self.params.first().map_or(Ok(()), |param| param.tensor.device().synchronize())?)
     }
 
-    /// The rank's communicator.
+    /// Returns the rank's communicator.
     pub fn comm(&self) -> &dyn Communicator {
         &*self.comm
     }
 
-    /// Micro steps of training so far that used units in another order than the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the one before.
     pub fn order_changes(&self) -> u64 {
         lock(&self.gather).order_changes()
     }
 
-    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    /// Returns the dtype that loaded weights, master weights too, are rounded to: if `load_from_fp32_weights` is false,
+    /// the model's.
     pub fn rounds_loaded_weights_to(&self) -> DType {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
-    /// The seed of stochastic rounding; `None`: to nearest.
+    /// Returns the seed of stochastic rounding. `None`: rounding to nearest.
     pub fn rounding_seed(&self) -> Option<u64> {
         self.rounding.as_ref().map(|seed| seed.load(Ordering::Relaxed))
     }
 
-    /// Where states are rounded by chance, the chances of `seed` from now on.
+    /// Sets the seed of stochastic rounding from now on, if states are rounded stochastically.
     pub fn go_on_rounding(&self, seed: u64) {
         self.rounding.iter().for_each(|own| own.store(seed, Ordering::Relaxed));
     }
 
-    /// The model's dtype.
+    /// Returns the model's dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The model's parameters, in order of registration.
+    /// Returns the model's parameters, in order of registration.
     pub fn params(&self) -> &[Param] {
         &self.params
     }
 
-    /// Name and elements of each unit, the root (an empty name) first.
+    /// Returns the name and number of elements of each unit, the root (an empty name) first.
     pub fn units(&self) -> Vec<(String, usize)> {
         let mut units: Vec<(String, usize)> = self.units.iter().map(|name| (name.clone(), 0)).collect();
         self.params.iter().for_each(|param| units[param.unit].1 += param.numel);
         units
     }
 
-    /// Where each unit is, as far as leaves go.
+    /// Returns the position of each unit relative to leaves.
     pub fn leaves(&self) -> &[LeafPosition] {
         &self.leaves
     }
 
-    /// Whether parameters are gathered and released; else they stay whole.
+    /// Returns whether parameters are gathered and released. Otherwise they stay in memory in full.
     pub fn shards_params(&self) -> bool {
         self.placement.params.is_sharded()
     }
 
-    /// Whether parameter `param` is.
+    /// Returns whether parameter `param` is gathered and released.
     pub fn shards(&self, param: ParamId) -> bool {
         self.share_plan.shards(self.params[param].weights)
     }
 
-    /// Bytes of model state, beside the ZeRO formula.
+    /// Returns the bytes of model state, next to the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
         #[cfg(feature = "cuda")]
         drop(self.join_update());
@@ -402,39 +403,39 @@ impl RankCore {
         self.ledger_report(accumulate)
     }
 
-    /// File access so far; nothing where nothing is offloaded to files.
+    /// Returns the file accesses so far, or `None` if nothing is offloaded to files.
     pub fn offload_report(&self) -> Option<OffloadReport> {
         self.offload.as_ref().map(|offload| offload.report())
     }
 
-    /// Sub-group and slot of a parameter.
+    /// Returns the sub-group and slot of a parameter.
     pub(super) fn place_of(&self, param: ParamId) -> (usize, usize) {
         unpoisoned(self.places.read())[param]
     }
 
-    /// Whether a unit uses parameters, and all of them are frozen.
+    /// Returns whether a unit uses parameters, and all of them are frozen.
     pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
         let used = &self.used_by[unit];
         !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
     }
 
-    /// The unit of this name.
+    /// Returns the unit of this name.
     pub(super) fn unit_named(&self, name: &str) -> Option<UnitId> {
         self.units.iter().skip(1).position(|unit| unit == name).map(|at| at + 1)
     }
 
-    /// A unit's name for people.
+    /// Returns a unit's name for messages.
     pub(super) fn unit_name(&self, unit: UnitId) -> String {
         if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
     }
 
-    /// A hash of which parameters travel together, for the collectives' fingerprints.
+    /// Returns a hash of the parameters that share a collective, for the collectives' fingerprints.
     pub(super) fn tag(&self, params: &[ParamId]) -> u64 {
         let bytes: Vec<u8> = params.iter().flat_map(|param| param.to_le_bytes()).collect();
         crate::util::fnv1a(&bytes)
     }
 
-    /// Keeps `error` for the engine and gives Candle its text.
+    /// Keeps `error` for the engine and returns its text as a Candle error.
     pub(super) fn stash(&self, error: Error) -> candle_core::Error {
         let text = error.to_string();
         lock(&self.failure).get_or_insert(error);
@@ -446,12 +447,12 @@ impl RankCore {
         *lock(&self.failure) = None;
     }
 
-    /// The typed error behind a failed Candle operation.
+    /// Returns the typed error behind a failed Candle operation.
     pub(super) fn explain(&self, error: candle_core::Error) -> Error {
         self.naming_what_is_held(self.cause_of(error))
     }
 
-    /// The error, or that a GPU has no memory left, with what holds it.
+    /// Returns the error, or, if a GPU has run out of memory, an error that lists what occupies it.
     pub(super) fn naming_what_is_held(&self, error: Error) -> Error {
         naming_what_is_held(error, &self.ledger, self.comm.rank())
     }

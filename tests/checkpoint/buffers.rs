@@ -17,14 +17,14 @@ fn of_stage(stage: u8) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
 }
 
-/// What an engine knows and computes: its statistics and its answer to an image.
+/// Returns an engine's statistics and its output for an image.
 fn state(engine: &mut Engine<Net>) -> candle_zero::Result<(Vec<f32>, Vec<f32>)> {
     let (x, _) = batch(77, DType::F32);
     let logits = engine.eval(|net| net.logits(&x))?.flatten_all()?.to_vec1::<f32>()?;
     Ok((engine.model().statistics(), logits))
 }
 
-/// Trains on 2 ranks and saves; gives rank 0's state.
+/// Trains on 2 ranks and saves; returns rank 0's state.
 fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
     let states = threads::run(2, |comm| {
         let mut engine = engine(comm, SHAPE, &of_stage(stage), |builder| builder)?;
@@ -32,7 +32,7 @@ fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
         engine.save_checkpoint_with(dir, Some("three"), Value::Null, options)?;
         let state = state(&mut engine)?;
         if options.in_background {
-            // Changes the buffers while they may still be on their way.
+            // Changes the buffers while they may still be being written.
             let batch = batch(5, DType::F32);
             engine.forward(|net| net.loss(&batch))?;
             engine.wait_for_checkpoint()?;
@@ -116,7 +116,7 @@ fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
             let before = state(&mut engine)?;
             let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err();
             assert_eq!(state(&mut engine)?, before);
-            // The engine can go on.
+            // The engine can continue.
             steps(&mut engine, 0, 1)?;
             Ok::<_, Error>(error)
         });
@@ -128,7 +128,7 @@ fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
     }
 }
 
-/// One weight, and a buffer of ids.
+/// Builds a model with one weight and a buffer of ids.
 fn with_ids(len: usize, dtype: DType) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<(Tensor, Var)> {
     move |vb| {
         let ids = vb.get_with_hints_dtype(len, "position_ids", Init::Const(7.0), dtype)?;
@@ -153,7 +153,7 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
     };
     run(3, DType::I64, None).unwrap();
     let strict = Some(LoadOptions::default());
-    // Another integer that can hold the values.
+    // Another integer type that can represent the values.
     assert_eq!(run(3, DType::U8, strict).unwrap(), [7.0; 3]);
     for error in [run(4, DType::I64, strict).unwrap_err(), run(3, DType::F64, strict).unwrap_err()] {
         assert!(error.to_string().contains("buffer position_ids"), "{error}");
@@ -192,7 +192,7 @@ fn buffers_that_say_nothing_may_be_missing_in_the_model() {
     let needless = ["bn.num_batches_tracked", "h.0.attn.bias", "h.0.attn.masked_bias", "l.rotary_emb.inv_freq"];
     run(&needless, (1, 1, 2, 2), false).unwrap();
     run(&[], (1, 1, 2, 2), true).unwrap();
-    // A bias of that name is no mask.
+    // A bias of that name is not a mask.
     run(&["h.0.attn.bias"], (1, 1, 2, 3), false).unwrap();
     let error = run(&[], (1, 1, 2, 3), true).unwrap_err();
     assert!(error.to_string().contains("the model lacks the buffers h.0.attn.bias"), "{error}");

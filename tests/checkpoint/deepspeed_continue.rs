@@ -1,4 +1,4 @@
-//! Training goes on from DeepSpeed's checkpoints along DeepSpeed's own recorded run.
+//! Training resumes from DeepSpeed's checkpoints and follows DeepSpeed's own recorded run.
 
 use crate::support::skips::skipped;
 use candle_core::{DType, Device};
@@ -12,7 +12,7 @@ use candle_zero::models::{Gpt, GptConfig};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Relative tolerances of loss and gradient norm: f32, bf16, fp16.
+/// The relative tolerances of loss and gradient norm: f32, bf16, fp16.
 const TOLERANCES: [(f64, f64); 3] = [(2e-5, 2e-4), (5e-3, 3e-2), (5e-3, 3e-2)];
 
 fn root() -> &'static Path {
@@ -55,7 +55,7 @@ fn an_imported_checkpoint_holds_deepspeeds_state_bit_for_bit() {
     }
 }
 
-/// Follows the recorded run after the checkpoint, with every tolerance.
+/// Checks training after the checkpoint against the recorded run, with the tolerances.
 fn follow(folder: &Path, tokens: &Path) {
     let run: Value = serde_json::from_slice(&std::fs::read(folder.join("trajectory.json")).unwrap()).unwrap();
     let size = |key: &str| run["model"][key].as_u64().unwrap() as usize;

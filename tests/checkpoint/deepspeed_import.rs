@@ -1,5 +1,5 @@
-//! Checkpoints that DeepSpeed 0.19.8 wrote, read and compared bit for bit with what DeepSpeed itself merges and held;
-//! and damaged ones, whose errors name the file.
+//! Checkpoints written by DeepSpeed 0.19.8, read and compared bit for bit with the values that DeepSpeed itself merges
+//! and held in memory; and damaged ones, whose errors name the file.
 
 use crate::support::skips::skipped_in_part;
 use candle_zero::Error;
@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// The folders that a clone has.
+/// Returns the folders that are in the repository.
 fn tiny() -> [PathBuf; 2] {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/deepspeed");
     ["zero2_fp16_tiny", "zero3_f32_tiny"].map(|name| fixtures.join(name))
 }
 
-/// With the larger ones, which lie beside the repository where they were made; where they are missing, `test` leaves
-/// them out.
+/// Returns the folders, including the larger ones, which exist next to the repository only where they were made. If
+/// they are missing, `test` leaves them out.
 fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
     let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/deepspeed_checkpoints");
     let mut folders = tiny().to_vec();
@@ -170,7 +170,7 @@ impl Copy {
         DeepSpeedCheckpoint::open(self.0.path(), None)
     }
 
-    /// The message, which must name `file`.
+    /// Returns the message, which must name `file`.
     fn problem(&self, file: &str) -> String {
         let text = self.open().unwrap_err().to_string();
         assert!(text.contains(file), "{text}");
@@ -185,7 +185,7 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// The file without its pickle, and that pickle.
+/// Returns the entries of a file, and the index of the pickle.
 fn unpack(path: &Path) -> (Vec<(String, Vec<u8>)>, usize) {
     let mut zip = zip::ZipArchive::new(std::fs::File::open(path).unwrap()).unwrap();
     let mut entries = vec![];
@@ -199,7 +199,7 @@ fn unpack(path: &Path) -> (Vec<(String, Vec<u8>)>, usize) {
     (entries, pickle)
 }
 
-/// Writes entries with checksums that fit.
+/// Writes entries with correct checksums.
 fn pack(path: &Path, entries: &[(String, Vec<u8>)]) {
     let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
     let mut zip = zip::ZipWriter::new(std::fs::File::create(path).unwrap());
@@ -253,7 +253,7 @@ fn truncated_files_are_named() {
     for folder in tiny() {
         for name in names(&folder.join("checkpoint/global_step5")) {
             if name == "zero_pp_rank_1_mp_rank_00_model_states.pt" {
-                continue; // Nothing of it is needed.
+                continue; // It is not needed.
             }
             let copy = Copy::of(&folder);
             for length in [0, 1, 100, 5000] {
@@ -318,7 +318,7 @@ fn requests_beyond_the_end_are_errors() {
     assert!(text.contains("elements 30 to 34 of h.0.ln_1.weight were asked for; it has 33"), "{text}");
 }
 
-/// Reads whatever can be read; must not panic.
+/// Reads everything that can be read; must not panic.
 fn read_all(copy: &Copy) {
     let Ok(checkpoint) = copy.open() else { return };
     for index in 0..checkpoint.parameters().len() {
@@ -332,7 +332,7 @@ fn read_all(copy: &Copy) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Behind checksums that fit, so that what reads the pickle meets it.
+    /// The checksums are correct, so that the change reaches the pickle reader.
     #[test]
     fn a_changed_pickle_is_read_or_refused(
         which in 0..2usize,

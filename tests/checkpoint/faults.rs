@@ -1,4 +1,4 @@
-//! Damaged checkpoints, full disks and killed jobs: what is loaded is whole, or nothing is.
+//! Damaged checkpoints, full disks and killed jobs: a checkpoint is loaded completely, or not at all.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, wait_for, wait_up_to, zerorun};
 use crate::support::skips::skipped;
@@ -41,7 +41,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
     engine.step()
 }
 
-/// Checkpoints `one` and `two` (the latest) of 2 ranks in `dir`.
+/// Saves checkpoints `one` and `two` (the latest) of 2 ranks in `dir`.
 fn save_two(dir: &Path) {
     for result in with_engine(2, |engine| {
         step(engine)?;
@@ -53,7 +53,7 @@ fn save_two(dir: &Path) {
     }
 }
 
-/// Checksums of everything that the engine would save.
+/// Returns checksums of everything that the engine would save.
 fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
     let path = engine.save_checkpoint(dir, Some("state"), Value::Null)?;
     let mut files = vec!["manifest.json".to_owned()];
@@ -64,11 +64,12 @@ fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
     Ok(all)
 }
 
-/// Loads `two` of `dir`, which is damaged: the texts of all ranks. The engine is as it was, and `one` loads.
+/// Loads the damaged checkpoint `two` of `dir` and returns the errors of all ranks. The engine is unchanged, and `one`
+/// loads.
 fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
     let states = folder();
     let ranks = with_engine(2, |engine| {
-        // Neither moments nor counters are zero.
+        // Neither optimizer states nor counters are zero.
         step(engine)?;
         let before = state(engine, states.path())?;
         let error = engine.load_checkpoint(dir, tag, &LoadOptions::default()).unwrap_err();
@@ -83,7 +84,7 @@ fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
     ranks.into_iter().map(Result::unwrap).collect()
 }
 
-/// Runs `damage` on a copy of a whole folder and expects a refusal with all of `words` on one of the ranks.
+/// Runs `damage` on a copy of an intact folder and expects an error with all of `words` on one of the ranks.
 fn damaged(whole: &Path, what: &str, words: &[&str], damage: impl FnOnce(&Path)) {
     let copy = folder();
     copy_all(whole, copy.path());
@@ -165,7 +166,7 @@ fn a_damaged_file_is_named_and_nothing_is_touched() {
     }
 }
 
-/// Writes a changed manifest with the checksum that it must have.
+/// Writes a changed manifest with a correct checksum.
 fn forge(path: &Path, change: impl FnOnce(&mut Value)) {
     let mut manifest: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     manifest.as_object_mut().unwrap().remove("checksum");
@@ -241,7 +242,7 @@ proptest! {
         let name = ["two/manifest.json", "two/rank_00000_of_00002.safetensors", "two/rank_00001_of_00002.safetensors", "latest"][file];
         let path = copy.path().join(name);
         let mut all = std::fs::read(&path).unwrap();
-        // Written over, so that much of the file stays what it is.
+        // Bytes are overwritten, so that most of the file stays unchanged.
         let start = at.index(all.len());
         let end = all.len().min(start + bytes.len());
         let is_same = all[start..end] == bytes[..end - start];
@@ -258,7 +259,7 @@ proptest! {
 fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads() {
     let folder = folder();
     let this = a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads;
-    // A process of its own, in which the folder is a file system of 200 KiB.
+    // A separate process, in which the folder is a file system of 200 KiB.
     let program = std::env::current_exe().unwrap();
     let mut command = std::process::Command::new("unshare");
     let script = "mount -t tmpfs -o size=200k none \"$1\" && shift && exec \"$@\"";
@@ -291,7 +292,7 @@ fn small_disk_program() {
             let mut saved = Ok(());
             for i in 0..8 {
                 saved = engine.save_checkpoint_with(&dir, Some(&format!("more{i}")), Value::Null, &options).map(drop);
-                // In the background, the step returns the error when it has been made.
+                // For a background save, the step returns the error after it has been made.
                 saved = saved.and_then(|()| step(engine));
                 if saved.is_err() {
                     break;
@@ -363,14 +364,14 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
         let checkpoint = Checkpoint::open(&saves, None).unwrap().unwrap();
         checkpoint.verify(|_| {}).unwrap();
         let saved = checkpoint.manifest().global_steps;
-        // The save of a step ends in the next one.
+        // The save of a step finishes in the next one.
         assert!(saved + 1 >= steps, "kill {kill}: {saved} saved of {steps} steps");
         before = saved;
     }
     println!("{kills} kills, {before} steps");
 }
 
-/// `--steps 60` of a small model that saves in every step; `dir` gets all outputs.
+/// Runs `--steps 60` of a small model that saves in every step; `dir` gets all outputs.
 fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     let settings = dir.join("config.json");
     std::fs::write(&settings, config(3, 1, json!({}), json!({"bf16": {"enabled": true}})).to_string()).unwrap();
@@ -383,7 +384,7 @@ fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
     command
 }
 
-/// Step, loss and norm of every line.
+/// Returns step, loss and norm of every line.
 fn trajectory(dir: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -404,7 +405,7 @@ fn a_job_whose_ranks_are_killed_ends_with_the_bits_of_one_that_never_was() {
     let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
     let done = || std::fs::read_to_string(killed.path().join("metrics.jsonl")).unwrap_or_default().lines().count();
     for kill in 0..kills {
-        // Spread over the run; a killed one repeats at most two steps.
+        // Kills are spread over the run; a killed run repeats at most two steps.
         let least = (kill as usize + 1) * 50 / (kills as usize + 1);
         // The pause before a restart grows to 30 s.
         let ranks = wait_up_to(Duration::from_secs(60), "steps of two ranks", || {

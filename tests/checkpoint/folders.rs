@@ -1,4 +1,4 @@
-//! The folder of checkpoints: which are kept, which is the latest, and what in it is no checkpoint.
+//! The folder of checkpoints: which of them are kept, which is the latest, and which entries are not checkpoints.
 
 use crate::support::processes::as_program;
 use crate::support::tiny::{Shape, Tiny, batch, config};
@@ -27,7 +27,7 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// One rank's engine.
+/// Runs `act` with the engine of a single rank.
 fn alone<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
     let settings = config(1, 1, json!({}), json!({}));
     let ranks = threads::run(1, |comm| {
@@ -51,7 +51,7 @@ fn keep(count: usize) -> SaveOptions {
     SaveOptions { keep: Some(count), ..SaveOptions::default() }
 }
 
-// ---- which are kept ----------------------------------------------------------------------------------------------
+// ---- retention ---------------------------------------------------------------------------------------------------
 
 #[test]
 fn a_checkpoint_that_the_user_named_is_never_removed() {
@@ -59,7 +59,7 @@ fn a_checkpoint_that_the_user_named_is_never_removed() {
     alone(|engine| {
         train(engine, 1)?;
         engine.save_checkpoint(dir.path(), Some("best"), Value::Null)?;
-        // Named as an automatic one, but by the user.
+        // The name has the automatic form, but the user chose it.
         engine.save_checkpoint(dir.path(), Some("global_step1"), Value::Null)?;
         for _ in 0..3 {
             train(engine, 1)?;
@@ -86,7 +86,7 @@ fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
         engine.load_checkpoint(dir.path(), Some("global_step4"), &LoadOptions::default())?.unwrap();
         train(engine, 1)?;
         save(engine)?;
-        // Step 8 is the newest of those that were abandoned.
+        // Step 8 is the newest of the abandoned ones.
         assert_eq!(visible(dir.path()), ["global_step4", "global_step5", "global_step8", "latest"]);
         train(engine, 1)?;
         save(engine)?;
@@ -101,7 +101,7 @@ fn after_a_roll_back_the_new_line_of_steps_is_kept_and_not_the_abandoned_one() {
 fn a_line_of_steps_goes_through_names_of_the_user_and_saves_in_the_background() {
     let dir = folder();
     let background = SaveOptions { in_background: true, ..keep(2) };
-    // What another run left behind.
+    // Leftovers of another run.
     alone(|engine| {
         train(engine, 9)?;
         engine.save_checkpoint(dir.path(), None, Value::Null)
@@ -119,7 +119,7 @@ fn a_line_of_steps_goes_through_names_of_the_user_and_saves_in_the_background() 
     assert_eq!(names(dir.path()), ["global_step2", "global_step3", "latest", "middle"]);
 }
 
-/// Names without those that begin with a dot.
+/// Returns the names that do not begin with a dot.
 fn visible(dir: &Path) -> Vec<String> {
     names(dir).into_iter().filter(|name| !name.starts_with('.')).collect()
 }
@@ -159,14 +159,14 @@ fn checkpoints_without_latest_are_an_error_that_lists_them_and_an_empty_folder_i
     insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a link to nothing; give the tag to load, or replace this file by one that names it");
 }
 
-// ---- what is no file ---------------------------------------------------------------------------------------------
+// ---- entries that are not files -----------------------------------------------------------------------------------
 
 fn pipe(path: &Path) {
     _ = std::fs::remove_file(path);
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
-/// Whether `act` ends in time; a thread that waits for ever stays behind.
+/// Returns the result of `act`, which must end in time; a thread that waits forever is left behind.
 fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(act()));
@@ -208,7 +208,7 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
 
 // ---- two jobs ----------------------------------------------------------------------------------------------------
 
-/// Another job that saves into the folder of its environment, and lives until its input ends.
+/// Another job, which saves into the folder given by its environment, and lives until its input ends.
 #[test]
 #[ignore = "a program for other tests"]
 fn saver() {
@@ -222,7 +222,7 @@ fn saver() {
     });
 }
 
-/// That job, and what it says.
+/// That job, and its output.
 struct Saver(Child, Lines<BufReader<ChildStdout>>);
 
 impl Saver {
@@ -256,7 +256,7 @@ fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_no
     });
     other.end();
     assert_eq!(names(dir.path()), ["global_step5", "latest"]);
-    // The folder is free again, also after a job that was killed.
+    // The folder is free again, even after a job was killed.
     let mut killed = start_saver(dir.path());
     killed.0.kill().unwrap();
     killed.0.wait().unwrap();
@@ -279,7 +279,7 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
         insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, and checkpoints are saved into a folder; give another path");
         insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written: File exists (os error 17); correct that, or save elsewhere; checkpoints that were saved before are whole");
         insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole");
-        // What was refused costs nothing.
+        // A refused call has no cost.
         train(engine, 1)?;
         engine.check_save_dir(dir.path().join("new/ck"))?;
         engine.save_checkpoint(dir.path().join("new/ck"), Some("one"), Value::Null)

@@ -1,4 +1,4 @@
-//! Checkpoints in the format of version 1, as programs before buffers and frozen parameters wrote them
+//! Checkpoints of format version 1, written by programs from before buffers and frozen parameters
 //! (tests/fixtures/checkpoints: two linear layers after three steps on two ranks, and their weights after two more).
 
 use candle_core::{DType, Device, Tensor};
@@ -19,7 +19,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/checkpoints").join(name)
 }
 
-/// The configuration of the programs that wrote them, at another stage.
+/// Returns the configuration of the programs that wrote them, at another stage.
 fn config(fp16: bool, stage: u8) -> Value {
     let mut config = json!({
         "train_micro_batch_size_per_gpu": 2,
@@ -34,7 +34,7 @@ fn config(fp16: bool, stage: u8) -> Value {
     config
 }
 
-/// Loads on `world` ranks and makes steps until step `until` as the older program did; gives the master weights.
+/// Loads on `world` ranks and trains until step `until` as the older program did; returns the master weights.
 fn go_on(name: &str, world: usize, stage: u8, until: u64, options: LoadOptions) -> Vec<f32> {
     let fp16 = name == "fp16";
     let folder = tempfile::tempdir().unwrap();
@@ -108,7 +108,7 @@ fn a_run_goes_on_from_a_checkpoint_of_version_1_as_the_program_that_wrote_it_did
             let distance = farthest(&go_on(name, 2, stage, 5, LoadOptions::default()), &expected);
             assert!(distance < near, "{name}, stage {stage}: {distance}");
         }
-        // Without its moments it would not.
+        // Without its optimizer states, the run would differ.
         let without = LoadOptions { load_optimizer_states: false, ..LoadOptions::default() };
         let distance = farthest(&go_on(name, 2, 2, 5, without), &expected);
         assert!(distance > 4.0 * near, "{name}: {distance}");

@@ -1,4 +1,4 @@
-//! `use_node_local_storage`: each host has a folder of its own, that no other sees.
+//! `use_node_local_storage`: each host has its own folder, which the other hosts cannot see.
 
 use crate::support::convnet;
 use crate::support::tiny::{Shape, Tiny, batch, config};
@@ -24,7 +24,7 @@ fn folder() -> TempDir {
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     here: Range<usize>,
-    /// Pieces of files that it has sent.
+    /// The number of pieces of files sent so far.
     pieces: AtomicUsize,
 }
 
@@ -51,8 +51,8 @@ impl Communicator for OnHosts {
     }
 }
 
-/// An engine on each rank of `hosts`, which have so many ranks; `act` learns the number of its host. Gives what all
-/// ranks gave, and the pieces of files that went between hosts.
+/// Runs `act` with an engine on each rank of `hosts`, which lists each host's number of ranks. `act` gets the index of
+/// its host. Returns the results of all ranks, and the number of pieces of files sent between hosts.
 fn on<T: Send>(
     hosts: &[usize],
     stage: u8,
@@ -60,7 +60,7 @@ fn on<T: Send>(
 ) -> (Vec<Result<T>>, usize) {
     let world: usize = hosts.iter().sum();
     let sent = AtomicUsize::new(0);
-    // As many samples in a step of any world size.
+    // The same number of samples per step for any world size.
     let batch = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24,
         "checkpoint": {"use_node_local_storage": true}});
     let settings = config(stage, 12 / world, json!({"stage3_param_persistence_threshold": 0}), batch);
@@ -91,7 +91,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
     Ok(())
 }
 
-/// Checkpoints `one` and `two` (the latest) of two hosts with two ranks each, in a folder each.
+/// Saves checkpoints `one` and `two` (the latest) on two hosts with two ranks each, in one folder per host.
 fn saved(stage: u8) -> [TempDir; 2] {
     let dirs = [folder(), folder()];
     let (ranks, _) = on(&[2, 2], stage, |engine, host| {
@@ -111,7 +111,7 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// What the last of `dirs` would be as a folder that all see.
+/// Returns a folder that combines the content of `dirs`, as if all hosts saw the same folder.
 fn together(dirs: &[TempDir]) -> TempDir {
     let all = folder();
     for tag in dirs.iter().flat_map(|dir| names(dir.path()).into_iter().map(move |name| dir.path().join(name))) {
@@ -128,7 +128,7 @@ fn together(dirs: &[TempDir]) -> TempDir {
     all
 }
 
-/// All states of a checkpoint of a folder that all see, by name.
+/// Returns all states of a checkpoint in a folder that all hosts see, by name.
 fn states(dir: &Path, tag: &str) -> Vec<(String, Vec<u32>)> {
     let checkpoint = Checkpoint::open(dir, Some(tag)).unwrap().unwrap();
     checkpoint.verify(|_| {}).unwrap();
@@ -157,7 +157,7 @@ fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoi
         assert_eq!(names(dir.path()), ["latest", "one", "two"]);
         let own = [["manifest.json"].as_slice(), &RANKS[2 * host..][..2]].concat();
         assert_eq!(names(&dir.path().join("two")), own);
-        // One alone says where the others are.
+        // A single folder's error names the hosts of the other files.
         let error = Checkpoint::open(dir.path(), None).err().unwrap().to_string();
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
         assert!(error.contains(&format!("host {} wrote it", name.trim())), "{error}");
@@ -171,7 +171,7 @@ fn each_host_has_its_own_files_and_the_folders_together_are_an_ordinary_checkpoi
     let out = all.path().join("out");
     consolidate(&checkpoint, &out, &ConsolidateSettings::default(), &mut |_| {}).unwrap();
     assert!(names(&out).contains(&"model.safetensors".to_string()), "{:?}", names(&out));
-    // Loaded with the key or without, on one host.
+    // Loaded with and without the key, on one host.
     let again = folder();
     let (ranks, sent) = on(&[3], 1, |engine, _| {
         engine.load_checkpoint(all.path(), None, &LoadOptions::default())?.unwrap();
@@ -188,10 +188,10 @@ fn every_placement_of_ranks_loads_what_another_has_saved() {
     let expected = states(together(&dirs).path(), "two");
     let (a, b, new) = (dirs[0].path(), dirs[1].path(), folder());
     let missing = new.path().join("not there yet");
-    // Who has which folder, and whether parts go between hosts.
+    // The folder of each host, and whether parts are sent between hosts.
     let placements: [(&[usize], u8, &[&Path], bool); 7] = [
         (&[2, 2], 3, &[a, b], false),
-        // Each needs all weights.
+        // Each rank needs all weights.
         (&[2, 2], 0, &[a, b], true),
         (&[2, 2], 2, &[a, b], true),
         (&[2, 2], 3, &[b, a], true),
@@ -210,7 +210,7 @@ fn every_placement_of_ranks_loads_what_another_has_saved() {
         assert_eq!(sent > 0, are_sent, "{hosts:?} at stage {stage}");
         assert!(states(together(&again).path(), "two") == expected, "{hosts:?} at stage {stage}");
     }
-    // Nothing of it stays.
+    // No temporary file remains.
     assert_eq!((names(a), names(&missing)), (names(b), vec![]));
 }
 
@@ -243,12 +243,12 @@ fn a_run_that_goes_on_has_the_bits_of_one_that_never_stopped_also_in_the_backgro
     assert_eq!(run(3), after);
 }
 
-/// Loads on the hosts that saved: the client state's rank, steps, and errors.
+/// Loads on the hosts that saved, and returns the steps or the errors of all ranks.
 fn load(dirs: &[TempDir; 2], tag: Option<&str>) -> Vec<std::result::Result<u64, String>> {
     let (ranks, _) = on(&[2, 2], 3, |engine, host| {
         let loaded = engine.load_checkpoint(dirs[host].path(), tag, &LoadOptions::default());
         let steps = loaded.map(|loaded| loaded.map_or(0, |_| engine.global_steps())).map_err(|e| e.to_string());
-        // The ranks are in step, whatever came of it.
+        // The ranks are in step, whatever the result.
         step(engine)?;
         Ok(steps)
     });
@@ -259,7 +259,7 @@ fn load(dirs: &[TempDir; 2], tag: Option<&str>) -> Vec<std::result::Result<u64, 
 fn a_tag_that_only_one_host_committed_is_passed_over() {
     for host in 0..2 {
         let dirs = saved(3);
-        // As if the job had died when the other had not given it its name.
+        // As if the job had died before the other host renamed the folder.
         let other = dirs[1 - host].path();
         std::fs::rename(other.join("two"), other.join(".candle-zero-saving-two")).unwrap();
         std::fs::write(other.join("latest"), "one").unwrap();
@@ -268,7 +268,7 @@ fn a_tag_that_only_one_host_committed_is_passed_over() {
             let text = text.unwrap_err();
             assert!(text.contains("it is not whole over all hosts"), "{text}");
         }
-        // The next save has the name.
+        // The next save uses this name.
         let (ranks, _) = on(&[2, 2], 3, |engine, host| {
             engine.load_checkpoint(dirs[host].path(), None, &LoadOptions::default())?.unwrap();
             step(engine)?;
@@ -308,7 +308,7 @@ fn a_host_whose_disk_lost_its_part_is_named() {
     for rank in [0, 2] {
         assert!(texts[rank].contains("it has no file `latest`"), "{texts:?}");
     }
-    // What is damaged, and goes to the other host.
+    // A damaged file that is sent to the other host.
     let dirs = saved(3);
     let path = dirs[0].path().join("two").join(RANKS[1]);
     let mut bytes = std::fs::read(&path).unwrap();
@@ -363,7 +363,7 @@ fn ranks_of_a_host_that_name_several_folders_are_told() {
 #[test]
 fn hosts_that_see_one_folder_save_into_it_together() {
     let dir = folder();
-    // Its path differs.
+    // The same folder under a different path.
     let link = folder().path().join("link");
     std::fs::create_dir_all(link.parent().unwrap()).unwrap();
     std::os::unix::fs::symlink(dir.path(), &link).unwrap();
@@ -406,6 +406,6 @@ fn buffers_reach_hosts_that_have_no_file_of_them() {
     let saved = run(true);
     assert!(dirs[0].path().join("T/buffers.safetensors").exists());
     assert!(!dirs[1].path().join("T/buffers.safetensors").exists());
-    // Rank 0's are the ones that are saved.
+    // Rank 0's buffers are saved.
     assert_eq!(run(false), [saved[0].clone(), saved[0].clone()]);
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: a run that goes on from one has the bits of a run that never stopped, at any stage and world size.
+//! Checkpoints: a run that resumes from one is bit-identical to a run that never stopped, at any stage and world size.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Tensor};
@@ -15,7 +15,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// What a rank has seen.
+/// The observations of a rank.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Seen {
     losses: Vec<u64>,
@@ -24,7 +24,7 @@ struct Seen {
     exported: Vec<u8>,
 }
 
-/// Trains until step `until`, and does `at` before every step.
+/// Trains until step `until`, and calls `at` before every step.
 fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync) -> Vec<Seen> {
     let folder = folder();
     let file = folder.path().join("model.safetensors");
@@ -42,7 +42,7 @@ fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) 
                 break;
             }
             for step in 0..accumulation as u64 {
-                // The same samples in every step, however many ranks and micro steps share them.
+                // The samples of a step do not depend on the number of ranks and micro steps.
                 let at = (engine.global_steps() * accumulation as u64 + step) as usize * world + rank;
                 let (ids, targets) = batch(at);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -91,7 +91,7 @@ fn precisions() -> [Value; 3] {
     ]
 }
 
-/// The rows of a run after the first `steps`.
+/// Returns the rows of a run after the first `steps`.
 fn after(run: &[Seen], steps: usize) -> Vec<Seen> {
     run.iter()
         .map(|seen| {
@@ -131,7 +131,7 @@ fn goes_on_with_the_same_bits(world: usize) {
             let config = config(stage, 1 + i % 2, zero, more.clone());
             let dir = folder();
             let options = SaveOptions { in_background: i % 2 == 1, ..SaveOptions::default() };
-            // Saving changes nothing of the run that goes on.
+            // Saving does not change the run that continues.
             let straight = run(world, &config, 40, |_| Ok(()));
             let saved = run(world, &config, 40, saves(dir.path(), 20, options));
             assert_eq!(straight, saved, "world {world}, stage {stage}, {more}, {offload}: saving");
@@ -156,7 +156,7 @@ fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_4_ranks() {
     goes_on_with_the_same_bits(4);
 }
 
-/// All states of the checkpoint in `dir`, by name.
+/// Returns all states of the checkpoint in `dir`, by name.
 fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
     let checkpoint = Checkpoint::open(dir, None).unwrap().unwrap();
     checkpoint.verify(|_| {}).unwrap();
@@ -173,7 +173,7 @@ fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
 
 #[test]
 fn every_stage_and_world_size_loads_what_every_other_has_saved() {
-    // 12 samples in a step of any world size.
+    // 12 samples in a step for any world size.
     let with = |stage: u8, world: usize| {
         let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
         config(stage, 12 / world, zero(), more)
@@ -202,7 +202,7 @@ fn every_stage_and_world_size_loads_what_every_other_has_saved() {
     }
 }
 
-/// What the files of a checkpoint's ranks have, in order.
+/// Returns the contents of a checkpoint's rank files, in order.
 fn rank_files(dir: &Path) -> Vec<Vec<u8>> {
     let checkpoint = Checkpoint::open(dir, None).unwrap().unwrap();
     let files = checkpoint.manifest().files.iter();
@@ -231,9 +231,9 @@ fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
         let seen = run(4, &with(3, 4, groups.clone()), 5, saves(dir.path(), 3, options));
         assert_eq!(straight, seen, "{groups}");
         assert!(rank_files(plain.path()) == rank_files(dir.path()), "files: {groups}");
-        // Into groups, from what was saved without.
+        // Loads a checkpoint into groups that was saved without groups.
         assert_eq!(after(&straight, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
-        // And on, in any way.
+        // Then loads it into other combinations.
         for (stage, world, more) in [(3, 4, json!({})), (2, 3, json!({})), (3, 2, json!({"mics_shard_size": 1}))] {
             let again = folder();
             run(world, &with(stage, world, more), 3, |engine| {
@@ -282,7 +282,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
     });
 }
 
-/// What two ranks tell after a step of their own and a load with `options`: steps, rate, and the states then.
+/// Makes one step on two ranks and loads with `options`; returns the steps, the rate, and the states after the load.
 fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
     let again = folder();
     let settings = config(2, 1, zero(), json!({}));
@@ -316,7 +316,7 @@ fn options_say_what_is_loaded() {
     assert!(module.0 == 1 && module.1 != rate && parameters(&module.2) == parameters(&saved));
     let without = loaded_with(dir.path(), LoadOptions { load_optimizer_states: false, ..all });
     assert!(without.0 == 3 && without.1 == rate && parameters(&without.2) == parameters(&saved));
-    // Those of the engine's own step, in both cases.
+    // In both cases, the states are those of the engine's own step.
     assert!(moments(&without.2) == moments(&module.2) && moments(&without.2) != moments(&saved));
     let schedule = loaded_with(dir.path(), LoadOptions { load_lr_scheduler_states: false, ..all });
     assert!(schedule.0 == 3 && schedule.1 == module.1 && schedule.2 == saved);
@@ -345,7 +345,7 @@ fn another_model_loads_what_it_knows_where_it_need_not_be_the_same() {
     assert!(saved.len() < found.len() && saved.iter().all(|state| found.contains(state)));
 }
 
-/// One rank's engine at stage 1.
+/// Runs `act` with the engine of a single rank at stage 1.
 fn alone<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
     let settings = config(1, 1, zero(), json!({}));
     let ranks = threads::run(1, |comm| {
@@ -366,7 +366,7 @@ fn train_on(engine: &mut Engine<Tiny>, mut change: impl FnMut(Tensor) -> candle_
     engine.step()
 }
 
-/// What is in a folder, hidden names too.
+/// Returns the names in a folder, including hidden ones.
 fn names(dir: &Path) -> Vec<String> {
     let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = names.collect();
@@ -456,7 +456,7 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
         train(engine)?;
         let options = SaveOptions { in_background: true, ..SaveOptions::default() };
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
-        // A finite loss with gradients that are not: the root's slope at 0.
+        // A finite loss with gradients that are not finite: the slope of the square root at 0.
         let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
         assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })), "{error}");
         Ok(())
@@ -482,7 +482,7 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
     for tag in ["first", "second"] {
         Checkpoint::open(dir.path(), Some(tag)).unwrap().unwrap().verify(|_| {}).unwrap();
     }
-    // What a dead job left is removed, also by one that only says that it will save.
+    // Leftovers of a dead job are removed, even by a job that has only announced a save.
     for saves in [true, false] {
         let left = |name: &str| dir.path().join(name);
         std::fs::create_dir(left(".candle-zero-saving-dead")).unwrap();
@@ -544,7 +544,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
         Ok(())
     });
     assert_eq!(names(dir.path()), ["global_step0", "global_step2", "global_step3", "latest"]);
-    // One that is not whole does not count.
+    // An incomplete checkpoint does not count.
     std::fs::remove_file(dir.path().join("global_step3/rank_00000_of_00001.safetensors")).unwrap();
     let train_and_save = |steps: usize| {
         alone(|engine| {
@@ -554,7 +554,7 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     };
     train_and_save(1);
     assert_eq!(names(dir.path()), ["global_step0", "global_step1", "global_step2", "global_step3", "latest"]);
-    // Nothing is removed where `latest` cannot be read, and the save is one all the same.
+    // Nothing is removed if `latest` cannot be read, and the save succeeds nevertheless.
     std::fs::write(dir.path().join("latest"), [0xff]).unwrap();
     train_and_save(4);
     let all = ["global_step0", "global_step1", "global_step2", "global_step3", "global_step4", "latest"];
@@ -637,7 +637,7 @@ fn save_16bit_model_writes_what_the_model_computes_with_at_every_stage() {
                 let rounded = exact.to_dtype(dtype).unwrap();
                 assert_eq!(values(&rounded).unwrap(), values(&saved[&name]).unwrap(), "{name}, stage {stage}, {more}");
             }
-            // A folder that cannot be is an error, and costs nothing.
+            // A folder that cannot be created is an error without consequences.
             std::fs::write(dir.path().join("file"), "").unwrap();
             run(2, &config(stage, 1, zero(), more.clone()), 0, |engine| {
                 let error = engine.save_16bit_model(dir.path().join("file/below"), "model.safetensors").unwrap_err();

@@ -1,4 +1,4 @@
-//! `checkpoint.upload_to`: an object store gets what is saved, and an engine loads from there.
+//! `checkpoint.upload_to`: checkpoints are uploaded to an object store, and loaded from there.
 
 use crate::support::processes::{as_program, stderr};
 use crate::support::skips::skipped;
@@ -83,7 +83,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
             engine.wait_for_upload()
         });
         ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
-        // What came is a checkpoint.
+        // The downloaded files form a checkpoint.
         let loaded = on(3, &url, |engine| {
             Ok(engine.load_checkpoint(&url, None, &LoadOptions::default())?.map(|_| engine.global_steps()))
         });
@@ -92,7 +92,7 @@ fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_grou
     }
 }
 
-/// Saves two checkpoints, forgets the folder, and loads the second on another number of ranks.
+/// Saves two checkpoints, discards the folder, and loads the second one on another number of ranks.
 #[test]
 #[ignore = "a program of other tests"]
 fn program() {
@@ -105,7 +105,7 @@ fn program() {
         step(engine)?;
         engine.save_checkpoint(dir.path(), None, json!({"note": "second"}))?;
         engine.export_safetensors(dir.path().join("model"))
-        // The end waits for it.
+        // Dropping the engine waits for the upload.
     }) {
         rank.unwrap();
     }
@@ -156,7 +156,7 @@ fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
         [("AWS_ENDPOINT_URL", server.as_str()), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
     let output = run(&format!("s3://runs/of/{}", std::process::id()), &environment);
     assert!(output.status.success(), "{}", stderr(&output));
-    // A bucket that is not there.
+    // A bucket that does not exist.
     let output = run("s3://elsewhere/a", &environment);
     let text = stderr(&output);
     assert!(!output.status.success() && text.contains("s3://elsewhere/a") && text.contains("NoSuchBucket"), "{text}");
@@ -166,7 +166,7 @@ fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
 fn what_cannot_be_sent_is_an_error_of_the_next_save_and_the_one_after_it_goes_on() {
     let (dir, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let url = format!("file://{}", store.path().display());
-    // In the way of a folder.
+    // A file in the place of a folder.
     std::fs::write(store.path().join("one"), "").unwrap();
     let ranks = on(2, &url, |engine| {
         step(engine)?;

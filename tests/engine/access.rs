@@ -1,4 +1,4 @@
-//! One parameter by its name: `safe_get_*`, `safe_set_*`, and parameters gathered outside of a forward.
+//! Access to single parameters by name: `safe_get_*`, `safe_set_*`, and parameters gathered outside of a forward.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ fn tiny(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<Engi
     Engine::builder().communicator(comm).device(Device::Cpu).initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
 }
 
-/// Forward and backward.
+/// Runs forward and backward.
 fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
     let (ids, targets) = batch(sample);
     let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -33,7 +33,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Every stage, with what is offloaded where it can be.
+/// Returns every stage, combined with offload if the stage supports it.
 fn variants(folder: &Path) -> Vec<(u8, Value)> {
     let nvme = || json!({"device": "nvme", "nvme_path": folder});
     let released = json!({"stage3_param_persistence_threshold": 0});
@@ -44,7 +44,7 @@ fn variants(folder: &Path) -> Vec<(u8, Value)> {
     variants
 }
 
-/// A matrix of a unit, a small vector, and the embedding of the root.
+/// A matrix in a unit, a small vector, and the embedding outside of all units.
 const NAMES: [&str; 3] = ["layer.1.qkv.weight", "layer.0.norm.bias", "embed.weight"];
 
 #[test]
@@ -71,7 +71,7 @@ fn values_gradients_and_states_are_the_same_at_every_stage_offload_and_world() {
                             let grad = engine.safe_get_full_grad(name)?.unwrap();
                             let value = engine.safe_get_full_fp32_param(name)?;
                             assert_eq!(grad.dims(), value.dims());
-                            // The part of this rank is a part of the whole.
+                            // This rank's part is a slice of the full value.
                             let local = [
                                 engine.safe_get_local_fp32_param(name)?,
                                 engine.safe_get_local_grad(name)?.unwrap(),
@@ -163,7 +163,7 @@ fn what_is_set_is_what_trains_at_every_stage_and_offload() {
                         engine.safe_set_full_optimizer_state(name, &state, "exp_avg")?;
                         assert_eq!(bits(&engine.safe_get_full_optimizer_state(name, "exp_avg")?), bits(&state));
                     }
-                    // The tensors that the model computes with have the values too.
+                    // The tensors that the model computes with have the same values.
                     let (ids, targets) = batch(5);
                     seen.push(bits(&engine.eval(|model| model.loss(&ids, &targets))?.to_dtype(DType::F32)?));
                     pass(&mut engine, rank + world)?;
@@ -239,9 +239,9 @@ fn a_frozen_parameter_has_values_and_neither_gradient_nor_states() {
     });
 }
 
-// ---- a rank's own part, and one rank for all --------------------------------------------------------------------
+// ---- local parts, and changes by one rank -----------------------------------------------------------------------
 
-/// What lies on this rank of a whole value.
+/// Returns this rank's part of a full value.
 fn part(engine: &Engine<Tiny>, whole: &Tensor) -> candle_core::Result<Tensor> {
     let whole = whole.flatten_all()?;
     let (len, shard) = (whole.elem_count(), whole.elem_count().div_ceil(engine.world_size()));
@@ -249,7 +249,7 @@ fn part(engine: &Engine<Tiny>, whole: &Tensor) -> candle_core::Result<Tensor> {
     whole.narrow(0, start, shard.min(len - start))
 }
 
-/// Trains, with everything set part by part or as a whole; what the ranks then have.
+/// Trains with all values set part by part or in full, and returns each rank's resulting values.
 fn set_and_train(world: usize, config: &Value, by_part: bool) -> Vec<Vec<Vec<u32>>> {
     on_ranks(world, |comm| {
         let mut engine = tiny(comm, config)?;
@@ -278,7 +278,7 @@ fn set_and_train(world: usize, config: &Value, by_part: bool) -> Vec<Vec<Vec<u32
         } else {
             engine.safe_set_full_grad(NAMES[0], &grad)?;
         }
-        // In float16 a quarter of a small number is rounded.
+        // In float16, a quarter of a small number is rounded.
         if engine.dtype() != DType::F16 {
             assert_eq!(bits(&engine.safe_get_full_grad(NAMES[0])?.unwrap()), bits(&grad));
         }
@@ -322,7 +322,7 @@ fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
         on_ranks(2, |comm| {
             let mut engine = tiny(comm, &config(stage, 1, json!({}), json!({})))?;
             let before = bits(&engine.safe_get_full_fp32_param(NAMES[1])?);
-            // Right on rank 0, too long on rank 1.
+            // The length is right on rank 0 and too long on rank 1.
             let value = Tensor::zeros(6 + engine.rank(), DType::F32, &Device::Cpu)?;
             let error = engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err();
             insta::allow_duplicates! {
@@ -366,7 +366,7 @@ fn what_one_rank_makes_of_gathered_values_is_the_value_on_all_ranks_at_every_sta
                         ran = true;
                         for (value, before) in values.iter_mut().zip(&before) {
                             assert_eq!(bits(value), bits(before));
-                            // Zeros with their sign among them.
+                            // The values include negative zeros.
                             *value = before.relu()?.neg()?;
                         }
                         Ok(())
@@ -381,7 +381,7 @@ fn what_one_rank_makes_of_gathered_values_is_the_value_on_all_ranks_at_every_sta
                             seen.push(value);
                         }
                     }
-                    // The tensors that the model computes with have the values too.
+                    // The tensors that the model computes with have the same values.
                     let (ids, targets) = batch(5);
                     let loss = bits(&engine.eval(|model| model.loss(&ids, &targets))?.to_dtype(DType::F32)?);
                     pass(&mut engine, rank)?;
@@ -441,7 +441,7 @@ fn a_modification_that_fails_changes_nothing_and_all_ranks_go_on() {
 fn values_of_other_shapes_on_other_ranks_are_an_error_on_all() {
     on_ranks(2, |comm| {
         let mut engine = tiny(comm, &config(3, 1, json!({}), json!({})))?;
-        // As many zeros, and on rank 0 of the right shape.
+        // The value is zero on both ranks, but only rank 0's has the right shape.
         let shape = if engine.rank() == 0 { (37, 12) } else { (12, 37) };
         let error = engine.safe_set_full_fp32_param("embed.weight", &Tensor::zeros(shape, DType::F32, &Device::Cpu)?);
         let error = error.unwrap_err();
@@ -481,7 +481,7 @@ fn parameters_are_whole_inside_of_gathered_and_released_after_it() {
             assert_eq!(bits(&seen.1), bits(&engine.safe_get_full_fp32_param("b.bias")?));
             assert_eq!(engine.memory_report().row(MemoryKind::Gathered).bytes.held, held);
             assert!(engine.model()[0].weight().sum_all().is_err(), "released again");
-            // An error of the closure releases them too.
+            // An error of the closure also releases the parameters.
             let error = engine.gathered(&["a.weight"], |_| -> candle_core::Result<()> { candle_core::bail!("mine") });
             assert!(error.unwrap_err().to_string().contains("mine"));
             assert!(engine.model()[0].weight().sum_all().is_err());

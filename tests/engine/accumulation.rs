@@ -1,4 +1,4 @@
-//! Gradient accumulation: `no_sync`, `zero_grad`, batch sizes and rates that change on a running engine.
+//! Gradient accumulation: `no_sync`, `zero_grad`, and batch sizes and learning rates that change on a running engine.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{Device, Tensor};
@@ -27,13 +27,13 @@ fn forward(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<Tens
     engine.forward(|model| model.loss(&ids, &targets))
 }
 
-/// Forward and backward.
+/// Runs forward and backward.
 fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
     let loss = forward(engine, sample)?;
     engine.backward(&loss)
 }
 
-/// The norm of the last step and the loss of a sample, in bits.
+/// Returns the norm of the last step and the loss of a sample, in bits.
 fn state(engine: &mut Engine<Tiny>) -> candle_zero::Result<[u64; 2]> {
     let (ids, targets) = batch(99);
     let loss = engine.eval(|model| model.loss(&ids, &targets))?.to_scalar::<f32>()?;
@@ -42,7 +42,7 @@ fn state(engine: &mut Engine<Tiny>) -> candle_zero::Result<[u64; 2]> {
 
 // ---- no_sync ---------------------------------------------------------------------------------------------------
 
-/// Where in an accumulation of four micro steps gradients are reduced.
+/// The point at which gradients are reduced in an accumulation of four micro steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Reduce {
     Always,
@@ -52,11 +52,12 @@ enum Reduce {
     InStep,
     /// In the second and the last backward.
     Twice,
-    /// In the last backward; the micro steps before it are not ended by a step.
+    /// In the last backward; no step ends the micro steps before it.
     WithoutSteps,
 }
 
-/// One parameter, whose gradient is what it is multiplied by: small whole numbers, so that no sum is rounded.
+/// Returns the weights of a parameter whose gradient is its factor in the loss: small integers, so that no sum is
+/// rounded.
 fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Vec<f32>> {
     let accumulation = if reduce == Reduce::WithoutSteps { 1 } else { 4 };
     let mut config = json!({
@@ -82,7 +83,7 @@ fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Ve
                         |t: &Tensor| (t.ones_like()? * factor)?.mul(t)?.to_dtype(candle_core::DType::F32)?.sum_all();
                     along(a)? + along(b)?
                 })?;
-                // At an accumulation of one the loss is not divided.
+                // With an accumulation of one, the loss is not divided.
                 engine.backward(&(loss * (accumulation as f64 / 4.0))?)
             };
             let synchronizes = match reduce {
@@ -158,7 +159,7 @@ fn no_sync_reduces_nothing_holds_whole_gradients_and_gives_the_same_bits_at_stag
         };
         let held = train(0, true);
         assert_eq!(held, train(1, true), "world {world}");
-        // With one rank there is no other order.
+        // With one rank there is only one order.
         assert_eq!(held == train(0, false), world == 1, "world {world}");
     }
 }
@@ -188,7 +189,7 @@ fn no_sync_is_refused_where_gradients_are_sharded_inside_of_itself_and_around_a_
             }
             Ok(())
         })?;
-        // What was refused has ended nothing: the step outside is made.
+        // The refused call has ended nothing: the step outside is made.
         engine.step()?;
         assert!(engine.was_step_applied());
         Ok(())
@@ -210,7 +211,7 @@ fn zero_grad_drops_what_the_accumulation_has_and_nothing_else() {
                 for micro in 0..4 {
                     let sample = 2 * micro + engine.rank();
                     if dropped {
-                        // Half a micro step of something else, dropped after its backward ...
+                        // Half of an unrelated micro step, dropped after its backward ...
                         pass(&mut engine, sample + 50)?;
                         engine.zero_grad()?;
                         let error = engine.step().unwrap_err();
@@ -378,7 +379,7 @@ fn without_a_schedule_a_rate_that_was_set_holds_and_is_what_trains() {
     assert_ne!(train(0.3, None), train(0.02, None));
 }
 
-/// Of 20 steps to warm up, or without a schedule.
+/// Returns a configuration with a warm-up of 20 steps, or without a schedule.
 fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
     let optimizer = json!({"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.1}});
     let mut config = config(stage, 1, json!({}), json!({"optimizer": optimizer}));
@@ -388,14 +389,14 @@ fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
     config
 }
 
-/// Two groups, the first of the matrices of the attention.
+/// Builds an engine with two groups; the first contains the attention's matrices.
 fn in_groups(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<Engine<Tiny>> {
     let qkv = ParameterGroup::new().names(["*qkv.weight"]);
     let builder = Engine::builder().communicator(comm).device(Device::Cpu).parameter_groups(vec![qkv]);
     builder.initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
 }
 
-/// Steps `from..to` on two ranks.
+/// Trains steps `from..to` on two ranks.
 fn train(engine: &mut Engine<Tiny>, from: usize, to: usize) -> candle_zero::Result<()> {
     for step in from..to {
         let sample = 2 * step + engine.rank();
@@ -407,7 +408,7 @@ fn train(engine: &mut Engine<Tiny>, from: usize, to: usize) -> candle_zero::Resu
 
 #[test]
 fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_any_number_of_ranks() {
-    // The last digit must be that of the number, too.
+    // The last digit must be restored, too.
     let rates = [0.1 + 0.2, 1.0 / 3e3];
     for scheduled in [false, true] {
         let folder = tempfile::tempdir().unwrap();
@@ -419,7 +420,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             train(&mut engine, 2, 5)?;
             Ok((engine.get_lr(), state(&mut engine)?))
         });
-        // Whatever rate the file has now.
+        // Whatever rate the file contains now.
         let resumed = on_ranks(2, |comm| {
             let mut engine = in_groups(comm, &with_rate(3, 0.7, scheduled))?;
             engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
@@ -453,7 +454,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
         engine.set_lr(0.02)?;
         let (dir, tag) = at("set");
         engine.save_checkpoint(dir, tag, Value::Null)?;
-        // A run that goes back has the rate that it had then.
+        // A run that loads an earlier checkpoint gets the rate of that time.
         let (dir, tag) = at("configured");
         engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
         assert_eq!(engine.get_lr(), [0.3]);
@@ -517,7 +518,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
                 pass(&mut engine, sample)?;
                 engine.step()?;
             }
-            // A loss whose backward has not run is no gradient.
+            // A loss whose backward has not run is not a gradient.
             forward(&mut engine, 5)?;
             engine.save_checkpoint(folder.path(), None, Value::Null).map(drop)
         });
@@ -563,7 +564,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
                         Ok(())
                     })?;
                     refuse(&mut engine);
-                    // A forward that has come since does not use them up.
+                    // A forward in between does not use the gradients up.
                     let loss = forward(&mut engine, 2 + rank)?;
                     refuse(&mut engine);
                     engine.backward(&loss)?;
@@ -584,7 +585,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
         };
         assert_eq!(train(true), train(false), "stage {stage}, {zero}");
     }
-    // What zero_grad has dropped is not lost by a save.
+    // A save does not lose gradients that zero_grad has dropped.
     on_ranks(1, |comm| {
         let mut engine = tiny(comm, &config(1, 1, json!({}), json!({})))?;
         engine.no_sync(|engine| pass(engine, 0))?;

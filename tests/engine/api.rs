@@ -1,4 +1,4 @@
-//! The engine's methods as a user meets them: order of calls, evaluation, export, prefetching, reports.
+//! The engine's methods as users call them: order of calls, evaluation, export, prefetching, reports.
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Device, Result, Tensor};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Everything of stage 3 is released as soon as it may be.
+/// Releases everything at stage 3 as early as possible.
 fn released() -> Value {
     json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
 }
@@ -22,7 +22,7 @@ fn units(layers: usize) -> Shape {
     Shape { units: true, layers, ..Shape::default() }
 }
 
-/// What `rank` returns on every rank, all without an error.
+/// Runs `rank` on every rank, and returns the results if there is no error.
 fn on_ranks<T: Send>(world: usize, rank: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> Vec<T> {
     threads::run(world, rank).unwrap().into_iter().map(|r| r.unwrap()).collect()
 }
@@ -45,7 +45,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
     engine.forward(linear_loss).unwrap();
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
-    // A second forward is allowed: its loss is the one that counts.
+    // A second forward is allowed: only its loss counts.
     let loss = engine.forward(linear_loss).unwrap();
     engine.backward(&loss).unwrap();
     insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of a micro step is forward, backward, step");
@@ -54,7 +54,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
     insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
     assert_eq!((engine.global_steps(), engine.micro_steps(), engine.skipped_steps()), (1, 1, 0));
-    // What was refused has left no trace: an engine without these calls stands where this one does.
+    // The refused calls have left no trace: an engine without them is in the same state.
     let mut other = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = other.forward(linear_loss).unwrap();
     other.backward(&loss).unwrap();
@@ -92,7 +92,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
 
 // ---- eval ------------------------------------------------------------------------------------------------------
 
-/// Two optimizer steps of two micro steps each, `probe` before and after every call of every micro step.
+/// Makes two optimizer steps of two micro steps each, with `probe` before and after every call of every micro step.
 fn probed(config: &Value, shape: Shape, probe: impl Fn(&mut Engine<Tiny>, u32) -> Result<()> + Sync) -> Vec<Vec<u32>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
@@ -218,7 +218,7 @@ fn master_weights_are_exported_and_read_with_all_their_digits() {
 
 #[test]
 fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state() {
-    // SGD without momentum has no state, so an export is all there is.
+    // SGD without momentum has no state, so an export is complete.
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
     let sgd = |stage, more: &Value| {
@@ -231,7 +231,7 @@ fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state(
     for more in [json!({}), json!({"bf16": {"enabled": true}})] {
         train_and_export(&sgd(0, &more), None, 2, &file("start"));
         train_and_export(&sgd(0, &more), Some(&file("start")), 2, &file("reference"));
-        // The same batches twice in one go.
+        // The same batches, in a single run.
         let outcomes = on_ranks(3, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm);
@@ -255,7 +255,7 @@ fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state(
 
 type Log = Arc<Mutex<Vec<String>>>;
 
-/// Writes down in which order collectives begin.
+/// Records the order in which collectives begin.
 struct Recording {
     inner: Arc<dyn Communicator>,
     log: Log,
@@ -308,7 +308,7 @@ impl Communicator for Recording {
     }
 }
 
-/// A bias that says when it runs.
+/// A bias that logs when it runs.
 struct Bias {
     bias: Tensor,
     log: Log,
@@ -322,7 +322,7 @@ impl Module for Bias {
     }
 }
 
-/// What rank 0 did in each of three optimizer steps with units of 40, 30, 20 and 10 elements.
+/// Returns rank 0's actions in each of three optimizer steps with units of 40, 30, 20 and 10 elements.
 fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
     let mut config = config(3, 1, released(), json!({"gradient_check": false}));
     config["zero_optimization"]["stage3_prefetch_bucket_size"] = json!(prefetch);
@@ -365,7 +365,7 @@ fn the_first_step_gathers_on_demand_and_later_ones_a_unit_ahead() {
     assert_eq!(steps[1], steps[2]);
     let (steps, on_demand, peak_on_demand) = order(0, json!({}));
     assert!(steps.iter().all(|step| *step == steps[0]), "{steps:?}");
-    // The same data travels, earlier: more of it is in memory at once.
+    // The same data is transferred, but earlier: more of it is in memory at once.
     assert_eq!(ahead.kind(Collective::AllGather).wire_bytes, on_demand.kind(Collective::AllGather).wire_bytes);
     assert_eq!(ahead.kind(Collective::AllGather).calls, on_demand.kind(Collective::AllGather).calls);
     assert!(peak_ahead > peak_on_demand, "{peak_ahead} {peak_on_demand}");
@@ -379,10 +379,10 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
     assert!(peaks[0] <= peaks[1] && peaks[1] < peaks[2], "{peaks:?}");
     insta::assert_snapshot!(runs[1].0[1], @"gather 40, gather 30, run 40, gather 20, gather 10, run 30, run 20, gather 20, run 10, gather 10, gather 30, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
     insta::assert_snapshot!(runs[2].0[1], @"gather 40, gather 30, gather 20, gather 10, run 40, gather 40, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, reduce 30, reduce 40");
-    // No more than 60 elements may be live: nothing comes ahead that would exceed it.
+    // At most 60 elements may be live: prefetching never exceeds that.
     let (steps, _, _) = order(1000, json!({"stage3_max_live_parameters": 60}));
     insta::assert_snapshot!(steps[1], @"gather 40, run 40, gather 30, gather 20, gather 10, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
-    // Without overlap nothing comes ahead.
+    // Without overlap nothing is prefetched.
     assert_eq!(order(1000, json!({"overlap_comm": false})).0, runs[0].0);
 }
 
@@ -434,7 +434,7 @@ fn the_comm_report_is_a_table() {
     {
         let mut report = report[0].comm.clone();
         assert!(report.waited_s > 0.0 && report.kinds.values().all(|kind| kind.busy_s > 0.0), "{report}");
-        // Seconds are different each time.
+        // Seconds differ between runs.
         report.waited_s = 1.5;
         report.kinds.values_mut().for_each(|kind| kind.busy_s = 0.25);
         match stage {

@@ -1,4 +1,4 @@
-//! Keys of the configuration that change what is said and how a checkpoint is loaded.
+//! Configuration keys that change the messages, and how a checkpoint is loaded.
 
 use crate::support::processes::{as_program, stderr};
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
@@ -11,7 +11,7 @@ use candle_zero::{Engine, comm::threads, error::Result};
 use serde_json::{Value, json};
 use std::process::{Command, Output};
 
-/// Runs a test of this file as a process of its own: what is said goes to its standard error.
+/// Runs a test of this file as a separate process; its messages go to standard error.
 fn process(test: &str, case: &Value) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let output = command.args(as_program(module_path!(), test)).env("TEST_CASE", case.to_string()).output().unwrap();
@@ -63,7 +63,7 @@ fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
     }
 }
 
-/// Two units, used in the order that the input says.
+/// Two units, used in the order that the input determines.
 struct Ordered([Unit<candle_nn::Linear>; 2]);
 
 impl Ordered {
@@ -134,7 +134,7 @@ fn buffers_of_floats_have_the_format_of_the_file() {
     }
 }
 
-/// The f32 values of every parameter after a load, with and without `load_from_fp32_weights`.
+/// Returns the f32 values of every parameter after a load, with or without `load_from_fp32_weights`.
 fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("model.safetensors");
@@ -182,7 +182,7 @@ fn a_load_that_is_not_from_f32_weights_rounds_master_weights() {
     }
 }
 
-/// One linear layer whose loss weighs its results by `c`.
+/// A linear layer whose loss weighs its outputs by `c`.
 struct Weighed {
     weight: Tensor,
     bias: Tensor,
@@ -227,7 +227,7 @@ fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
             assert!((before - grad - after).abs() <= off * grad.abs().max(1.0), "{before} - {grad}, not {after}");
         }
     }
-    // Outside of the engine nothing is rounded.
+    // Nothing is rounded outside of the engine.
     let exact = run(engine.model()).unwrap();
     let inside = engine.eval(run).unwrap();
     assert_ne!(values(&exact), values(&inside));
@@ -261,7 +261,7 @@ fn a_unit_recomputes_with_the_products_of_its_first_forward_in_any_backward() {
         let cast = |casts: bool| config(0, 1, json!({}), json!({"torch_autocast": {"enabled": casts}}));
         let mut engine =
             Engine::builder().device(Device::Cpu).initialize(|vb| Tiny::new(shape, vb), cast(casts)).unwrap();
-        // Another engine, whose products have the other format, sends its backward through this model.
+        // Another engine, whose matrix products use the other format, runs its backward through this model.
         let own = Engine::builder().device(Device::Cpu);
         let build = |vb: VarBuilder<'_>| vb.get_with_hints(1, "factor", candle_nn::Init::Const(1.0));
         let mut other = own.initialize(build, cast(!casts)).unwrap();

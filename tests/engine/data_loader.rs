@@ -1,4 +1,4 @@
-//! Token files, folders of text, and the batches made of them.
+//! Token files, folders of text, and the batches made from them.
 
 use candle_core::Device;
 use candle_zero::data::{BatchShape, Loader, SampleOrder, TokenBatch, TokenData};
@@ -18,7 +18,7 @@ fn rows(batch: &TokenBatch) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     (batch.inputs.to_vec2().unwrap(), batch.targets.to_vec2().unwrap())
 }
 
-/// An error's text with the temporary folder's name taken out.
+/// Returns an error's text without the name of the temporary folder.
 fn message(error: candle_zero::Error, dir: &Path) -> String {
     error.to_string().replace(dir.to_str().unwrap(), "DIR")
 }
@@ -172,7 +172,7 @@ fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
     let open = |data| Loader::new(data, SampleOrder::Sequential, shape, 10, 256, &Device::Cpu);
     insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 701 or more");
-    // What is too long to be looked through is looked at when it is used.
+    // A file that is too long to be checked completely is checked when it is used.
     drop(data());
     let file = fs::OpenOptions::new().write(true).open(dir.path().join("tokens.u16")).unwrap();
     file.set_len(2 * ((64 << 20) + 1)).unwrap();

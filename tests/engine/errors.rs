@@ -1,4 +1,4 @@
-//! Failures in a job of several ranks, and the errors on each rank.
+//! Failures in a job with several ranks, and the errors on each rank.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
@@ -15,7 +15,7 @@ fn plain(stage: u8) -> Value {
     config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
 }
 
-/// The errors of all ranks, as texts; every rank must have one.
+/// Returns the errors of all ranks as texts; every rank must have one.
 fn errors<T: Send + std::fmt::Debug>(results: Vec<candle_zero::Result<T>>) -> Vec<String> {
     results.into_iter().map(|r| r.unwrap_err().to_string()).collect()
 }
@@ -24,7 +24,7 @@ fn errors<T: Send + std::fmt::Debug>(results: Vec<candle_zero::Result<T>>) -> Ve
 
 struct Leaky {
     unit: Unit<Linear>,
-    /// The unit's weight, within reach of everybody.
+    /// The unit's weight, accessible from outside.
     weight: Tensor,
     other: Linear,
 }
@@ -90,7 +90,7 @@ fn one_step(engine: &mut Engine<Linear>, factor: f64) -> candle_zero::Result<()>
     engine.step()
 }
 
-/// Which collective a rank was in depends on how far it got.
+/// Removes the name of the collective, which depends on a rank's progress.
 fn without_collective(text: &str) -> String {
     let end = text.find(" while rank").unwrap_or(text.len());
     text[..end].to_string()
@@ -135,7 +135,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             engine.export_safetensors(&before)?;
             let mut rows = vec![];
             for _ in 0..3 {
-                // Only rank 1's loss: the others skip with it.
+                // Only rank 1's loss is not finite: the other ranks also skip the step.
                 run(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })?;
                 assert!(!engine.was_step_applied());
                 assert_eq!(engine.get_global_grad_norm(), Some(f64::INFINITY));
@@ -147,7 +147,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
             assert_eq!((engine.global_steps(), engine.skipped_steps()), (5, 3));
             Ok(rows)
         });
-        // DeepSpeed's stage 0 knows no hysteresis.
+        // DeepSpeed's stage 0 does not support hysteresis.
         let scales = if stage == 0 { [128.0, 64.0, 32.0] } else { [256.0, 128.0, 64.0] };
         for rows in results.unwrap() {
             assert_eq!(rows.unwrap(), [(1, scales[0]), (2, scales[1]), (3, scales[2])], "stage {stage}");
@@ -156,7 +156,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
     }
 }
 
-/// A finite loss, 0, whose gradient is infinite on rank 1: the root's slope at 0.
+/// Returns a finite loss, 0, whose gradient is infinite on rank 1: the slope of the square root at 0.
 fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }
@@ -189,7 +189,7 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
 
 #[test]
 fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
-    // Only the last of six elements is bad; it lies in rank 1's shard at every stage.
+    // Only the last of six elements is bad; it is in rank 1's shard at every stage.
     for stage in 0..4 {
         let results = threads::run(2, |comm| {
             let build = |vb: VarBuilder<'_>| vb.get_with_hints(6, "radius", Init::Const(0.0));
@@ -222,7 +222,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
             insta::assert_snapshot!(texts[1], @"rank 1 built a model that differs from rank 0's: 2 parameters of 20 elements, 6e925670 against 2 parameters of 15 elements, 8e013166 (with a hash of names, shapes and units); every rank must build the same model");
         }
     }
-    // Equal sizes, other names; other units.
+    // Equal sizes and different names; different units.
     let results = threads::run(2, |comm| {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
@@ -310,7 +310,7 @@ fn write(path: &Path, tensors: &[(&str, Dtype, &[usize])]) {
     write_filled(path, tensors, 0);
 }
 
-/// Tensors of which every byte is `fill`.
+/// Writes tensors whose bytes are all `fill`.
 fn write_filled(path: &Path, tensors: &[(&str, Dtype, &[usize])], fill: u8) {
     let bytes = vec![fill; 4096];
     let view = |dtype: Dtype, shape: &[usize]| {
@@ -321,7 +321,7 @@ fn write_filled(path: &Path, tensors: &[(&str, Dtype, &[usize])], fill: u8) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// What every rank is told about a weight file for a linear layer of 4 inputs and 3 outputs; the same on all ranks.
+/// Returns the error about a weight file for a linear layer with 4 inputs and 3 outputs; it is the same on all ranks.
 fn refusal(tensors: &[(&str, Dtype, &[usize])]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -371,7 +371,7 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too large");
     std::fs::write(&file, b"").unwrap();
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too small");
-    // Cut short: the header speaks of data that is not there.
+    // A truncated file: the header describes data that does not exist.
     write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
@@ -455,7 +455,7 @@ fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
     }
 }
 
-/// A model of one parameter, by a shape that may have no elements, beside a layer that trains.
+/// Builds a model with one parameter, whose shape may have no elements, and a layer that trains.
 fn with_parameter(
     name: &'static str,
     shape: &'static [usize],

@@ -1,4 +1,4 @@
-//! The instance of a model that is built for evaluation computes with the weights of the one that is trained.
+//! The instance of a model that is built for evaluation computes with the weights of the trained one.
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Result, Tensor};
@@ -37,7 +37,7 @@ fn it_sees_every_step_at_every_stage() {
     }
 }
 
-/// Says whether Candle records what it computes.
+/// Records whether Candle tracks its computation.
 struct Watched(Unit<Linear>, Cell<bool>);
 
 impl Watched {
@@ -88,6 +88,6 @@ fn another_model_is_refused_by_the_name_that_it_takes() {
     assert!(refused("", "c").contains("takes c,"));
     let misshapen = |vb: VarBuilder<'_>| Ok(Watched(unit(vb.pp("a"), |vb| linear(4, 5, vb))?, Cell::default()));
     assert!(matches!(engine.build_for_eval(misshapen), Err(Error::Param(ParamError::Twice { .. }))));
-    // The engine goes on with what it had.
+    // The engine continues with its previous instance.
     engine.eval(|model| model.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Models under an engine continue texts: with parameters that are gathered for it, the same tokens on every rank.
+//! Models in an engine generate texts: parameters are gathered for it, and every rank gets the same tokens.
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
@@ -9,7 +9,7 @@ use serde_json::json;
 
 const PROMPT: [u32; 4] = [41, 13, 63, 200];
 
-/// Tokens of one call, and of one evaluation for each token.
+/// The tokens of a single evaluation, and of one evaluation per token.
 type Tokens = [Vec<u32>; 2];
 
 fn generated<A: Architecture>(
@@ -25,7 +25,7 @@ fn generated<A: Architecture>(
         });
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(&build, config)?;
-        // A step first: what was gathered for training is not there any more.
+        // A step comes first: parameters gathered for training are released.
         let ids = Tensor::new(&[PROMPT], &Device::Cpu)?;
         let loss = engine.forward(|model| model.loss(&ids, &ids))?;
         engine.backward(&loss)?;

@@ -1,5 +1,5 @@
-//! The gradient of the first step is compared with how the loss changes: what is cut, wrong or dropped ends the step before any
-//! weight changes, and what is right passes, at every stage and in every format.
+//! The gradient of the first step is compared with the change of the loss: gradients that are cut off, wrong or dropped
+//! end the step before any weight changes, and correct ones pass, at every stage and in every format.
 
 use crate::support::tiny::{Shape, Tiny, batch};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
@@ -65,13 +65,13 @@ fn first_steps(
     panic!("no report")
 }
 
-// ---- what is wrong ---------------------------------------------------------------------------------------------
+// ---- wrong gradients -------------------------------------------------------------------------------------------
 
 fn wide(seed: usize) -> Result<Tensor> {
     numbers(seed, (5, 8))
 }
 
-/// `x + second(part(x))` between two linear layers.
+/// Returns `x + second(part(x))` between two linear layers.
 fn residual(vb: &VarBuilder<'_>, part: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Result<Loss> {
     let (before, second) = (linear(8, 8, vb.pp("before"))?, linear(8, 8, vb.pp("second"))?);
     let after = linear(8, 3, vb.pp("after"))?;
@@ -134,7 +134,7 @@ fn max_pool(vb: VarBuilder<'_>) -> Result<Loss> {
     pooled(vb, |x| x.max_pool2d(2))
 }
 
-/// What is looked at by something else beside the upsampling.
+/// A model in which another operation uses the input of the upsampling, too.
 fn upsampling(vb: VarBuilder<'_>) -> Result<Loss> {
     let conv = candle_nn::conv2d(1, 3, 2, Default::default(), vb.pp("conv"))?;
     Ok(Box::new(move || {
@@ -162,7 +162,7 @@ fn scatter_add(vb: VarBuilder<'_>) -> Result<Loss> {
     }))
 }
 
-/// A gradient penalty: Candle detaches the gradient that is in the loss.
+/// Returns a gradient penalty: Candle detaches the gradient that is in the loss.
 fn penalized(a: impl Module + 'static, b: impl Module + 'static) -> Result<Loss> {
     Ok(Box::new(move || {
         let x = Var::from_tensor(&wide(4)?)?;
@@ -177,13 +177,13 @@ fn penalty(vb: VarBuilder<'_>) -> Result<Loss> {
     penalized(linear(8, 8, vb.pp("a"))?, linear(8, 1, vb.pp("b"))?)
 }
 
-/// The same of this library's layers, in units.
+/// Returns a gradient penalty with this library's layers, in units.
 fn penalty_of_units(vb: VarBuilder<'_>) -> Result<Loss> {
     let layer = |name: &str, width| unit(vb.pp(name), |vb| candle_zero::nn::Conv1D::new(8, width, 0.4, vb));
     penalized(layer("a", 8)?, layer("b", 1)?)
 }
 
-/// A product whose left operand is transposed and whose right one is broadcast.
+/// Returns a product whose left operand is transposed and whose right one is broadcast.
 fn product(vb: VarBuilder<'_>) -> Result<Loss> {
     let weight = vb.get_with_hints((4, 5), "weight", Init::Randn { mean: 0.0, stdev: 0.5 })?;
     let x = numbers(5, (2, 3, 4, 6))?;
@@ -229,7 +229,7 @@ fn a_graph_that_is_cut_or_a_backward_that_is_wrong_ends_the_first_step_at_every_
 
 #[test]
 fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
-    /// Of these the direction meets a small part, or rounding is as large.
+    /// Cases in which the direction contains only a small part of the mistake, or rounding is as large.
     const UNCLEAR: [&str; 3] = ["rope", "a part that is detached", "a product of views"];
     let formats = [
         (DType::BF16, "bf16", json!({"enabled": true})),
@@ -237,7 +237,7 @@ fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
     ];
     for (format, key, section) in formats {
         for (what, build, frozen) in WRONG {
-            // Candle has no such operations in this format.
+            // Candle does not have these operations in this format.
             let is_missing = match format {
                 DType::BF16 => ["pooling", "upsampling", "conv1d"].iter().any(|word| what.contains(word)),
                 _ => what == "conv1d",
@@ -250,7 +250,7 @@ fn in_16_bits_mistakes_are_found_that_are_larger_than_rounding() {
                 config[key] = section.clone();
                 let results = threads::run(ranks, |comm| {
                     FORMAT.set(format);
-                    // A difference that the bend of the loss explains too is looked at again in the next steps.
+                    // A difference that the bend of the loss may also explain is checked again in the next steps.
                     first_steps(comm, build, config.clone(), frozen, 8)
                 });
                 for result in results.unwrap() {
@@ -348,7 +348,7 @@ fn every_parameter_is_checked_where_that_is_asked_for_and_the_wrong_ones_are_nam
     }
 }
 
-// ---- what is right ---------------------------------------------------------------------------------------------
+// ---- correct gradients -----------------------------------------------------------------------------------------
 
 #[test]
 fn a_true_gradient_passes_at_every_stage_in_every_format() {
@@ -476,7 +476,7 @@ fn a_loss_that_is_drawn_anew_each_time_is_not_judged() {
     }
 }
 
-/// Convolutions, batch norm over few values, ReLU and max pooling: a loss full of kinks.
+/// Convolutions, batch norm over few values, ReLU and max pooling: a loss with many kinks.
 struct Kinked {
     convolutions: Vec<(candle_nn::Conv2d, candle_zero::nn::SyncBatchNorm)>,
     head: candle_nn::Linear,
@@ -588,7 +588,7 @@ fn what_begins_with_zeros_is_checked_too() {
 #[test]
 fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     use candle_zero::memory::MemoryKind;
-    // One unit's weight and bias beside what lies outside of units; all of them where parameters stay whole.
+    // One unit's weight and bias, and the parameters outside of units; all of them if parameters are not sharded.
     for (stage, peak) in [(2, 4 * (2 * (64 + 8) + 16)), (3, 4 * (64 + 8 + 16))] {
         let mut engine = Engine::initialize(Mixed::new, config(stage)).unwrap();
         let loss = engine.forward(|model| model.loss(0)).unwrap();
@@ -598,7 +598,7 @@ fn memory_of_moved_parameters_is_in_the_ledger_and_given_back() {
     }
 }
 
-// ---- losses that do not belong here ----------------------------------------------------------------------------
+// ---- losses of other forwards ----------------------------------------------------------------------------------
 
 #[test]
 fn a_loss_of_an_older_forward_is_refused_by_that_name() {
@@ -643,7 +643,7 @@ fn a_loss_that_reaches_no_parameter_is_refused_on_every_rank() {
             let rank = comm.rank();
             let mut engine = Engine::builder().communicator(comm).initialize(|vb| linear(8, 3, vb), config(stage))?;
             let loss = engine.forward(|model| model.forward(&wide(1)?)?.to_dtype(DType::F32)?.sqr()?.mean_all())?;
-            // Rank 1 has computed something else.
+            // Rank 1 has computed something different.
             let loss = if rank == 1 { loss.detach() } else { loss };
             engine.backward(&loss)?;
             engine.step()

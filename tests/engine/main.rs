@@ -1,4 +1,4 @@
-//! The engine as a user meets it: its methods and errors, optimizers and schedules, data, monitors and the timeline.
+//! The engine as users see it: its methods and errors, optimizers and schedules, data, monitors and the timeline.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

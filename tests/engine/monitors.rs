@@ -1,4 +1,4 @@
-//! Monitors, printed lines and profiles as a user finds them: files, standard error, a port.
+//! Monitors, printed lines and profiles as users see them: files, standard error, a port.
 
 use crate::support::processes::{self, example, start, stderr, wait_for, zerorun};
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
@@ -20,7 +20,7 @@ fn cases(area: &str) -> Vec<Value> {
     all.into_iter().filter(|case| case["area"] == area).collect()
 }
 
-/// Header and rows of a CSV file.
+/// Returns the header and the rows of a CSV file.
 fn csv(path: &Path) -> (String, Vec<(u64, f64)>) {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let (header, rows) = text.split_once('\n').unwrap();
@@ -158,7 +158,7 @@ fn the_comms_logger_counts_what_the_report_counts() {
             let parts = if *kind == CollectiveKind::ReduceScatter { 2 } else { 1 };
             let size = if *kind == CollectiveKind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
-            // Control messages may end within a number.
+            // The last number of a control message may be incomplete.
             let rest = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
             let left = (counted.elements * size).checked_sub(bytes * parts);
             assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);
@@ -192,9 +192,9 @@ fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
     assert_eq!(calls.sum::<usize>(), ops);
 }
 
-// ---- what a run prints -----------------------------------------------------------------------------------------
+// ---- printed lines ---------------------------------------------------------------------------------------------
 
-/// `zerorun -n RANKS train_gpt` with a small model and `more` in its configuration.
+/// Runs `zerorun -n RANKS train_gpt` with a small model and `more` in its configuration.
 fn train_gpt(dir: &Path, options: &[&str], more: Value, args: &[&str]) -> Command {
     let mut config = json!({
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
@@ -210,7 +210,7 @@ fn train_gpt(dir: &Path, options: &[&str], more: Value, args: &[&str]) -> Comman
     command
 }
 
-/// What the engine said, without the rank and its own mark.
+/// Returns the engine's messages, without the rank and the engine's prefix.
 fn said(output: &Output) -> Vec<String> {
     assert!(output.status.success(), "{}", stderr(output));
     stderr(output).lines().filter_map(|line| Some(line.split_once("[candle-zero] ")?.1.to_string())).collect()
@@ -270,7 +270,7 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
         assert!(output.read_line(&mut line).unwrap() > 0, "the job ended");
     }
     let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_string();
-    // Somebody has to read on.
+    // The rest of the output must be read.
     let rest = std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
     let body = wait_for("a step", || {
         let mut client = TcpStream::connect(&address).unwrap();
@@ -299,7 +299,7 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
 
 // ---- flops -----------------------------------------------------------------------------------------------------
 
-/// The profile of the second step of a GPT on every rank of `world`, in two micro steps of one sample a rank.
+/// Returns the profile of a GPT's second step on every rank of `world`, in two micro steps of one sample per rank.
 fn profiled(world: usize, stage: u8, sizes: &GptConfig, more: Value) -> FlopsProfile {
     let mut sections = json!({"flops_profiler": {"enabled": true}});
     sections.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -326,8 +326,8 @@ fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
     let nano = GptConfig::preset("nano").unwrap();
     let (batch, time, width, vocab) = (2 * 2, nano.ctx as u64, nano.n_embd as u64, nano.vocab as u64);
     let tokens = batch * time;
-    // In a block c_attn has 3, c_proj 1 and the MLP 8 matrices of width x width; a query sees (time + 1) / 2 keys on
-    // average, and each pair is a product for the score and one for the value.
+    // In a block, c_attn has 3, c_proj 1 and the MLP 8 matrices of width x width. A query sees (time + 1) / 2 keys on
+    // average, and each pair costs one product for the score and one for the value.
     let (linear, attention) = (tokens * 12 * width * width, batch * time * (time + 1) * width);
     let head = tokens * vocab * width;
     for (world, stage, recompute) in [(1, 0, false), (2, 2, false), (2, 3, false), (1, 1, true), (2, 3, true)] {
@@ -344,11 +344,11 @@ fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
             assert_eq!(block.backward_macs, again + 2 * linear + attention / 2 * 5, "{stage}");
             assert!(block.forward_ms > 0.0 && block.backward_ms > 0.0, "{block:?}");
         }
-        // The loss makes its gradients in forward.
+        // The loss computes its gradients in forward.
         assert_eq!((outside.forward_macs, outside.backward_macs), (3 * head, 0));
         assert_eq!(outside.parameters as u64, (vocab + time + 2) * width);
         if !recompute {
-            // 6 operations for each token and each parameter of a matrix, beside attention.
+            // 6 operations for each token and each parameter of a matrix, plus attention.
             let matrices = 4 * 12 * width * width + vocab * width;
             assert_eq!(profile.flops(), 6 * matrices * tokens + 4 * 7 * attention);
         }

@@ -1,5 +1,5 @@
-//! Muon under ZeRO: recorded values over ranks, one moment for matrices, groups of both halves, checkpoints.
-//! (The same bits at all stages: optimizer_stages.rs.)
+//! Muon with ZeRO: recorded values over ranks, one optimizer state for matrices, groups of both halves, checkpoints.
+//! (`optimizer_stages.rs` tests that all stages give the same bits.)
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{Device, Tensor};
@@ -14,15 +14,15 @@ use std::path::Path;
 
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
-/// Elements of the tiny model's parameters that are matrices and no embedding.
+/// The number of elements of the tiny model's matrices, without the embedding.
 const MATRICES: usize = 2 * (12 * 36 + 12 * 12) + 12 * 37;
 
-/// As the recorded file says.
+/// Returns an initial value, by the formula in the recorded file.
 fn initial(k: i64, i: i64) -> f32 {
     (2 * ((2741 * (i + 1) + 877 * (k + 1) + 13 * i * i) % 2001) - 2001) as f32 / 16384.0
 }
 
-/// As the recorded file says.
+/// Returns a gradient, by the formula in the recorded file.
 fn gradient(s: i64, k: i64, i: i64) -> f32 {
     let numerator = 2 * ((1103 * (i + 1) + 389 * s * (i + 3) + 617 * (k + 1) * s + 71 * i * i) % 1001) - 1001;
     numerator as f32 / 4096.0 * 2.0f32.powi(-3 * (i % 4) as i32)
@@ -43,7 +43,7 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
     candle_core::safetensors::save(&named, &init).unwrap();
     for case in file["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon") {
         let (hyper, aux) = (&case["hyper"], &case["hyper"]["aux_adam"]);
-        // The halves' decays are one key: the second case has others.
+        // The weight decays of both halves share one key: the second case has different ones.
         let groups = vec![ParameterGroup::new().dims(1..=1).weight_decay(aux["weight_decay"].as_f64().unwrap())];
         let params = json!({"muon_lr": hyper["lr"], "adam_lr": aux["lr"], "momentum": hyper["momentum"],
             "weight_decay": hyper["weight_decay"], "ns_method": hyper["ns_method"], "betas": aux["betas"],
@@ -106,10 +106,11 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 assert_eq!(row.formula, Some(expected), "{report}");
                 let held = if files { row.file.held } else { row.bytes.held };
                 assert_eq!(held as f64, expected + row.padding, "{report}");
-                // Padding of 15 parameters: less than a rank's elements, in files up to where a request may begin.
+                // Padding of 15 parameters: less than one element per rank, or in files up to the alignment of
+                // requests.
                 let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
                 assert!((0.0..=most).contains(&row.padding), "{report}");
-                // Two whole matrices of 12 x 37 and the products of one of them, or a bucket of gradients.
+                // Two full matrices of 12 x 37 and the products of one of them, or a bucket of gradients.
                 let buckets = report.row(MemoryKind::Buckets).bytes;
                 assert_eq!(buckets.held, 0, "{report}");
                 assert!(buckets.peak > 2 * 4 * 12 * 37 || stage == 0, "{report}");
@@ -134,7 +135,7 @@ fn each_group_has_two_halves_of_which_empty_ones_do_not_count() {
         rates(vec![ParameterGroup::new().names(["layer.0.*"]).lr(0.5), ParameterGroup::no_decay().lr(0.25)]),
         (vec![0.5, 0.5, 0.25, 0.02, 1e-3], vec![sgd, adam, adam, sgd, adam])
     );
-    // The embedding as a matrix, everything else by AdamW.
+    // The embedding counts as a matrix, everything else uses AdamW.
     let groups = vec![ParameterGroup::new().names(["embed*"]).use_muon(true), ParameterGroup::new().use_muon(false)];
     assert_eq!(rates(groups), (vec![0.02, 1e-3], vec![sgd, adam]));
 }
@@ -181,7 +182,7 @@ fn a_checkpoint_has_of_each_parameter_what_there_is_and_goes_on_at_any_stage() {
     assert_eq!(written as usize, 4 * (2 * MATRICES + 3 * (elements("fp32") - MATRICES)));
     checkpoint.verify(|_| {}).unwrap();
 
-    // A parameter that another half trains now has not what that half needs.
+    // A parameter that another half trains now lacks the states of that half.
     let groups = vec![ParameterGroup::new().names(["head.weight"]).use_muon(false)];
     let mut engine = start(Engine::builder().parameter_groups(groups), 0).unwrap();
     let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();

@@ -7,7 +7,7 @@ use candle_zero::comm::threads;
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 
-/// A step whose gradient is finite or not.
+/// Makes a step whose gradient is finite or not.
 fn step(engine: &mut Engine<Linear>, overflows: bool) -> Result<()> {
     let value = if overflows { f32::INFINITY } else { 0.5 };
     let x = Tensor::full(value, (2, 4), &Device::Cpu)?.to_dtype(engine.dtype())?;
@@ -16,7 +16,7 @@ fn step(engine: &mut Engine<Linear>, overflows: bool) -> Result<()> {
     engine.step()
 }
 
-/// Runs `train` on two ranks and returns what rank 0 gives.
+/// Runs `train` on two ranks and returns the result of rank 0.
 fn on_two_ranks<T: Send>(config: &Value, train: impl Fn(&mut Engine<Linear>, usize) -> Result<T> + Sync) -> T {
     let results = threads::run(2, |comm| {
         let rank = comm.rank();
@@ -37,7 +37,7 @@ fn bf16_skips_and_counts_every_bad_step_and_keeps_the_weights() {
             engine.export_safetensors(&before)?;
             let mut skipped = vec![];
             for _ in 0..8 {
-                // One rank's overflow is everybody's.
+                // One rank's overflow affects all ranks.
                 step(engine, rank == 1)?;
                 assert!(!engine.was_step_applied());
                 assert_eq!(engine.get_global_grad_norm(), Some(f64::INFINITY));

@@ -1,4 +1,4 @@
-//! An optimizer of the user's own: sharded, offloaded, checkpointed and scheduled like the built-in ones.
+//! A custom optimizer: sharded, offloaded, checkpointed and scheduled like the built-in ones.
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train, train_with};
 use candle_core::Device;
@@ -14,7 +14,7 @@ const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 const STEPS: usize = 5;
 const LR: f64 = 0.05;
 
-/// SGD with momentum and weight decay, in the order in which the built-in one computes; it also counts its steps.
+/// SGD with momentum and weight decay, in the same order of operations as the built-in one; it also counts its steps.
 struct Own {
     names: &'static [&'static str],
 }
@@ -99,7 +99,7 @@ fn it_gives_the_same_bits_at_all_stages_and_in_files_as_the_built_in_one() {
     }
 }
 
-/// Starts the tiny model on a rank with an optimizer of its own.
+/// Starts the tiny model on a rank with a custom optimizer.
 fn start(comm: std::sync::Arc<dyn candle_zero::comm::Communicator>, stage: u8, own: Own) -> Result<Engine<Tiny>> {
     let builder = Engine::builder().communicator(comm).device(Device::Cpu).optimizer(own);
     builder.initialize(|vb| Tiny::new(SHAPE, vb), config(stage, 1, json!({}), keys()))

@@ -1,4 +1,4 @@
-//! Parameter groups: their numbers, their schedules, and that they change nothing about where state lies.
+//! Param groups: their settings, their schedules, and that they do not change the layout of the state.
 
 use crate::support::tiny::{Shape, config, train_with};
 use candle_core::{Device, Tensor};
@@ -24,7 +24,7 @@ fn adamw(weight_decay: f64) -> Value {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": weight_decay}}})
 }
 
-/// The weights after `steps` steps.
+/// Returns the weights after `steps` steps.
 fn after(steps: usize, more: Value, groups: &[ParameterGroup]) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     let groups = |builder: EngineBuilder| builder.parameter_groups(groups.to_vec());
     exported(&train_with(2, SHAPE, &config(2, 1, json!({}), more), steps, groups)[0].exported)
@@ -32,7 +32,7 @@ fn after(steps: usize, more: Value, groups: &[ParameterGroup]) -> HashMap<String
 
 #[test]
 fn norms_and_biases_are_spared_from_decay_and_nothing_else() {
-    // In the first step all see the same gradients.
+    // In the first step all runs see the same gradients.
     let (with, without) = (after(1, adamw(0.5), &[]), after(1, adamw(0.0), &[]));
     let spared = after(1, adamw(0.5), &[ParameterGroup::no_decay()]);
     let mut counts = [0, 0];
@@ -95,7 +95,7 @@ fn every_stage_gives_the_same_bits_in_memory_and_in_files() {
     }
 }
 
-/// Two parameters, `a` and `b`.
+/// Starts a model with two parameters, `a` and `b`.
 fn start(builder: EngineBuilder, config: Value) -> Result<Engine<[Tensor; 2]>> {
     let param = |vb: &VarBuilder<'_>, name| vb.get_with_hints(3, name, Init::Const(1.0));
     builder.device(Device::Cpu).initialize(|vb| Ok([param(&vb, "a")?, param(&vb, "b")?]), config)
@@ -154,7 +154,7 @@ fn lists_need_a_number_for_each_group() {
         refused(cycle)
             .starts_with("scheduler.params.cycle_max_lr is a list of 4, and the number of parameter groups is 2")
     );
-    // The groups that count are those that have parameters.
+    // Only groups that have parameters count.
     let config = json!({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
         "scheduler": warmup(json!({"warmup_max_lr": [1, 2]}))});
     let groups = vec![ParameterGroup::new().names(["nobody"]), ParameterGroup::new().names(["b"]).lr(3.0)];
@@ -230,7 +230,7 @@ fn a_checkpoint_goes_on_with_the_groups_of_the_new_run() {
     let (_, saved) = run([0.1, 0.2], 2, false);
     let (lr, on) = run([0.0, 0.2], 2, true);
     assert_eq!(lr, [0.0, 0.2]);
-    // The moments are there whatever the groups; the first group stands still now.
+    // The optimizer states exist regardless of the groups; the first group does not change now.
     assert_eq!(on[..3], saved[..3]);
     let (_, all) = run([0.1, 0.2], 4, false);
     assert_eq!(on[3..], all[3..]);

@@ -1,4 +1,4 @@
-//! Schedules in the engine: the betas that they change, going on from a checkpoint, and one's own.
+//! Schedules in the engine: the betas that they change, resuming from a checkpoint, and custom schedules.
 
 use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const SIZE: usize = 7;
 
-/// The gradient of an optimizer step, from 0.
+/// Returns the gradient of an optimizer step, from 0.
 fn gradient(step: usize) -> Vec<f32> {
     (0..SIZE).map(|i| ((step * 7 + i * 3) % 11) as f32 / 5.0 - 0.9).collect()
 }
@@ -44,7 +44,7 @@ fn weights(engine: &mut Engine<Tensor>) -> Vec<f32> {
     engine.eval(|param| param.affine(1.0, 0.0)).unwrap().to_vec1().unwrap()
 }
 
-/// Adam in f64 with the rate and the betas of each step.
+/// Computes Adam in f64 with the rate and the betas of each step.
 fn reference(steps: &[(f64, f64, f64)]) -> Vec<f64> {
     let (mut p, mut m, mut v) = ([0.5; SIZE], [0.0; SIZE], [0.0; SIZE]);
     for (n, (lr, beta1, beta2)) in steps.iter().enumerate() {
@@ -89,7 +89,7 @@ fn adam_takes_the_betas_that_deepspeed_recorded() {
             assert!(off < 2e-6, "{off}");
         }
     }
-    // With the optimizer's own betas it would be another run.
+    // With the optimizer's own betas the result differs.
     let own: Vec<_> = steps.iter().map(|(lr, ..)| (*lr, 0.9, 0.999)).collect();
     let other: Vec<f32> = reference(&own).into_iter().map(|w| w as f32).collect();
     assert!(distance(&other, &expected) > 1e-3);
@@ -102,7 +102,7 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
         "cycle_min_lr": 0.001, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 3,
         "decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.001}});
     let config = config(0, adam(), scheduler);
-    // At the start, on the way up, on the way down, in the decay.
+    // At the start, during the rise, during the fall, in the decay.
     for saved_at in [0, 2, 5, 9] {
         let seen = |engine: &Engine<Tensor>| (engine.get_lr(), engine.get_mom());
         let mut whole = start(Engine::builder(), &config).unwrap();
@@ -119,7 +119,7 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
     }
 }
 
-/// Rises by a thousandth each step, with betas of its own.
+/// Rises by a thousandth each step, with its own betas.
 struct Rising;
 
 impl LrSchedule for Rising {
@@ -142,7 +142,7 @@ fn a_schedule_of_ones_own_wins_over_the_configuration() {
     assert!(off < 2e-6, "{off}");
     assert_eq!((engine.get_lr(), engine.get_mom()), (vec![0.001 * 11.0], vec![Momentum::Betas(0.5 + 0.1, 0.95)]));
 
-    // A closure changes the rate only, and SGD has no betas to change.
+    // A closure changes only the rate, and SGD has no betas to change.
     let halves = |applied: u64| 0.5f64.powi(applied as i32 + 1);
     let mut engine = start(Engine::builder().schedule(halves), &config(0, adam(), warm_up.clone())).unwrap();
     train(&mut engine).unwrap();

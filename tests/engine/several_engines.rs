@@ -1,4 +1,4 @@
-//! Several engines of one rank.
+//! Several engines in one rank.
 
 use crate::support::gan::Gan;
 use candle_zero::comm::threads;
@@ -11,7 +11,7 @@ fn on_two_ranks<T: Send>(stage: u8, run: impl Fn(&mut Gan) -> candle_zero::Resul
 #[test]
 fn a_gan_trains_with_the_same_bits_at_every_stage() {
     let expected = on_two_ranks(0, |gan| gan.train(8));
-    // Both have learned something else than to stand still.
+    // The training has changed both models.
     assert_ne!(expected[0][..4], expected[0][28..32]);
     for stage in 1..4 {
         assert!(expected == on_two_ranks(stage, |gan| gan.train(8)), "stage {stage}");

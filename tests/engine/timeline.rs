@@ -1,4 +1,4 @@
-//! `zerorun --timeline` and `EngineBuilder::timeline`: what each rank did when, as Perfetto opens it.
+//! `zerorun --timeline` and `EngineBuilder::timeline`: the events of each rank over time, in Perfetto's format.
 
 use crate::support::processes::{descendants, example, start, stderr, wait_for, zerorun};
 use crate::support::tiny::{Shape, config, train, train_with};
@@ -8,23 +8,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A folder for what a test writes.
+/// Returns a folder for a test's files.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// From when to when, in microseconds.
+/// The start and the end, in microseconds.
 type Time = (f64, f64);
 
-/// A trace that holds what the format asks for.
+/// A trace in the required format.
 struct Trace {
-    /// Times, rank, lane and all of it.
+    /// The time, rank, lane and content of each event.
     events: Vec<(Time, u64, String, Value)>,
     dropped: u64,
 }
 
 impl Trace {
-    /// Reads a trace and checks every event of it.
+    /// Reads a trace and checks every event in it.
     fn read(path: &Path) -> Self {
         let trace: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         let (mut ranks, mut lanes) = (BTreeMap::new(), BTreeMap::new());
@@ -64,12 +64,12 @@ impl Trace {
         trace
     }
 
-    /// Events of one lane lie within one another or beside one another.
+    /// Checks that any two events of a lane are nested or disjoint.
     fn check_nesting(&self) {
         let mut open: BTreeMap<(u64, &str), Vec<Time>> = BTreeMap::new();
         for (time, rank, lane, event) in &self.events {
             let around = open.entry((*rank, lane)).or_default();
-            // Sums of decimals: a nanosecond is 0.001.
+            // Sums of decimals are inexact; a nanosecond is 0.001.
             while around.last().is_some_and(|around| around.1 <= time.0 + 1e-4) {
                 around.pop();
             }
@@ -79,7 +79,7 @@ impl Trace {
         }
     }
 
-    /// Times of the events of a rank that `choose` takes by category and name.
+    /// Returns the times of a rank's events that `choose` selects by category and name.
     fn times(&self, rank: u64, choose: impl Fn(&str, &str) -> bool) -> Vec<Time> {
         let chosen = self.events.iter().filter(|(_, of, _, event)| {
             *of == rank && choose(event["cat"].as_str().unwrap(), event["name"].as_str().unwrap())
@@ -91,7 +91,7 @@ impl Trace {
         self.events.iter().map(|(_, rank, ..)| *rank).collect()
     }
 
-    /// Microseconds in which units compute while data travels.
+    /// Returns the microseconds in which units compute while data is transferred.
     fn overlap(&self, rank: u64) -> f64 {
         let compute = without(&self.times(rank, |cat, _| cat == "unit"), &self.times(rank, |cat, _| cat == "wait"));
         let travel = self.times(rank, |cat, name| cat == "collective" && name != "control" && name != "barrier");
@@ -101,7 +101,7 @@ impl Trace {
     }
 }
 
-/// What is left of `times` where it is not `taken`; both are in order.
+/// Returns the parts of `times` that are not in `taken`; both are sorted.
 fn without(times: &[Time], taken: &[Time]) -> Vec<Time> {
     let mut left = Vec::new();
     for (mut from, to) in times.iter().copied() {
@@ -116,7 +116,7 @@ fn without(times: &[Time], taken: &[Time]) -> Vec<Time> {
     left.into_iter().filter(|(from, to)| from < to).collect()
 }
 
-/// Two ranks of stage 3 over shared memory.
+/// Returns a command that runs two ranks at stage 3 over shared memory.
 fn two_ranks(folder: &Path, overlap: bool, steps: &str) -> (Command, PathBuf) {
     let (config, trace) = (folder.join(format!("{overlap}.json")), folder.join(format!("trace-{overlap}.json")));
     let written = json!({
@@ -164,7 +164,7 @@ fn the_ranks_of_a_job_gather_and_reduce_while_units_compute() {
     }
     let steps: Vec<u64> = trace.events.iter().filter_map(|(_, _, _, event)| event["args"]["step"].as_u64()).collect();
     assert_eq!(steps.iter().copied().collect::<BTreeSet<_>>(), (0..4).collect());
-    // Without overlap there is but the moment between the launch of a collective and the wait for it.
+    // Without overlap, only the moment between the launch of a collective and the wait for it remains.
     let apart = run(false);
     let sum = |trace: &Trace| trace.overlap(0) + trace.overlap(1);
     let (beside, after) = (sum(&trace), sum(&apart));
@@ -190,7 +190,7 @@ fn a_rank_that_is_killed_leaves_what_it_did_and_what_the_others_did() {
     let parts = || names(folder.path()).into_iter().find(|name| name.starts_with(".candle-zero-timeline-"));
     let lengths = |parts: String| {
         let files = std::fs::read_dir(folder.path().join(parts)).unwrap();
-        // Beside the mark of a folder that is removed after a kill.
+        // Except the marker of a folder that is removed after a kill.
         let files = files.map(|file| file.unwrap()).filter(|file| file.file_name() != ".candle-zero-unfinished");
         files.map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>()
     };
@@ -224,7 +224,7 @@ fn ranks_that_are_threads_share_a_trace_and_compute_the_same() {
         let trace = Trace::read(&path);
         assert_eq!(trace.ranks(), [0, 1].into());
         for (rank, unit) in [(0, "layer.0"), (0, "layer.1"), (1, "layer.0"), (1, "layer.1")] {
-            // A backward begins with an operation of this library's, or where the unit has to be gathered.
+            // A backward begins with one of this library's operations, or with gathering the unit.
             for what in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
                 let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{what} {unit}"));
                 assert_eq!(times.len(), 10, "{what} of {unit}, stage {stage}");
@@ -262,14 +262,14 @@ fn files_and_checkpoints_have_lanes_and_engines_that_follow_share_a_file() {
 fn the_environment_alone_is_enough() {
     let folder = folder();
     let (mut command, _) = two_ranks(folder.path(), true, "2");
-    // The program as it stands: the words of zerorun are left out.
+    // The program itself: the words of zerorun are left out.
     let words: Vec<_> = command.get_args().skip_while(|word| *word != example("train_gpt")).map(Into::into).collect();
     let words: Vec<std::ffi::OsString> = words;
     let path = folder.path().join("alone.json");
     let alone = Command::new(&words[0]).args(&words[1..]).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();
     assert!(alone.status.success(), "{}", stderr(&alone));
     assert_eq!(Trace::read(&path).ranks(), [0].into());
-    // The launcher takes it as its own option.
+    // The launcher accepts it as its own option.
     command = zerorun();
     let path = folder.path().join("job.json");
     let job = command.args(["-n", "2"]).args(&words).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();

@@ -1,4 +1,5 @@
-//! Adapters and models that are not what they say: refused by merge, generate and finetune, by name, and nothing is written.
+//! Adapters and models that do not match their description: merge, generate and finetune refuse them by name, and write
+//! nothing.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// A folder for a test: `adapter`, a copy of one that PEFT wrote; `model`, of its base; `data.jsonl`.
+/// A folder for a test with `adapter`, a copy of one that PEFT wrote; `model`, the model of its base; and `data.jsonl`.
 struct Place(tempfile::TempDir);
 
 impl Place {
@@ -44,7 +45,8 @@ impl Place {
         candle_core::safetensors::save(&tensors, file).unwrap();
     }
 
-    /// What merge, generate and finetune say about the model with the adapter, each of which must fail and write nothing.
+    /// Returns the messages of merge, generate and finetune about the model with the adapter. Each must fail and write
+    /// nothing.
     fn refused(&self) -> Vec<String> {
         let (model, adapter, data) = (self.path("model"), self.path("adapter"), self.path("data.jsonl"));
         let words = |words: &[&Path]| words.iter().map(|word| word.as_os_str().to_owned()).collect::<Vec<_>>();
@@ -81,7 +83,7 @@ impl Place {
         said.into_iter().collect()
     }
 
-    /// The same where all of them say one thing.
+    /// Returns the message, which must be the same from all of them.
     fn refused_alike(&self) -> String {
         let said = self.refused();
         let first = said[0].trim_start_matches("zerorun: ").to_owned();
@@ -110,7 +112,7 @@ fn modules_that_a_regular_expression_names_are_those_of_the_tensors() {
     let of_names = merged("names");
     place.set("target_modules", json!(r"(?:model\.)?layers\.\d+\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj"));
     assert!(merged("pattern") == of_names);
-    // Training continues with it, and writes the names.
+    // A run that continues training with the adapter writes the names.
     let (model, adapter, data) = (place.path("model"), place.path("adapter"), place.path("data.jsonl"));
     let mut command = zerorun();
     command.arg("finetune").arg(&model).arg("--adapter").arg(&adapter).arg("--data").arg(&data);
@@ -140,7 +142,7 @@ fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
     });
     insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.0.self_attn.q_proj.lora_magnitude_vector too; copy it again from where it is from, or take the model that it was trained on");
 
-    // What matches nothing: a layer too many.
+    // A target that matches nothing: a layer too many.
     let place = Place::new("attn_r8");
     place.change("adapter/adapter_model.safetensors", |tensors| {
         let more: Vec<_> = tensors
@@ -172,7 +174,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     place.change("model/model.safetensors", |tensors| at(tensors, "layers.2.mlp.up_proj.weight", 100, f32::INFINITY));
     insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it has failed; take another copy of it, or an earlier checkpoint");
 
-    // A factor that is no number in f32, and products that are too large.
+    // A factor that is not a number in f32, and products that are too large.
     let place = Place::new("attn_r8");
     place.set("lora_alpha", json!(1e308));
     insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not an adapter that can be used: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
@@ -185,7 +187,7 @@ fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
     insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values or its lora_alpha are too large; train it again with a lower learning rate, or correct its adapter_config.json");
     assert!(said[1].contains("layers.0.self_attn.q_proj.weight with the adapter"), "{}", said[1]);
     assert!(said[2].contains("logits are not finite"), "{}", said[2]);
-    // Behind the warning that one step is little.
+    // The line after the warning about a run of a single step.
     let is_told = |line: &&str| ["zerorun: warning: ", "step 0/"].iter().any(|start| line.starts_with(start));
     let loss = said[3].lines().find(|line| !is_told(line)).unwrap();
     insta::assert_snapshot!(loss, @"zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step");

@@ -1,4 +1,5 @@
-//! Answers of a model: how a prompt becomes ids, where an answer ends, and the same text from a model and from an engine.
+//! Answers of a model: how a prompt becomes ids, where an answer ends, and the same text from a model and from an
+//! engine.
 
 use crate::fixtures::{base, copy, path};
 use candle_core::{DType, Device, Tensor};
@@ -40,7 +41,7 @@ fn sampling(max_tokens: usize) -> Sampling {
     Sampling { max_tokens, ..Sampling::default() }
 }
 
-/// The answer of `model`, and the pieces in which it came.
+/// Returns the answer of `model`, and the pieces in which it arrived.
 fn answer(
     generator: &Generator<'_>,
     model: &Decoder,
@@ -70,7 +71,7 @@ fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     assert_eq!(said.text, opened.tokenizer.decode(&said.ids, true).unwrap());
     assert!(!said.text.is_empty() && pieces.concat() == said.text);
 
-    // The same with a folder that calls one of these tokens an end.
+    // A folder that declares one of these tokens as an end yields the same answer up to that token.
     let folder = copy("llama");
     let end = want[7];
     let first = want.iter().position(|id| *id == end).unwrap();
@@ -79,7 +80,7 @@ fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     let other = Opened::of(folder.path());
     let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(40));
     assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], true));
-    // Unless it comes after the last token that there may be.
+    // The answer has not ended if that token comes after the maximum number of tokens.
     let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(first));
     assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], false));
 }
@@ -97,7 +98,7 @@ fn ends_are_those_of_the_files_and_of_the_template() {
     change("config.json", "eos_token_id", json!(7));
     change("generation_config.json", "eos_token_id", json!([9, 8]));
     change("tokenizer_config.json", "eos_token", json!("<|endoftext|>"));
-    // 0 by the tokenizer's configuration, 2 as the template writes it.
+    // 0 comes from the tokenizer's configuration, 2 from the template.
     assert_eq!(Opened::of(folder.path()).generator().ends(), [0, 2, 7, 8, 9]);
     let opened = Opened::of(folder.path());
     let without = Generator::new(&opened.base, &opened.tokenizer, None).unwrap();

@@ -1,4 +1,4 @@
-//! Folders and descriptions that make no model: what is wrong is named, and nothing is read before.
+//! Invalid model folders and descriptions: the error names the problem, and nothing is read before.
 
 use crate::fixtures::{MODELS, base, copy, json, path};
 use candle_core::{DType, Device};
@@ -8,13 +8,13 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The message, without the folder's name.
+/// Returns the message, without the folder's name.
 fn refused(folder: &Path) -> String {
     let text = BaseModel::open(folder).unwrap_err().to_string();
     text.replace(folder.to_str().unwrap(), "DIR")
 }
 
-/// The message about a model of which keys of config.json are changed.
+/// Returns the message about a model with changed keys in config.json.
 fn with_config(model: &str, change: impl FnOnce(&mut Value)) -> String {
     let folder = copy(model);
     edit(&folder.path().join("config.json"), change);
@@ -27,7 +27,7 @@ fn edit(file: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(file, content.to_string()).unwrap();
 }
 
-/// The same for one key.
+/// Returns the message about a model with one changed key.
 fn with(model: &str, key: &str, value: Value) -> String {
     with_config(model, |config| config[key] = value)
 }
@@ -85,7 +85,7 @@ fn weights_that_are_not_those_of_the_description_are_named() {
     insta::assert_snapshot!(with("llama", "attention_bias", json!(true)), @"DIR/model.safetensors has no tensor model.layers.0.self_attn.q_proj.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("llama", "tie_word_embeddings", json!(false)), @"DIR/model.safetensors has no tensor lm_head.weight of shape [512, 48], which the model needs; the file must hold exactly the model's parameters, and it has model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight and 26 more");
     insta::assert_snapshot!(with("qwen2", "model_type", json!("qwen3")), @"tensor model.layers.0.self_attn.q_proj.weight in DIR/model.safetensors has shape [56, 56], and DIR/config.json describes one of [512, 56]; take both files from one model");
-    // A tensor of whole numbers.
+    // A tensor of integers.
     let folder = copy("llama");
     let file = folder.path().join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
@@ -179,7 +179,7 @@ fn names_with_another_prefix_are_found() {
     }
 }
 
-/// A value such as a hand or a program may write.
+/// Generates values such as a person or a program may write.
 fn any_value() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),

@@ -1,4 +1,4 @@
-//! A BERT that classifies sequences follows transformers', and what fills rows up changes nothing.
+//! A BERT that classifies sequences matches transformers, and padding does not change the result.
 
 use crate::fixtures::{far, json as record, path, tensors, values};
 use candle_core::{DType, Device, Tensor};
@@ -36,7 +36,7 @@ fn logits_and_states_are_those_of_transformers() {
     }
 }
 
-/// Bits of the loss of one row, and the gradients of all parameters.
+/// Returns the bits of the loss of one row, and the gradients of all parameters.
 fn of_row(ids: &[u32], kinds: &[u32], length: usize) -> (u32, Vec<Vec<f32>>) {
     let runs = threads::run(1, |comm| {
         let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
@@ -75,7 +75,7 @@ fn padding_changes_no_bit_of_the_loss() {
             }
         }
     }
-    // Gradients of all parameters too, whatever the padding consists of.
+    // The gradients of all parameters are also independent of the padding's content.
     let fill = |filler: u32| {
         let mut padded = ids[1][..17].to_vec();
         padded.resize(24, filler);
@@ -105,7 +105,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
             let weights = candle_core::safetensors::load_buffer(&file, &Device::Cpu).unwrap();
             assert_eq!(weights.len(), final_weights.len());
             for (name, want) in &final_weights {
-                // The keys' biases have gradients of rounding alone.
+                // The gradients of the keys' biases consist only of rounding errors.
                 if !name.ends_with("self.key.bias") {
                     let off = far(&weights[name], want);
                     assert!(off <= 5e-5, "{what}: {name} differs by {off}");
@@ -115,7 +115,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
     }
 }
 
-/// Losses and norms of all steps, and the exported file.
+/// Returns losses and norms of all steps, and the exported file.
 fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 6,

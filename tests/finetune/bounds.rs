@@ -1,4 +1,5 @@
-//! Files of strangers that are made to hang, fill or kill a program: an error in seconds, and no abort.
+//! Malicious files that would hang, flood or kill a program: they lead to an error within seconds, and never to an
+//! abort.
 
 use crate::support::processes::{repository, stderr, zerorun, zerorun_within};
 use candle_zero_finetune::{Template, Tokenizer};
@@ -6,7 +7,7 @@ use serde_json::{Value, json};
 use std::process::Output;
 use tempfile::TempDir;
 
-/// A folder with the tiny model's tokenizer, in `model`, and a conversation.
+/// Creates a folder with the tiny model's tokenizer, in `model`, and a conversation.
 fn desk() -> TempDir {
     let desk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (from, to) = (repository().join("tests/fixtures/finetune/models/llama"), desk.path().join("model"));
@@ -20,14 +21,14 @@ fn desk() -> TempDir {
     desk
 }
 
-/// What `zerorun data show` makes of a data file of the folder.
+/// Runs `zerorun data show` on a data file of the folder.
 fn show(desk: &TempDir, data: &str) -> Output {
     let mut command = zerorun();
     command.current_dir(desk.path()).env("XDG_CACHE_HOME", desk.path().join("home"));
     command.args(["data", "show", "model", data, "--ctx", "64"]).output().unwrap()
 }
 
-/// Its error, of a run that ended by itself.
+/// Returns the error of a run that ended normally.
 fn refused(desk: &TempDir, data: &str) -> String {
     let output = show(desk, data);
     let text = stderr(&output).to_string();
@@ -42,7 +43,7 @@ fn with_template(source: &str) -> TempDir {
     desk
 }
 
-/// The same with a changed tokenizer.json.
+/// Creates the same folder with a changed tokenizer.json.
 fn with_tokenizer(change: impl FnOnce(&mut Value)) -> TempDir {
     let desk = desk();
     let path = desk.path().join("model/tokenizer.json");
@@ -148,7 +149,7 @@ fn a_limit_of_memory_is_named_where_it_is_too_low() {
     std::fs::copy(weights, desk.path().join("model/model.safetensors")).unwrap();
     let chat = std::fs::read_to_string(desk.path().join("chats.jsonl")).unwrap();
     std::fs::write(desk.path().join("chats.jsonl"), format!("{chat}\n").repeat(4)).unwrap();
-    // Kilobytes of address space, and of data; the program itself is mapped in the lowest.
+    // Kilobytes of address space and of data. Even the lowest limit allows the program to be mapped.
     let limits = ["-v 90000", "-v 150000", "-v 300000", "-v 600000", "-d 5000", "-d 10000", "-d 40000", "-d 80000"];
     for limit in limits {
         let mut command = zerorun_within(limit);
@@ -174,7 +175,7 @@ fn an_added_token_that_ends_with_a_space_is_found_before_a_letter() {
     std::fs::remove_file(desk.path().join("model/special_tokens_map.json")).unwrap();
     let ours = Tokenizer::open(desk.path().join("model")).unwrap();
     let theirs = tokenizers::Tokenizer::from_file(path).unwrap();
-    // Not the one in the file: the vocabulary has another token there.
+    // The id differs from the one in the file, because the vocabulary has another token there.
     let id = theirs.token_to_id("Response: ").unwrap();
     for text in ["Say hi\nResponse: hi there", "the Response: a", "Response: Response: x"] {
         assert_eq!(ours.encode(text).unwrap().ids, theirs.encode(text, false).unwrap().get_ids(), "{text}");

@@ -1,4 +1,4 @@
-//! Conversations of five models: their text to the byte, ids and targets to the token, as transformers has them.
+//! Conversations of five models: the text matches transformers byte for byte, ids and targets token for token.
 
 use crate::support::processes::repository;
 use crate::support::skips;
@@ -17,7 +17,7 @@ fn recorded(name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The special tokens that the template of a model writes, and those that may end a turn.
+/// Returns the special tokens that the template of a model writes, and those that may end a turn.
 fn special_tokens(name: &str) -> (SpecialTokens, Vec<String>) {
     let (bos, others): (&str, &[&str]) = match name {
         "llama3" => {
@@ -35,7 +35,7 @@ fn template(name: &str, source: &str) -> Template {
     Template::new(source, &tokens, all).unwrap()
 }
 
-/// Spans of code points as spans of bytes.
+/// Converts ranges of code points to ranges of bytes.
 fn byte_spans(conversation: &Value) -> Vec<std::ops::Range<usize>> {
     let text = conversation["text"].as_str().unwrap();
     let places: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
@@ -81,7 +81,7 @@ fn generation_markers_give_the_same_targets() {
     }
 }
 
-/// The folder of a tokenizer; none where it is not on this machine.
+/// Returns the folder of a tokenizer, or `None` if it is not on this machine.
 fn tokenizer_folder(name: &str) -> Option<PathBuf> {
     if name == "tiny" {
         return Some(fixtures().join("models/llama"));
@@ -92,7 +92,7 @@ fn tokenizer_folder(name: &str) -> Option<PathBuf> {
     folder.join("tokenizer.json").is_file().then_some(folder)
 }
 
-/// The tokens of a conversation's text equal the recorded ones.
+/// Checks that the tokens of a conversation's text equal the recorded ones.
 fn compare_tokens(name: &str, folder: &Path) {
     let tokenizer = Tokenizer::open(folder).unwrap();
     let template = Template::open(folder, &tokenizer).unwrap();
@@ -110,7 +110,7 @@ fn compare_tokens(name: &str, folder: &Path) {
         targets += mask.iter().filter(|target| **target == 1).count() as u64;
         let prompt = tokenizer.encode(&template.render(&conversation, true).unwrap()).unwrap();
         assert_eq!(serde_json::json!(prompt.ids), found["input_ids_generation_prompt"], "{of}");
-        // What is decoded token by token is the text.
+        // Decoding token by token yields the text.
         let mut stream = tokenizer.stream(false);
         let mut text: String = prompt.ids.iter().map(|id| stream.push(*id).unwrap()).collect();
         text.push_str(&stream.finish().unwrap());
@@ -144,14 +144,14 @@ fn a_character_is_given_when_its_last_token_has_come() {
     assert_eq!(pieces.concat(), "a🚀é");
     assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
     assert_eq!(stream.finish().unwrap(), "");
-    // Cut within the rocket.
+    // The text is cut within the rocket.
     let mut stream = tokenizer.stream(false);
     let pieces: Vec<String> = ids[..2].iter().map(|id| stream.push(*id).unwrap()).collect();
     assert_eq!(pieces, ["a", ""]);
     assert_eq!(stream.finish().unwrap(), "\u{FFFD}");
 }
 
-/// A folder with the tiny tokenizer and files of these names and texts.
+/// Creates a folder with the tiny tokenizer and files of these names and texts.
 fn model_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
@@ -189,7 +189,7 @@ fn values_are_written_as_python_writes_them() {
         template.render(&Conversation::from_json(messages).unwrap(), false).unwrap()
     };
     let data = r#"[{"role": "tool", "z": [1, 2.0, 1e16, 1e-5, 0.0001, -0.5, null, true], "a": {"ü\n": "it's", "q": "\"'\t"}, "e": [], "o": {}}]"#;
-    // json.dumps(x, ensure_ascii=False) and repr(x) of Python 3.11.
+    // Results of json.dumps(x, ensure_ascii=False) and repr(x) in Python 3.11.
     let expected = [
         ("z | tojson", "[1, 2.0, 1e+16, 1e-05, 0.0001, -0.5, null, true]"),
         ("z", "[1, 2.0, 1e+16, 1e-05, 0.0001, -0.5, None, True]"),
@@ -241,15 +241,15 @@ fn other_templates_have_their_answers_found() {
         rendered.targets.into_iter().map(|span| rendered.text[span].to_string()).collect::<Vec<_>>()
     };
     let turns = [("user", "a [/INST] b"), ("assistant", " c "), ("user", "d"), ("assistant", "c")];
-    // Mistral: no header but the end of the question; the system prompt stands with the last one.
+    // Mistral: the only header is the end of the question; the system prompt accompanies the last question.
     let mistral = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
                    {% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}";
     assert_eq!(targets(mistral, &turns), ["c</s>", "c</s>"]);
-    // Phi 3: a header of its own, a prompt that is asked for or else the end of the text.
+    // Phi 3: a separate header; the end of the text only if no prompt is requested.
     let phi = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
                {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}";
     assert_eq!(targets(phi, &turns), [" c <|end|>", "c<|end|>"]);
-    // Thoughts that the prompt begins, and that earlier answers have not.
+    // The prompt opens the thoughts, which earlier answers do not have.
     let thinking = "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think>{% endif %}\
                     {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}";
     assert_eq!(targets(thinking, &turns), [" c </s>", "c</s>"]);

@@ -1,4 +1,4 @@
-//! Learning to classify: what an encoder begins with, what its rows are, and that padding changes nothing.
+//! Learning to classify: the initial values of an encoder, its rows, and the independence of padding.
 
 use crate::fixtures::{path, tensors};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -19,7 +19,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use tempfile::TempDir;
 
-/// The tiny BERT with a WordPiece tokenizer.
+/// Creates the tiny BERT with a WordPiece tokenizer.
 pub fn bert() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
@@ -77,7 +77,7 @@ fn labels(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).into()).collect()
 }
 
-/// A data file in `folder`.
+/// Writes a data file in `folder`.
 fn file(folder: &TempDir, name: &str, text: &str) -> Source {
     let path = folder.path().join(name);
     std::fs::write(&path, text).unwrap();
@@ -185,7 +185,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 record (line 1) could not be used (line 1: the file ends within the list)");
     let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
     insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; label is the class of a text");
-    // A validation file that has a label which training has not.
+    // A validation file with a label that training does not have.
     let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(Task::Classify, 16) };
     let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
     let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
@@ -195,7 +195,7 @@ fn data_without_labels_to_learn_is_refused() {
     insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); correct it, or leave out --strict to skip such lines"#);
 }
 
-/// Another file of weights in the folder.
+/// Replaces the weights in the folder.
 fn change_weights(folder: &Path, change: impl Fn(String, Tensor) -> Option<(String, Tensor)>) {
     let changed: HashMap<String, Tensor> =
         tensors("bert/model/model.safetensors").into_iter().filter_map(|(name, tensor)| change(name, tensor)).collect();
@@ -209,7 +209,7 @@ fn change_config(folder: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(file, config.to_string()).unwrap();
 }
 
-/// The first values of all parameters of a model on this base.
+/// Returns the initial values of all parameters of a model on this base.
 fn first_values(base: &EncoderBase) -> HashMap<String, Vec<f32>> {
     let runs = threads::run(1, |comm| -> Result<_> {
         let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
@@ -237,7 +237,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     for (name, tensor) in tensors("bert/model/model.safetensors") {
         assert_eq!(whole[&name], crate::fixtures::values(&tensor), "{name}");
     }
-    // Numbers are those of the model's own classes, some of them too.
+    // Numbers refer to the model's classes, even if only some of them occur.
     let base = EncoderBase::open(dir, &labels(&["0", "2"])).unwrap();
     assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["0", "1", "2"]).as_slice()));
     assert_eq!(base.config().labels, own);
@@ -255,7 +255,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
             }
         }
     };
-    // As the oldest files have it, without a head, and of masked language modelling.
+    // The format of the oldest files, without a head, and of masked language modelling.
     change_weights(dir, |name, tensor| {
         let name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         if name.contains("pooler") {
@@ -311,7 +311,7 @@ fn folders_that_are_no_encoder_are_refused() {
     let llama = path("models/llama");
     let error = EncoderBase::open(&llama, &labels(&["a", "b"])).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
-    // Nor is an encoder a language model.
+    // An encoder is not a language model, either.
     let encoder = path("bert/model");
     let error = BaseModel::open(&encoder).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
@@ -340,7 +340,7 @@ fn the_description_that_is_written_names_the_classes() {
     assert!(!out.path().join("model.safetensors").exists());
 }
 
-/// Texts in rows of `time` tokens.
+/// Returns texts in rows of `time` tokens.
 fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     let mut rows = RowBatch { rows: texts.len(), time, ..RowBatch::default() };
     for (ids, label) in texts {
@@ -352,8 +352,8 @@ fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> RowBatch {
     rows
 }
 
-/// Bits of the losses of three steps on four texts, of all ranks, and the weights after them. Rows have `more` tokens than the
-/// longest text.
+/// Returns the bits of the losses of three steps on four texts, of all ranks, and the weights after them. Rows have
+/// `more` tokens in addition to the longest text.
 fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
     let settings = json!({
         "train_batch_size": 4,
@@ -363,7 +363,7 @@ fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8
     });
     let base = EncoderBase::open(path("bert/model"), &labels(&["0", "1", "2"])).unwrap();
     let mut config = base.config().clone();
-    // Also what is dropped does not depend on padding.
+    // Dropout does not depend on padding, either.
     (config.hidden_dropout, config.classifier_dropout) = (0.1, 0.1);
     let texts: Vec<Vec<u32>> = [21, 6, 13, 1].iter().map(|n| (0..*n).map(|i| i * 37 % 500 + 5).collect()).collect();
     let out = tempfile::tempdir().unwrap();
@@ -447,7 +447,7 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
     }
 }
 
-/// Texts whose label says which of two words of opinion comes first, after any number of others.
+/// Writes texts whose label depends on which of two opinion words comes first, after any number of other words.
 fn opinions(folder: &TempDir, count: usize) -> String {
     const WORDS: [&str; 8] = ["the", "film", "was", "and", "plot", ",", "cafe", "!"];
     let text = |i: usize| {
@@ -462,7 +462,7 @@ fn opinions(folder: &TempDir, count: usize) -> String {
     file(folder, "opinions.jsonl", &lines).path.to_str().unwrap().into()
 }
 
-/// `zerorun finetune` of the model in `folder`.
+/// Runs `zerorun finetune` on the model in `folder`.
 fn command(folder: &TempDir, out: &str, arguments: &[&str]) -> std::process::Output {
     let dir = folder.path();
     let mut command = zerorun();
@@ -494,7 +494,7 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let last = |key: &str| lines.iter().rev().find_map(|line| line[key].as_f64()).unwrap();
     assert!(last("val_accuracy") >= 0.95 && last("val_f1") >= 0.95, "{said}");
-    // What is left is a model of these classes, which gives the same answers.
+    // The result is a model of these classes that gives the same answers.
     for out in ["out", "out-best"] {
         let out = folder.path().join(out);
         let base = EncoderBase::open(&out, &labels(&["positive", "negative"])).unwrap();
@@ -515,12 +515,12 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         assert!(scores.accuracy() >= 0.95 && scores.macro_f1() >= 0.95, "{scores}");
         assert!(scores.classes().all(|class| class.precision >= 0.9 && class.recall >= 0.9));
     }
-    // And the command that uses it.
+    // The command that uses it gives the same answers.
     let texts = ["the film was fine", "poor plot , the film was poor"];
     let shown = stdout(&classify(&folder.path().join("out"), &texts, ""));
     let told: Vec<&str> = shown.lines().filter_map(|line| line.split('\t').next()).collect();
     assert_eq!(told, ["positive", "negative"], "{shown}");
-    // Of standard input a line each; a text beyond the context is cut, and this is reported.
+    // From standard input, each line is a text. A text beyond the context is cut, which is reported.
     let long = "the film was good ".repeat(40);
     let output = classify(&folder.path().join("out"), &["--json"], &format!("the film was fine\n\n{long}\n"));
     let lines: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -530,11 +530,11 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         let sum: f64 = line["labels"].as_object().unwrap().values().map(|p| p.as_f64().unwrap()).sum();
         assert!((sum - 1.0).abs() < 1e-9 && line["probability"] == line["labels"]["positive"], "{line}");
     }
-    // 64 positions, two of which are for the tokens at the ends.
+    // There are 64 positions, two of which are for the tokens at the ends.
     assert_eq!((&lines[0]["cut_tokens"], &lines[1]["cut_tokens"]), (&Value::Null, &json!(160 - 62)));
 }
 
-/// `zerorun classify` of a model's folder.
+/// Runs `zerorun classify` on a model's folder.
 fn classify(model: &Path, arguments: &[&str], input: &str) -> std::process::Output {
     let mut child = zerorun()
         .arg("classify")

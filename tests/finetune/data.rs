@@ -1,4 +1,4 @@
-//! Data files as samples and rows: forms, notes, the cache, packing.
+//! Data files as samples and rows: formats, notes, the cache, packing.
 
 use crate::support::processes::repository;
 use candle_zero::Error;
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
 
-/// A folder with data files and a cache, and the tiny tokenizer.
+/// A folder with data files, a cache and the tiny tokenizer.
 pub(crate) struct Desk {
     pub(crate) folder: TempDir,
     pub(crate) tokenizer: Tokenizer,
@@ -47,7 +47,7 @@ impl Desk {
         self.try_prepare(sources, &DataOptions::new(task, 64)).unwrap()
     }
 
-    /// The samples of a file of one form.
+    /// Returns the samples of a file of one format.
     fn samples(&self, name: &str, text: &str, form: RecordFormat, task: Task) -> Vec<Sample> {
         let dataset = self.prepare(&[self.file(name, text)], task);
         let (_, report) = dataset.reports().next().unwrap();
@@ -58,7 +58,7 @@ impl Desk {
         (0..dataset.len()).map(|i| dataset.sample(i).to_sample()).collect()
     }
 
-    /// The text of a sample, with brackets around its targets.
+    /// Returns the text of a sample, with brackets around its targets.
     fn shown(&self, sample: &Sample) -> String {
         let mut text = String::new();
         let mut inside = false;
@@ -128,7 +128,7 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
         shown("d.jsonl", pair, RecordFormat::Preference, Task::Prefer),
         ["a?[ yes<|im_end|>]", "a?[ no<|im_end|>]"]
     );
-    // A prompt of messages stands in both answers; earlier answers are not to be learned.
+    // Both answers contain a prompt of messages. Earlier answers are not learned.
     let turn = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
     let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));
@@ -162,7 +162,7 @@ fn lines_that_are_not_as_they_should_be_are_counted_and_named() {
     let (_, report) = dataset.reports().next().unwrap();
     let notes = [report.to_string()].into_iter().chain(report.notes()).collect::<Vec<_>>().join("\n");
     insta::assert_snapshot!(notes);
-    // From the cache the same is said.
+    // The report from the cache is the same.
     let again = desk.try_prepare(&[source], &options).unwrap();
     let (_, report) = again.reports().next().unwrap();
     assert!(report.from_cache);
@@ -272,7 +272,7 @@ fn weights_count_samples_and_a_split_parts_them() {
     assert!(lines(&left).is_disjoint(&lines(&out)));
 }
 
-/// Samples of these lengths.
+/// Creates samples of these lengths.
 fn dataset(desk: &Desk, lengths: &[usize]) -> Arc<Dataset> {
     let turn = |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"zz\"}}\n", "q ".repeat(*n));
     Arc::new(desk.prepare(&[desk.file("x.jsonl", &lengths.iter().map(turn).collect::<String>())], Task::Generate))
@@ -326,7 +326,7 @@ proptest! {
             }
             prop_assert_eq!(of(0).targets_of_step(step), targets);
         }
-        // The first epoch has each sample; what fills its last step is of the second.
+        // The first epoch contains each sample. Its last step is filled up with rows of the second epoch.
         let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));
@@ -380,7 +380,8 @@ fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
     let desk = Desk::new();
     let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
     for packing in [SequencePacking::Packed { ctx: 40 }, SequencePacking::Padded] {
-        // Of samples that are made, and of those that are mapped; a step is asked for alone, or after all before it.
+        // Samples are newly built in some cases and mapped in others. A step is requested either directly or after all
+        // steps before it.
         let batches = || {
             let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
             Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)

@@ -1,15 +1,16 @@
-//! What the records of other people's files say is learned, or the user is told: keys, forms, templates.
+//! Records of other people's files: what they mark as learned is learned, or the user is informed. Tests keys, formats
+//! and templates.
 
 use super::data::Desk;
 use crate::support::processes::repository;
 use candle_zero_finetune::{Columns, DataOptions, Dataset, Source, Task, Template, Tokenizer, labels_of, show};
 use proptest::prelude::*;
 
-/// Messages between marks, and nothing of tools.
+/// Messages between marks, without tools.
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
                       {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// With tools and calls, whose arguments are written as JSON.
+/// A template with tools and calls, whose arguments are written as JSON.
 const TOOLS: &str = "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}\
                      {{ '<|im_end|>\\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
                      {% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}\
@@ -17,28 +18,28 @@ const TOOLS: &str = "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tool
                      {{ c.arguments | tojson }}{{ '}</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}\
                      {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// As DeepSeek's R1: thoughts are cut off, arguments are texts.
+/// A template like DeepSeek's R1, which cuts off thoughts and writes arguments as texts.
 const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}\
                            {% for c in m.tool_calls %}{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{% endif %}\
                            {% if m.content is not none %}{% set c = m.content %}{% if '</think>' in c %}\
                            {% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
                            {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Contents go through a filter that takes what is no text too.
+/// Contents go through a filter that also accepts values other than text.
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// Two blocks an answer, of which the second one is its end.
+/// Two blocks per answer, of which the second one is its end.
 const BLOCKS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
                       {% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}\
                       {{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
 
-/// A block around the last answer alone.
+/// A block around the last answer only.
 const LAST: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}\
                     {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
                     {{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}";
 
-/// Blocks around pieces of an answer, as of a template that changes what it writes.
+/// Blocks around pieces of an answer, as in a template that changes what it writes.
 const PIECES: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
                       {% for part in m.content.split('E') %}{% generation %}{{ part | upper }}{% endgeneration %}{{ 'E' }}{% endfor %}\
                       {% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
@@ -49,7 +50,8 @@ fn template(desk: &Desk, source: &str) -> Template {
     Template::new(source, desk.tokenizer.special_tokens(), special).unwrap()
 }
 
-/// The report of a file of this name and text, its notes and its samples with brackets around targets; or why it is refused.
+/// Returns the report of a file of this name and text, its notes and its samples with brackets around targets, or why
+/// it is refused.
 fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, options: &DataOptions) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
@@ -130,11 +132,11 @@ fn keys_that_change_what_is_learned_are_honoured_or_refused_by_name() {
     let history = r#"{"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}"#;
     holds(&generate(history), &["user\na<|im_end|>", "⟦b<|im_end|>⟧", "⟦d<|im_end|>⟧"]);
     holds(&generate(&format!("{{{chat}, \"history\": [[\"a\", \"b\"]]}}")), &["refused", "it has history"]);
-    // What says how good a record is.
+    // A key that states how good a record is.
     holds(&generate(&format!("{{{chat}, \"score\": 0.1}}")), &["1 record (line 1) has a score, which is not read"]);
     let scored = r#"{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2.0, "score_rejected": 8}"#;
     holds(&made(CHATML, scored, Task::Prefer, ""), &["has a better score for the rejected answer"]);
-    // Other keys are listed, of messages as well.
+    // Other keys are listed, including those of messages.
     let more = r#"{"id": 7, "source": "web", "messages": [{"role": "user", "content": "a", "ts": 1}, {"role": "assistant", "content": "b", "ts": 2}]}"#;
     holds(&generate(more), &["not read: id (1 record), messages[].ts (1 record), source (1 record)"]);
     let null = r#"{"messages": [{"role": "user", "content": "a", "name": null, "tool_calls": null}, {"role": "assistant", "content": "b"}], "tools": null, "prompt": null}"#;
@@ -251,12 +253,12 @@ fn calls_of_tools_are_learned_in_each_form_or_the_record_is_refused() {
         let without = made(CHATML, &text, Task::Generate, "");
         holds(&without, &["refused", "the template does not write the tool_calls of message 2"]);
     }
-    // What is no object stays a text, and is said.
+    // A value that is not an object stays a text, with a note.
     let text = format!(
         r#"{{"messages": [{ask}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "function": {{"name": "fly", "arguments": "up"}}}}]}}]}}"#
     );
     holds(&made(TOOLS, &text, Task::Generate, ""), &["calls a tool with arguments that are no JSON object"]);
-    // An answer beside a call that is not written.
+    // An answer with a call that is not written.
     let text =
         format!(r#"{{"messages": [{ask}, {{"role": "assistant", "content": "Yes.", {calls}}}], "tools": {tools}}}"#);
     holds(
@@ -436,7 +438,7 @@ fn what_the_template_does_not_write_of_an_answer_is_said() {
 fn the_end_of_an_answer_is_learned_or_missing_by_name() {
     let two = [turn("user", "a"), turn("assistant", "ONE"), turn("user", "b"), turn("assistant", "TWO")].join(",");
     let text = format!("{{\"messages\": [{two}]}}");
-    // Constant text that is no token.
+    // Constant text that is not a token.
     for (source, end) in [
         ("{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|stop|>\n{% endfor %}", "<|stop|>"),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}", " ###"),
@@ -562,7 +564,7 @@ fn empty_answers_and_texts_as_they_stand_are_said() {
     holds(&generate(&printed.repeat(2)), &["2 records, 2 samples", "line 7:"]);
 }
 
-/// A text that stands nowhere else.
+/// Returns a text that occurs nowhere else.
 fn word(n: usize) -> String {
     format!("w{n}q")
 }

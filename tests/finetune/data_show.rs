@@ -20,7 +20,7 @@ impl Desk {
         path
     }
 
-    /// The tool on files of this folder, with the tiny tokenizer.
+    /// Returns the command for files of this folder, with the tiny tokenizer.
     fn show(&self, words: &[&str]) -> Command {
         let model = repository().join("tests/fixtures/finetune/models/llama");
         let mut command = zerorun();
@@ -33,7 +33,7 @@ impl Desk {
         self.show(words).output().unwrap()
     }
 
-    /// What the default folder for samples has, by name.
+    /// Returns the files in the default folder for samples, sorted by name.
     fn cached(&self) -> Vec<PathBuf> {
         let folder = self.0.path().join("home/candle-zero/samples");
         let mut files: Vec<PathBuf> =
@@ -43,7 +43,7 @@ impl Desk {
     }
 }
 
-/// Conversations of some hundred bytes each.
+/// Returns conversations of some hundred bytes each.
 fn conversations(count: usize) -> String {
     let line = |i| {
         let words = format!("number {i} of some words that stand here to be read ").repeat(8);
@@ -149,7 +149,7 @@ fn a_file_whose_maker_was_killed_is_made_by_the_next() {
         assert!(begun.elapsed() < Duration::from_secs(60) && first.try_wait().unwrap().is_none());
         std::thread::yield_now();
     }
-    // `env`, which starts it, is by now the program.
+    // `env`, which starts it, has become the program by now.
     first.kill().unwrap();
     first.wait().unwrap();
     assert!(!desk.cached().is_empty());

@@ -1,4 +1,4 @@
-//! Preference optimization with the adapters switched off as reference follows PyTorch's, step by step.
+//! Preference optimization, with the model without its adapters as reference, matches PyTorch step by step.
 
 use crate::fixtures::{base, json as record, numbers, path};
 use candle_core::{Device, Tensor};
@@ -10,7 +10,7 @@ use candle_zero_finetune::{AdaptedValues, Adapter, dpo_loss};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Rows of the chosen answers of some pairs, then of the rejected ones.
+/// Rows of the chosen answers of some pairs, followed by the rejected ones.
 struct Batch {
     ids: Tensor,
     targets: Tensor,
@@ -45,7 +45,7 @@ impl Batch {
         }
     }
 
-    /// Sums of log probabilities: of the chosen answers, and of the rejected ones.
+    /// Returns the sums of log probabilities of the chosen answers and of the rejected ones.
     fn sums(&self, model: &Decoder) -> candle_core::Result<[Tensor; 2]> {
         let sums = model.log_probabilities(&self.ids, &self.targets, Some(&self.sequences))?.sum(1)?;
         let pairs = sums.dim(0)? / 2;

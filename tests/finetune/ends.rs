@@ -1,4 +1,4 @@
-//! How runs end: signals without checkpoints, checkpoints that stay, and what is reported of preferences.
+//! The ends of runs: signals without checkpoints, checkpoints that are kept, and the report on preferences.
 
 use crate::fixtures::path;
 use crate::runs::{chats, finetune, write};
@@ -20,7 +20,7 @@ fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_res
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
     let [out, metrics] = ["out", "m.jsonl"].map(|name| folder.path().join(name));
-    // Twice: what the first stop has left stays.
+    // Two stops: the result of the first one stays.
     for (ranks, stopped) in [("1", "out-stopped"), ("2", "out-stopped-2")] {
         let stopped = folder.path().join(stopped);
         _ = std::fs::remove_file(&metrics);
@@ -89,7 +89,7 @@ fn rewards_of_preferences_are_reported_for_each_step_and_validation() {
         assert!((chosen - rejected - margin).abs() < 1e-4 * (1.0 + margin.abs()), "{rewards}");
         assert!((0.0..=1.0).contains(&value(rewards, "accuracy")), "{rewards}");
     }
-    // In the first step the model is its own reference.
+    // In the first step, the model equals its reference.
     let first = &steps[0]["rewards"];
     assert!(["chosen", "rejected", "margin", "accuracy"].iter().all(|key| value(first, key) == 0.0), "{first}");
     let last = steps[steps.len() - 1];
@@ -127,7 +127,7 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
         assert!(readme.starts_with("---\nbase_model: \"") && readme.contains("library_name: peft"), "{readme}");
         assert!(readme.contains("r 16, alpha 32") && readme.contains("of 4 steps"), "{readme}");
     }
-    // The same bytes after a stop, though the loss of the last step was computed before it.
+    // A resumed run writes the same bytes, although the loss of the last step was computed before it stopped.
     let saves = folder.path().join("saves");
     let saving = ["--lr", "5e-3", "--save", saves.to_str().unwrap(), "--resume", "--steps", "4"];
     assert_eq!(run("resumed", &saving).0, Some(0));
@@ -137,7 +137,7 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     for name in ["run.json", "README.md"] {
         assert_eq!(text("whole", name), text("resumed", name), "{name}");
     }
-    // Another base's files are not mixed with those that the model's folder has anyway.
+    // Another base's files are not mixed with those already in the model's folder.
     assert_eq!(run("full", &["--steps", "2", "--full"]).0, Some(0));
     assert!(text("full", "README.md").contains("All weights were trained"));
     assert!(text("full", "README.md").contains("library_name: transformers"));

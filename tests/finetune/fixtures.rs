@@ -1,4 +1,4 @@
-//! The models and records in tests/fixtures/finetune, which come from transformers.
+//! The models and records in tests/fixtures/finetune, which were made with transformers.
 
 use crate::support::processes::repository;
 use candle_core::{Device, Tensor};
@@ -26,7 +26,7 @@ pub fn base(model: &str) -> BaseModel {
     BaseModel::open(path("models").join(model)).unwrap()
 }
 
-/// A copy of a model's folder, which a test may change.
+/// Returns a copy of a model's folder, which a test may change.
 pub fn copy(model: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(path("models").join(model)).unwrap() {
@@ -36,7 +36,7 @@ pub fn copy(model: &str) -> tempfile::TempDir {
     folder
 }
 
-/// Rows of token ids as a tensor.
+/// Returns rows of token ids as a tensor.
 pub fn ids(rows: &Value) -> Tensor {
     let rows: Vec<Vec<u32>> = serde_json::from_value(rows.clone()).unwrap();
     Tensor::new(rows, &Device::Cpu).unwrap()
@@ -50,7 +50,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference of elements.
+/// Returns the largest difference of elements.
 pub fn far(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     values(a).iter().zip(values(b)).fold(0f32, |most, (a, b)| most.max((a - b).abs()))

@@ -1,4 +1,4 @@
-//! `zerorun generate`: the same text as the library's, from prompts of every kind; and what it refuses.
+//! `zerorun generate`: the same text as from the library, for prompts of every kind; and its errors.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -14,7 +14,7 @@ fn generate(model: &Path, more: &[&str]) -> Output {
     zerorun().arg("generate").arg(model).args(more).output().unwrap()
 }
 
-/// What stands on standard output, of a run that went well.
+/// Returns the standard output of a successful run.
 fn said(model: &Path, more: &[&str]) -> String {
     let output = generate(model, more);
     assert!(output.status.success(), "{}", stderr(&output));
@@ -53,7 +53,7 @@ fn a_prompt_is_the_same_as_an_argument_a_line_and_a_message() {
     let other = said(&llama, &[&["--prompt", "other"], &FEW[..]].concat());
     assert_ne!(said(&llama, &[&["--prompt", "hello there"], &FEW[..]].concat()), given);
 
-    // Each line is a prompt of its own, as are several arguments; empty lines are none.
+    // Each line is a separate prompt, as is each of several arguments. Empty lines are ignored.
     let mut command = zerorun();
     command.arg("generate").arg(&llama).args(FEW).args(["--system", "be kind"]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();

@@ -1,4 +1,4 @@
-//! GGUF files give the model that they were made of. They are written here as llama.cpp's converter does.
+//! GGUF files yield the model that they were made from. The tests write them as llama.cpp's converter does.
 
 use crate::fixtures::{base, json, tensors};
 use candle_core::quantized::gguf_file::{self, Value};
@@ -18,7 +18,7 @@ fn weights(model: &str) -> Tensors {
     files.flat_map(tensors).map(|(name, tensor)| (name, tensor.to_dtype(DType::F32).unwrap())).collect()
 }
 
-/// The converter's name of a tensor.
+/// Returns the converter's name of a tensor.
 fn name(architecture: &str, parameter: &str) -> String {
     let is_gemma = architecture.starts_with("gemma");
     let mut name = parameter.replace("model.layers.", "blk.");
@@ -47,7 +47,7 @@ fn name(architecture: &str, parameter: &str) -> String {
     name
 }
 
-/// The converter's order of rows, of queries and keys of a Llama.
+/// Returns queries or keys of a Llama in the converter's row order.
 fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
     let (rows, columns) = tensor.dims2().unwrap();
     let apart = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
@@ -98,7 +98,7 @@ fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> 
     all
 }
 
-/// Writes a file of these tensors, each of the type that `dtype` says.
+/// Writes a file of these tensors. `dtype` returns the type of each.
 fn write(file: &Path, metadata: &[(String, Value)], tensors: &Tensors, dtype: impl Fn(&str) -> GgmlDType) {
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let quantized: Vec<(&str, QTensor)> =
@@ -125,7 +125,7 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
         let plain = base(model);
         let mut want = json(format!("models/{model}/config.json"));
         match model {
-            // The formats of these have no room for what is particular about the recorded models.
+            // These formats cannot represent the special features of the recorded models.
             "mistral" => {
                 want["model_type"] = "llama".into();
             }
@@ -199,7 +199,7 @@ fn parts_are_those_of_the_whole_in_every_format() {
         assert_eq!(base.config(), &config);
         for (parameter, shape) in &parameters {
             let got = whole(&base, parameter, shape);
-            // The tensor as Candle reads it, with the converter's order undone by hand.
+            // The tensor as Candle reads it, with the converter's order undone explicitly.
             let quantized = QTensor::quantize(&converted[&name("llama", parameter)], of(parameter)).unwrap();
             let back = quantized.dequantize(&Device::Cpu).unwrap();
             let heads = if parameter.contains("q_proj") { Some(8) } else { parameter.contains("k_proj").then_some(2) };

@@ -1,4 +1,4 @@
-//! A GGUF file alone is a model: its own tokenizer and template give what those of the folder give.
+//! A GGUF file is a complete model: its tokenizer and template give the same results as those of the folder.
 
 use crate::fixtures::copy;
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -23,7 +23,7 @@ const TEXTS: [&str; 9] = [
     "a1b22c333d4444 ... !!! ???",
 ];
 
-/// The llama's folder with another way of cutting texts, and its GGUF file in a folder of its own.
+/// Returns the llama's folder with another pre-tokenizer, and its GGUF file in a separate folder.
 fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
     let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
     let tokenizer = folder.path().join("tokenizer.json");
@@ -54,7 +54,7 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         (vec![digits, bytes(true)], Json::Null),
         (vec![split("{1,3}"), bytes(false)], Json::Null),
         (vec![split(""), bytes(false)], Json::Null),
-        // As Qwen's.
+        // Like Qwen's.
         (vec![split(""), bytes(false)], json!({"type": "NFC"})),
     ];
     for (steps, normalizer) in cuts {
@@ -78,11 +78,11 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
             Template::open(place, tokenizer).unwrap().render(&chat, true).unwrap()
         };
         assert_eq!(text(&file, &found), text(folder.path(), &own));
-        // A folder with nothing but the file is the same, and what lies beside the file goes first.
+        // A folder that contains only the file gives the same result, and files next to it take precedence.
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
         let base = BaseModel::open(&file).unwrap();
         assert_eq!(base.tokenizer_path(), file);
-        // The named tokens are of the tokenizer, and in files of their own.
+        // The named tokens come from the tokenizer, or from separate files.
         for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
             std::fs::copy(folder.path().join(name), file.with_file_name(name)).unwrap();
         }
@@ -103,7 +103,7 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
-    // The file has f16, the folder f32: the prompt's ids are what has to agree, and the answer of the same weights.
+    // The file has f16 weights, the folder f32. Only the prompt's ids must agree, and the answers of equal weights.
     let data = at("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();
@@ -113,7 +113,7 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     let adapter = at("adapter");
     run(&["finetune", &file, "--data", &data, "--out", &adapter, "--steps", "2", "--ctx", "48", "--cache", &cache]);
     let with = answer(&file, &["--adapter", &adapter]);
-    // Merged, with a tokenizer: as a folder, and as a file of the same keys.
+    // Merged, with a tokenizer: as a folder, and as a file with the same keys.
     let (merged, again) = (at("merged"), at("again.gguf"));
     run(&["merge", &file, &adapter, "--out", &merged, "--dtype", "f32"]);
     assert_eq!(answer(&merged, &[]), with);
@@ -124,7 +124,7 @@ fn a_gguf_file_alone_answers_trains_and_is_merged() {
     assert_eq!(Tokenizer::open(&merged).unwrap().fingerprint(), first.fingerprint());
 }
 
-/// A GGUF file with these keys, and a tensor.
+/// Writes a GGUF file with these keys, and a tensor.
 fn gguf(path: &Path, keys: &[(&str, Value)]) {
     let tensor =
         QTensor::quantize(&Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32);
@@ -137,7 +137,7 @@ fn texts(texts: &[&str]) -> Value {
     Value::Array(texts.iter().map(|text| Value::String((*text).into())).collect())
 }
 
-/// Pieces with their scores, behind `<unk>`, `<s>`, `</s>`, a token of the user's and all bytes.
+/// Returns pieces with their scores, after `<unk>`, `<s>`, `</s>`, a user-defined token and all bytes.
 fn pieces() -> Vec<(String, f32, i32)> {
     let mut all =
         vec![("<unk>".into(), 0.0, 2), ("<s>".into(), 0.0, 3), ("</s>".into(), 0.0, 3), ("<user>".into(), 0.0, 4)];
@@ -164,8 +164,8 @@ fn sentence_piece_file(path: &Path, space: bool) {
     gguf(path, &keys);
 }
 
-/// SentencePiece's own rule: of all neighbours that make a piece, those with the highest score become one, the first of equal ones;
-/// what is no piece is its bytes.
+/// Encodes by SentencePiece's rule: of all adjacent pairs that form a piece, the one with the highest score is merged,
+/// the first one if scores are equal. Characters that are not a piece become their bytes.
 fn sentence_piece(text: &str, space: bool) -> Vec<u32> {
     let pieces = pieces();
     let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();
@@ -214,7 +214,7 @@ fn special_tokens_of_sentence_piece_are_found_and_named() {
         ["bos_token", "eos_token", "unk_token"].map(|name| tokenizer.special_id(name)),
         [Some(1), Some(2), Some(0)]
     );
-    // As llama.cpp begins a text.
+    // llama.cpp begins a text in this way.
     assert_eq!(tokenizer.around(), (&[1][..], &[][..]));
 }
 

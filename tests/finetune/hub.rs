@@ -1,5 +1,5 @@
-//! Models by their names at the Hugging Face Hub: what is fetched and what not, what the cache has then, connections that
-//! break, and what is said where it cannot be.
+//! Models by name from the Hugging Face Hub: which files are fetched, the resulting cache, broken connections, and the
+//! messages on failure.
 
 use crate::fixtures::path;
 use crate::hub_server::{COMMIT, Faults, NAME, Server, TOKEN, digest};
@@ -10,14 +10,14 @@ use std::process::{Command, Output};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// A Hub with the tiny Llama, and files that nobody needs.
+/// Starts a Hub with the tiny Llama, and files that are not needed.
 fn tiny() -> Server {
     let more =
         [("README.md", "about"), ("pytorch_model.bin", "weights"), ("model.onnx", "weights"), ("LICENSE", "free")];
     Server::start(&path("models/llama"), &more)
 }
 
-/// `zerorun` with the Hub of this test, and a cache of its own.
+/// Returns a `zerorun` command with the Hub of this test and a separate cache.
 fn command(server: &Server, home: &Path, words: &[&str]) -> Command {
     let mut command = zerorun();
     for name in [
@@ -40,14 +40,14 @@ fn run(server: &Server, home: &Path, words: &[&str]) -> Output {
     command(server, home, words).output().unwrap()
 }
 
-/// The model's folder, written from what was fetched.
+/// Returns the model's folder, written from what was fetched.
 fn merged(server: &Server, home: &TempDir) -> (Output, PathBuf) {
     let out = home.path().join("out");
     _ = std::fs::remove_dir_all(&out);
     (run(server, home.path(), &["merge", NAME, "--out", out.to_str().unwrap()]), out)
 }
 
-/// What is said where that fails.
+/// Returns the message of a failed merge.
 fn refusal(server: &Server, home: &TempDir, name: &str, variables: &[(&str, &str)]) -> String {
     let out = home.path().join("out");
     let mut command = command(server, home.path(), &["merge", name, "--out", out.to_str().unwrap()]);
@@ -64,7 +64,7 @@ fn snapshot(home: &Path) -> PathBuf {
     home.join("hub/models--org--tiny/snapshots").join(COMMIT)
 }
 
-/// Requests for the bytes of weights.
+/// Returns the requests for the bytes of weights.
 fn of_weights(server: &Server) -> Vec<String> {
     let storage = "GET /storage/model.safetensors";
     server
@@ -97,13 +97,13 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
     assert!(files.len() == 7 && files.contains(&"zerorun: model.safetensors, 397.2 KiB"), "{said}");
     assert!(said.contains("org/tiny at commit 0123456789ab: 23.2 KiB of 5 files to fetch"), "{said}");
 
-    // Only what is needed, and that once: the ranks asked for nothing.
+    // Only the necessary files were fetched, once each. The ranks requested nothing.
     let requests = server.requests();
     let gets =
         |name: &str| requests.iter().filter(|request| request.starts_with("GET") && request.ends_with(name)).count();
     assert_eq!(gets("/revision/main"), 1);
     for needed in ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "LICENSE"] {
-        // By its name, and where that leads.
+        // By its name, and at the redirect's target.
         assert_eq!(gets(&format!("/{needed}")), 2, "{needed}: {requests:?}");
     }
     assert_eq!(of_weights(&server), [""]);
@@ -111,7 +111,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
         assert!(!requests.iter().any(|request| request.contains(needless)), "{requests:?}");
     }
 
-    // The cache is as huggingface_hub has it.
+    // The cache has huggingface_hub's structure.
     let repository = home.path().join("hub/models--org--tiny");
     assert_eq!(std::fs::read_to_string(repository.join("refs/main")).unwrap(), COMMIT);
     let weights = snapshot(home.path()).join("model.safetensors");
@@ -121,7 +121,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
     let names = |folder: &str| std::fs::read_dir(repository.join(folder)).unwrap().count();
     assert_eq!((names("blobs"), names("snapshots"), names("")), (6, 1, 3));
 
-    // What is there is not fetched again.
+    // Cached files are not fetched again.
     server.set(Faults::default());
     let (again, said) = train(NAME, "again");
     assert_eq!(bytes(&again), bytes(&by_path));
@@ -220,7 +220,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
         server.file("model.safetensors")
     );
 
-    // A server that knows no parts: all of it, from the beginning.
+    // A server that does not support ranges: the complete file from the beginning.
     let home = tempfile::tempdir().unwrap();
     server.set(Faults { ends: vec![half], no_parts: true, ..Faults::default() });
     let (output, _) = merged(&server, &home);
@@ -234,7 +234,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
 #[test]
 fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
-    // No answer brings a byte after these.
+    // No answer delivers a byte after these.
     server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: of model.safetensors of org/tiny 1000 B of 397.2 KiB have come (Peer disconnected, several times); they are kept: start it again to go on from there");
     assert_eq!(of_weights(&server).len(), 4);
@@ -248,7 +248,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     assert_eq!(of_weights(&server), ["bytes=1000-"]);
     assert!(!part.exists());
 
-    // What came before belongs to something else; once more the checksum tells it.
+    // The earlier bytes belong to another content, which the checksum reveals.
     std::fs::remove_file(&content).unwrap();
     std::fs::write(&part, vec![7; 1000]).unwrap();
     server.set(Faults::default());
@@ -257,7 +257,7 @@ fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     assert_eq!(of_weights(&server), ["bytes=1000-", ""]);
     assert_eq!(std::fs::read(&content).unwrap(), bytes);
 
-    // A content that another revision has already is only linked.
+    // A content that another revision already has is only linked.
     std::fs::remove_file(snapshot(home.path()).join("model.safetensors")).unwrap();
     server.set(Faults::default());
     let (output, _) = merged(&server, &home);
@@ -296,7 +296,7 @@ fn a_private_model_comes_with_the_right_token_which_no_other_host_sees() {
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[("HF_TOKEN", "hf_wrong")]), @"zerorun: there is no repository org/tiny at ENDPOINT that this token may see, and no file or folder of that name here; check its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)
 ");
     private();
-    // The file in which huggingface_hub has it.
+    // The file in which huggingface_hub stores the token.
     std::fs::write(home.path().join("token"), format!("{TOKEN}\n")).unwrap();
     let (output, _) = merged(&server, &home);
     assert!(output.status.success(), "{}", stderr(&output));

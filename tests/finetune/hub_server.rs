@@ -1,5 +1,5 @@
-//! A Hugging Face Hub of one repository on this machine: the list of files, files by way of redirections, parts of files, and
-//! what goes wrong with them.
+//! A Hugging Face Hub with one repository on this machine: the list of files, files by redirection, ranges of files,
+//! and faults.
 
 use candle_zero::serde_json::json;
 use std::collections::{BTreeMap, HashMap};
@@ -13,32 +13,33 @@ pub const NAME: &str = "org/tiny";
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const TOKEN: &str = "hf_right";
 
-/// What goes wrong.
+/// The faults of the server.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// Status, code and message of every answer to what is asked about this file ("" for the list).
+    /// The file ("" for the list) about which every request is refused, with the status, code and message of the
+    /// answer.
     pub refused: Option<(&'static str, u16, &'static str, &'static str)>,
-    /// Answers with the weights end at these bytes of the file, one after another.
+    /// The positions in the file at which answers with the weights end, one after another.
     pub ends: Vec<usize>,
-    /// So many have a wrong byte.
+    /// The number of answers with a wrong byte.
     pub wrong_bytes: usize,
-    /// Parts are not known: everything comes each time.
+    /// Whether ranges are unsupported, so that every answer contains the complete file.
     pub no_parts: bool,
-    /// So many requests for files are answered with 503.
+    /// The number of requests for files that are answered with 503.
     pub busy: usize,
-    /// The size that is said of weights, where it is not the true one.
+    /// A false size that is reported for weights.
     pub size: Option<u64>,
-    /// Only this token is taken.
+    /// Whether only the right token is accepted.
     pub is_private: bool,
     /// A pause before the bytes of weights.
     pub pause: Duration,
-    /// The list, where it is another text.
+    /// A replacement for the list.
     pub list: Option<&'static str>,
-    /// The ETag of all files, where it is another one.
+    /// A replacement for the ETags of all files.
     pub etag: Option<&'static str>,
 }
 
-/// A Hub that serves until it is dropped with the test's process.
+/// A Hub that serves until the process of the test ends.
 pub struct Server {
     hub: Arc<Hub>,
     address: SocketAddr,
@@ -48,12 +49,12 @@ struct Hub {
     files: BTreeMap<String, Vec<u8>>,
     faults: Mutex<Faults>,
     requests: Mutex<Vec<String>>,
-    /// Where bytes of weights are: another host.
+    /// The address that serves the bytes of weights, on another host.
     storage: SocketAddr,
 }
 
 impl Server {
-    /// A Hub that has the files of a folder, and these beside.
+    /// Starts a Hub with the files of a folder and these additional files.
     pub fn start(folder: &Path, more: &[(&str, &str)]) -> Self {
         let read = |entry: std::io::Result<std::fs::DirEntry>| {
             let entry = entry.unwrap();
@@ -69,7 +70,7 @@ impl Server {
             std::thread::spawn(move || {
                 for stream in listener.incoming() {
                     let hub = hub.clone();
-                    // Who asked may have gone.
+                    // The client may already be gone.
                     std::thread::spawn(move || _ = hub.serve(stream.unwrap()));
                 }
             });
@@ -81,13 +82,13 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    /// From now on this goes wrong, and what was asked for is forgotten.
+    /// Sets the faults from now on, and forgets earlier requests.
     pub fn set(&self, faults: Faults) {
         *self.hub.faults.lock().unwrap() = faults;
         self.hub.requests.lock().unwrap().clear();
     }
 
-    /// What was asked for: method, path, and the range where there is one.
+    /// Returns the requests: method, path, and the range if there is one.
     pub fn requests(&self) -> Vec<String> {
         self.hub.requests.lock().unwrap().clone()
     }
@@ -102,7 +103,7 @@ pub fn digest(bytes: &[u8]) -> String {
     digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether the Hub keeps a file elsewhere.
+/// Returns whether the Hub stores a file on the other host.
 fn is_stored_elsewhere(name: &str) -> bool {
     name.ends_with(".safetensors")
 }
@@ -135,7 +136,7 @@ impl Hub {
         }
     }
 
-    /// Whether the connection stays open.
+    /// Sends an answer. Returns whether the connection stays open.
     fn answer(
         &self,
         stream: &mut TcpStream,

@@ -1,5 +1,5 @@
-//! A checkpoint is continued by the run that saved it, or the difference is said; cached samples are those of the model's files;
-//! what is merged has all of the base's templates; seeds are seeds.
+//! A checkpoint is continued only by the run that saved it, or the difference is reported; cached samples belong to the
+//! model's files; merged models have all of the base's templates; seeds take effect.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-/// A folder with data, and a run of four steps whose checkpoints are kept in `saves`.
+/// A folder with data, and a run of four steps whose checkpoints are saved in `saves`.
 struct Desk {
     folder: tempfile::TempDir,
     model: PathBuf,
@@ -36,7 +36,7 @@ impl Desk {
         self.folder.path().join(name)
     }
 
-    /// The run, with other or more words.
+    /// Runs the training with other or additional arguments.
     fn train(&self, out: &str, words: &[&str]) -> Output {
         let usual = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
         let given = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
@@ -47,14 +47,15 @@ impl Desk {
         command.args(words).output().unwrap()
     }
 
-    /// The same, which must succeed.
+    /// Runs the training, which must succeed, and returns its output.
     fn trained(&self, out: &str, words: &[&str]) -> String {
         let output = self.train(out, words);
         assert!(output.status.success(), "{}", stderr(&output));
         stdout(&output) + &stderr(&output)
     }
 
-    /// What is said by a run that continues from `saves` with these words, and must be refused before a rank is started.
+    /// Returns the message of a run that continues from `saves` with these arguments and must be refused before a rank
+    /// starts.
     fn refused(&self, words: &[&str]) -> String {
         let output = self.train("other", &[&["--save", "saves", "--resume"], words].concat());
         assert_eq!(output.status.code(), Some(2), "{words:?}: {}{}", stdout(&output), stderr(&output));
@@ -67,7 +68,7 @@ impl Desk {
     }
 }
 
-/// The settings that a refusal names.
+/// Returns the settings that a refusal names.
 fn named(text: &str) -> Vec<&str> {
     let list = text.split_once("other settings: ").unwrap().1.split_once(" (saved -> now)").unwrap().0;
     list.split("; ").map(|difference| difference.split_once(": ").unwrap().0).collect()
@@ -103,15 +104,15 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
         assert!(expected.iter().all(|name| found.contains(name)), "{words:?}: {text}");
         assert!(found.len() <= expected.len() + 6, "{words:?}: {text}");
     }
-    // Fewer steps than were made.
+    // Fewer steps than were already made.
     let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
     assert!(text.contains("has 4 steps made, and this run is to have 3 in all"), "{text}");
 
-    // As asked: said, and done.
+    // Explicitly allowed: the run reports the differences and continues.
     let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
     let said = desk.trained("anyway", &words);
     assert!(said.contains("this run continues from it as asked: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
-    // The checkpoint now is of that run.
+    // The checkpoint now belongs to that run.
     let said = desk.trained("again", &words[..7]);
     assert!(!said.contains("other settings"), "{said}");
 }
@@ -132,11 +133,11 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
 #[test]
 fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let desk = Desk::new();
-    // So many that a step has two rows or more, which two ranks can share.
+    // Enough lines for two or more rows per step, which two ranks can share.
     let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
     std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
     desk.trained("whole", &["--data", "many.jsonl"]);
-    // As a run that was stopped after step 2: its checkpoint is the newest.
+    // The state of a run that was stopped after step 2, whose checkpoint is the newest.
     desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -149,7 +150,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     assert_eq!(found.len(), 2, "{found:?}");
     std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
     std::fs::write(saves.join("latest"), found[0].to_str().unwrap()).unwrap();
-    // On two ranks, in other micro batches, saved at other steps; rows of a step are those of the run.
+    // On two ranks, with other micro batches, saved at other steps. The number of rows in a step stays the same.
     let config = json!({"zero_optimization": {"stage": 3}}).to_string();
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =
@@ -161,7 +162,7 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
 #[test]
 fn rows_of_a_step_that_nobody_gave_stay_on_another_number_of_ranks_or_are_named() {
     let desk = Desk::new();
-    // By default 3 rows on three ranks.
+    // The default on three ranks is 3 rows.
     desk.trained("first", &["--save", "saves", "-n", "3"]);
     desk.trained("same", &["--save", "saves", "--resume"]);
     assert_eq!(desk.adapter("first"), desk.adapter("same"));

@@ -1,11 +1,11 @@
-//! Logits and losses of all models, by both styles of config.json.
+//! Logits and losses of all models, with both styles of config.json.
 
 use crate::fixtures::{MODELS, base, copy, far, ids, json, path, tensors};
 use candle_core::{DType, Device};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero_finetune::BaseModel;
 
-/// Of a README beside the records: absolute.
+/// The absolute tolerance, from the README next to the records.
 const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 

@@ -1,5 +1,5 @@
-//! Adapters follow those of PEFT, step by step, give the same bits at all stages, and leave as PEFT's files, merged models and
-//! GGUF.
+//! Adapters match PEFT's step by step, give the same bits at all stages, and are exported as PEFT's files, merged
+//! models and GGUF.
 
 use crate::fixtures::{base, copy, far, json as record, numbers, path, tensors};
 use candle_core::quantized::gguf_file::Content;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Of the records' README.
+/// The tolerance from the records' README.
 const LOSS: f64 = 1e-4;
 const NORM: f64 = 2e-4;
 const LOGITS: f32 = 2e-4;
@@ -111,7 +111,8 @@ fn compare(run: &Run, record: &Value, what: &str) {
     assert!(worst <= LOSS && worst_norm <= NORM, "{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
 }
 
-/// The largest difference of an adapter's tensors from those of a file of PEFT's, which are the same ones.
+/// Returns the largest difference between an adapter's tensors and those of a PEFT file, which must have the same
+/// names.
 fn adapter_differs_by(adapter: &Adapter, peft: &Path) -> f32 {
     let file = candle_core::safetensors::load(peft, &Device::Cpu).unwrap();
     let mut worst = 0f32;
@@ -144,7 +145,7 @@ fn follow(model: &str, case: &str) {
             assert!(*first == run.adapter, "{what}: other bits than at stage 0");
         }
     }
-    // PEFT's final adapter: read, written and read again, beside the base and merged into it.
+    // PEFT's final adapter is read, written and read again, applied to the base and merged into it.
     let out = tempfile::tempdir().unwrap();
     let names = base.config().parameters().unwrap();
     let read = Adapter::read(final_file.parent().unwrap()).unwrap();
@@ -242,7 +243,7 @@ fn a_fresh_adapter_changes_nothing_whatever_its_kind() {
     }
 }
 
-/// A copy of a model's folder with the tokenizer that all models here have.
+/// Returns a copy of a model's folder with the common tokenizer of the test models.
 fn with_tokenizer(model: &str) -> tempfile::TempDir {
     let folder = copy(model);
     for name in ["tokenizer.json", "tokenizer_config.json"] {
@@ -269,7 +270,7 @@ fn a_written_gguf_holds_the_merged_model() {
             let file = out.path().join("model.gguf");
             merged.write_gguf(&file, format).unwrap();
             let read = BaseModel::open(&file).unwrap();
-            // Mistral's ends with its window, which llama.cpp does not know.
+            // Mistral's text ends with its window, which llama.cpp does not know.
             let time = read.config().ctx.min(48);
             assert_eq!(time < 48, model == "mistral");
             let ids = tensors(format!("logits/{model}.safetensors"))["input_ids"].to_dtype(DType::U32).unwrap();
@@ -283,7 +284,7 @@ fn a_written_gguf_holds_the_merged_model() {
     }
 }
 
-/// What Candle reads of a file.
+/// Returns what Candle reads from a file.
 fn content(file: &Path) -> Content {
     Content::read(&mut std::fs::File::open(file).unwrap()).unwrap()
 }
@@ -332,7 +333,7 @@ fn a_written_gguf_has_the_keys_and_tensors_of_llama_cpp() {
     assert_eq!(gpt2.metadata["general.architecture"].to_string().unwrap(), "gpt2");
     assert_eq!(shape(&gpt2, "blk.0.attn_qkv.weight"), [144, 48]);
     assert_eq!(shape(&gpt2, "position_embd.weight"), [128, 48]);
-    // A weight of Conv1D's lies the other way around.
+    // A Conv1D weight is transposed.
     let weight = tensors("models/gpt2/model.safetensors")["transformer.h.0.attn.c_attn.weight"].t().unwrap();
     let mut file = std::fs::File::open(out.path().join("gpt2")).unwrap();
     let found = gpt2.tensor(&mut file, "blk.0.attn_qkv.weight", &Device::Cpu).unwrap();

@@ -1,4 +1,5 @@
-//! Fine-tuning: models, tokenizers, chat templates and targets, data, packing, adapters; against records of transformers and PEFT.
+//! Fine-tuning: models, tokenizers, chat templates and targets, data, packing and adapters, compared with records of
+//! transformers and PEFT.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

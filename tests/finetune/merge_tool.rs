@@ -1,4 +1,4 @@
-//! `zerorun merge`: models that answer as the base with the adapter does, whole or not at all.
+//! `zerorun merge`: models that answer like the base with the adapter. They are written completely or not at all.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -36,7 +36,7 @@ fn a_merged_model_answers_as_the_base_with_the_adapter_does() {
     assert_eq!(answer(&out, &[]), with);
     assert_ne!(answer(&llama, &[]), with);
 
-    // As GGUF, by the name of the file: beside its tokenizer it is a model, too.
+    // A GGUF file, selected by the file name. Next to its tokenizer, it is also a model.
     let gguf = copy("llama");
     std::fs::remove_file(gguf.path().join("config.json")).unwrap();
     std::fs::remove_file(gguf.path().join("model.safetensors")).unwrap();

@@ -1,4 +1,4 @@
-//! Outputs of every command: they never touch what is not theirs, and no result is lost.
+//! Outputs of every command: they never overwrite other files, and no result is lost.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, zerorun};
@@ -39,7 +39,7 @@ impl World {
         std::fs::write(self.at(name), text).unwrap();
     }
 
-    /// All files below, with their bytes; links with what they name.
+    /// Returns all files in the folder with their bytes, and links with their targets.
     fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         fn visit(folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
             for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
@@ -65,7 +65,7 @@ impl World {
         command
     }
 
-    /// A short run with these words more.
+    /// Returns the command for a short run with these additional arguments.
     fn finetune(&self, model: &str, words: &[&str]) -> Command {
         let usual = ["finetune", model, "--data", "data/d.jsonl", "--ctx", "48", "--batch", "2", "--cache", "cache"];
         self.command(&[&usual, words].concat())
@@ -76,7 +76,7 @@ impl World {
         text.replace(&format!("{}/", self.0.path().display()), "").trim().to_owned()
     }
 
-    /// What a command says that is refused at its start; nothing has changed then.
+    /// Returns the message of a command that is refused at its start. Nothing may have changed then.
     fn refusal(&self, mut command: Command) -> String {
         let before = self.files();
         let output = command.output().unwrap();
@@ -119,10 +119,10 @@ fn a_folder_with_the_name_of_a_result_that_this_run_has_not_written_stays_as_it_
     insta::assert_snapshot!(run(&["--out", "."]), @"zerorun: --out . contains MODEL me, which is read; give another place");
     insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: it has files, which this run has not written; give another place");
     insta::assert_snapshot!(run(&["--out", "proj/src/../../data"]), @"zerorun: --out proj/src/../../data contains --data data/d.jsonl, which is read; give another place");
-    // Nor after a run of the same checkpoints that has written elsewhere.
+    // It is also refused after a run with the same checkpoints that wrote elsewhere.
     assert!(world.finetune("me", &[&RESUMED[..], &["--out", "o"]].concat()).status().unwrap().success());
     insta::assert_snapshot!(run(&["--out", "proj"]), @"zerorun: cannot write to proj: its adapter_config.json is not as this run has written it; give another place");
-    // Nor the best model's.
+    // The same applies to the folder of the best model.
     std::fs::rename(world.at("proj"), world.at("n-best")).unwrap();
     insta::assert_snapshot!(run(&["--out", "n", "--val", "20%"]), @"zerorun: cannot write to n-best: it has files, which this run has not written; give another place");
 }
@@ -140,13 +140,13 @@ fn a_run_that_is_resumed_exchanges_the_files_that_it_has_written_and_no_others()
     assert!(again.status.success(), "{}", stderr(&again));
     assert!(world.files() == before);
     assert_eq!(std::fs::read(world.at("o/adapter_model.safetensors")).unwrap(), adapter);
-    // Without --resume it is not replaced, nor by a run that finds no checkpoint.
+    // It is not replaced without --resume, nor by a run that finds no checkpoint.
     let fresh = world.finetune(&llama(), &["--steps", "2", "--out", "o"]);
     insta::assert_snapshot!(world.refusal(fresh), @"zerorun: cannot write to o: files are written into a folder that is absent or empty, and it has files; give another place");
     std::fs::create_dir(world.at("none")).unwrap();
     let other = world.finetune(&llama(), &["--steps", "2", "--out", "o", "--save", "none", "--resume", "--seed", "7"]);
     insta::assert_snapshot!(world.refusal(other), @"zerorun: cannot write to o: it has files, which this run has not written; give another place");
-    // What the user has changed is the user's.
+    // Files that the user has changed belong to the user.
     world.write("o/adapter_config.json", "{\"mine\": true}");
     insta::assert_snapshot!(world.refusal(run(&["--out", "o"])), @"zerorun: cannot write to o: its adapter_config.json is not as this run has written it; give another place");
 }
@@ -229,7 +229,7 @@ fn a_second_job_with_the_same_output_is_refused_at_its_start() {
             _ = std::fs::remove_file(world.at(name));
         }
     }
-    // What the killed jobs left keeps nobody out, and goes.
+    // Leftovers of the killed jobs do not block other runs, and are removed.
     for out in ["o", "o1"] {
         assert!(
             world.finetune(&llama(), &["--steps", "1", "--out", out, "--metrics", "m"]).status().unwrap().success()
@@ -358,11 +358,11 @@ fn tokenized_data_is_readable_for_its_user_alone() {
         file.find(|path| path.extension().is_some_and(|end| end == "samples")).unwrap()
     };
     assert_eq!([mode(&own), mode(&own.join("samples")), mode(&samples())], [0o700, 0o700, 0o600]);
-    // One that an earlier version has made.
+    // A file that an earlier version has made.
     std::fs::set_permissions(samples(), std::fs::Permissions::from_mode(0o644)).unwrap();
     show(&[]);
     assert_eq!(mode(&samples()), 0o600);
-    // A folder of the user's keeps its rights.
+    // A folder of the user keeps its permissions.
     std::fs::create_dir(world.at("shared")).unwrap();
     std::fs::set_permissions(world.at("shared"), std::fs::Permissions::from_mode(0o755)).unwrap();
     show(&["--cache", "shared"]);

@@ -1,4 +1,4 @@
-//! The loss of packed rows is that of the samples one by one.
+//! The loss of packed rows equals that of the separate samples.
 
 use crate::fixtures::{MODELS, base, json, values};
 use candle_core::{Device, Tensor};
@@ -25,7 +25,7 @@ fn samples(masked: bool) -> Vec<Sample> {
     of("input_ids").into_iter().zip(of("loss_mask")).map(sample).collect()
 }
 
-/// Rows of samples, in the order in which they fit.
+/// Packs samples into rows, in the order in which they fit.
 fn rows(samples: Vec<Sample>) -> Vec<Vec<Sample>> {
     let mut rows: Vec<Vec<Sample>> = Vec::new();
     for sample in samples {
@@ -40,7 +40,7 @@ fn rows(samples: Vec<Sample>) -> Vec<Vec<Sample>> {
     rows
 }
 
-/// Ids, targets and the places of sequences. A position's target is the next token of its own sample.
+/// Returns ids, targets and the positions of sequences. A position's target is the next token of its sample.
 fn batch(rows: &[Vec<Sample>]) -> (Tensor, Tensor, Sequences) {
     let (mut ids, mut targets) = (Vec::new(), Vec::new());
     for row in rows {
@@ -59,7 +59,7 @@ fn batch(rows: &[Vec<Sample>]) -> (Tensor, Tensor, Sequences) {
     (ids, targets, Sequences::from_lengths(&lengths, LENGTH).unwrap())
 }
 
-/// Loss, gradient norm, and the norm of each parameter's gradient, of all rows.
+/// Returns the loss, the gradient norm, and the norm of each parameter's gradient, over all rows.
 fn packed(name: &str, record: &Value, masked: bool, recomputes: bool) -> (f64, f64, BTreeMap<String, f64>) {
     let rows = rows(samples(masked));
     let (ids, targets, sequences) = batch(&rows);
@@ -97,7 +97,8 @@ fn packed_rows_have_the_loss_and_the_gradients_of_their_samples_alone() {
             let far = (loss - record["loss"].as_f64().unwrap()).abs();
             let relative = |norm: f64, recorded: &Value| (norm / recorded.as_f64().unwrap() - 1.0).abs();
             let recorded = &record["param_grad_norms"];
-            // The keys' part of GPT-2's c_attn.bias has a gradient of rounding alone, which is a part of nothing here.
+            // The keys' part of GPT-2's c_attn.bias has a gradient of rounding errors only, so a relative error is
+            // meaningless.
             let worst = norms.iter().map(|(name, norm)| (relative(*norm, &recorded[name]), name));
             let worst = worst.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
             let whole = relative(*norm, &record["grad_norm"]);

@@ -1,4 +1,5 @@
-//! Parquet files as data: what pyarrow wrote (`scripts/record_parquet.py`), beside the same rows as JSON lines.
+//! Parquet files as data: files that pyarrow wrote (`scripts/record_parquet.py`), compared with the same rows as JSON
+//! lines.
 
 use crate::data::Desk;
 use crate::support::processes::repository;
@@ -13,12 +14,12 @@ fn source(path: PathBuf) -> Source {
     Source { path, weight: 1.0 }
 }
 
-/// Options that leave a column of pictures out, which is not read.
+/// Returns options that ignore a column of pictures, which cannot be read.
 fn without_pictures(task: Task) -> DataOptions {
     DataOptions { columns: "ignore=image".parse().unwrap(), ..DataOptions::new(task, 64) }
 }
 
-/// The samples of a file with their labels and numbers, and its form.
+/// Returns the samples of a file with their labels and numbers, and its format.
 fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, RecordFormat) {
     let dataset = desk.try_prepare(&[source(path)], &without_pictures(task)).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
@@ -61,7 +62,7 @@ fn samples_are_those_of_the_same_rows_as_json_lines() {
 fn a_row_is_named_by_its_number() {
     let desk = Desk::new();
     let file = source(fixture("label_with_gaps.parquet"));
-    // A text without a label is one to be continued.
+    // A record with a text and no label counts as text to be continued.
     let dataset = desk.prepare(std::slice::from_ref(&file), Task::Classify);
     let (_, report) = dataset.reports().next().unwrap();
     insta::assert_snapshot!(report.notes().join("\n"), @"1 record (row 3) could not be used (row 3: it is text, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are)");
@@ -125,7 +126,7 @@ fn what_cannot_be_read_is_refused_with_what_to_do() {
     refuse("z2_lines", &std::fs::read(fixture("chats.jsonl")).unwrap());
     refuse("z3_cut", &whole[..whole.len() - 1]);
     refuse("z4_short", &whole[..4]);
-    // Zeros in its first pages, in its footer, and instead of the footer's length.
+    // Zeros in the file's first pages, in its footer, and instead of the footer's length.
     let zeros = |at: usize, count: usize| {
         let mut damaged = whole.clone();
         damaged[at..at + count].fill(0);

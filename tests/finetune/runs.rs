@@ -1,5 +1,5 @@
-//! Whole runs of fine-tuning: the same bits at every stage and after every kill, the loss of the global batch, validation,
-//! what is left; and what is refused.
+//! Complete fine-tuning runs: the same bits at every stage and after every kill, the loss of the global batch,
+//! validation, results, and refusals.
 
 use crate::fixtures::{copy, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Conversations about sums, whose answers a tiny model can learn to some part.
+/// Writes conversations about sums, whose answers a tiny model can partly learn.
 pub fn chats(folder: &Path, count: usize) -> String {
     let chat = |i: usize| {
         let (a, b) = (i * 7 % 10, i * 3 % 10);
@@ -47,7 +47,7 @@ fn options(folder: &Path, data: &str, out: &str) -> Options {
     }
 }
 
-/// The steps of a run on so many ranks at a stage.
+/// Returns the steps of a run on `world` ranks at a stage.
 fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<StopReason>) {
     let folder = options.cache.clone().unwrap();
     std::fs::create_dir_all(&folder).unwrap();
@@ -72,7 +72,7 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("adapter_model.safetensors")).unwrap()
 }
 
-/// Steps, rows of an epoch, rows of a step, and epochs of a run on so many ranks.
+/// Returns steps, rows of an epoch, rows of a step, and epochs of a run on `world` ranks.
 fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
     let ranks = threads::run(world, |comm| -> Result<_> {
         let mut run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;
@@ -103,14 +103,14 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             let what = format!("{count} samples, {full} full rows, {world} ranks");
             let (steps, rows, batch, epochs) = planned(&options, world);
             println!("{what}: {steps} steps of {batch} of {rows} rows");
-            // At least 30, if there are samples for so many.
+            // At least 30 steps, if there are enough samples.
             assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
-            // No more of them than that takes, where rows are not full.
+            // If rows are not full, there are no more of them than that requires.
             assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
-            // Never more epochs than asked: all but the rest of the last step.
+            // Never more epochs than requested, except for the rest of the last step.
             assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
             assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
-            // By itself a run goes through the data three to fifteen times.
+            // By default, a run makes three to fifteen epochs.
             let (_, rows, batch, epochs) = planned(&Options { length: TrainingLength::Auto, ..options.clone() }, world);
             let rest = batch as f64 / rows as f64;
             assert!(
@@ -178,7 +178,7 @@ fn all_stages_end_with_the_same_adapter_to_the_bit() {
 #[test]
 fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
     let folder = tempfile::tempdir().unwrap();
-    // Answers of very different lengths: a mean of micro batches' means would be another number.
+    // Answers of very different lengths: a mean of the micro batches' means would differ.
     let chat = |i: usize| {
         let answer = "yes ".repeat(1 + i * i % 17);
         json!({"messages": [{"role": "user", "content": "so?"}, {"role": "assistant", "content": answer}]})
@@ -208,7 +208,7 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
     let (steps, best, _) = train(&whole, 2, 2);
     let saving =
         Some(CheckpointOptions { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
-    // The first part ends by its length, with the rates of the whole: they are constant here.
+    // The first part ends because of its length. Its rates equal those of the complete run, because they are constant.
     let constant =
         |options: Options| Options { scheduler: LrDecay::Constant, warmup: WarmupLength::Steps(0), ..options };
     let whole = constant(Options { out: folder.path().join("constant"), ..whole });
@@ -237,7 +237,7 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
 fn validation_keeps_the_best_model_and_patience_ends_the_training() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    // So high a rate makes the model worse soon.
+    // Such a high rate soon makes the model worse.
     let options = Options {
         validation: Some(ValidationData::Part(0.25)),
         eval_every: Some(1),
@@ -291,13 +291,13 @@ fn preferences_are_learned_and_validated() {
         ..options(folder.path(), &data, "out")
     };
     let (steps, ..) = train(&options, 2, 3);
-    // The adapter begins as nothing: no answer is preferred.
+    // The adapter has no effect at first: no answer is preferred.
     assert!((steps[0].loss - 2f64.ln()).abs() < 1e-6, "{}", steps[0].loss);
     let last = steps.last().unwrap();
     assert!(last.loss < 0.5 && last.val_loss.unwrap() < 0.6 && last.val_accuracy.unwrap() > 0.5, "{last:?}");
 }
 
-/// The command on a tiny model.
+/// Returns the command on a tiny model.
 pub fn finetune(model: &Path, folder: &Path, words: &[&str]) -> std::process::Command {
     let mut command = zerorun();
     command.arg("finetune").arg(model).args(["--cache".as_ref(), folder.join("cache").as_os_str()]).args(words);
@@ -342,7 +342,7 @@ fn the_command_trains_prints_and_leaves_an_adapter() {
     }
 }
 
-/// Numbers that look like chance, the same in every run.
+/// Returns numbers that look random but are the same in every run.
 fn milliseconds(kill: u64) -> Duration {
     Duration::from_millis(60 + kill.wrapping_mul(0x9E37_79B9_7F4A_7C15) % 700)
 }

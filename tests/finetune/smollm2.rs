@@ -1,5 +1,5 @@
-//! A real model: SmolLM2-135M-Instruct, whose folder the variable `CANDLE_ZERO_SMOLLM2` names, against records of transformers
-//! and PEFT. scripts/check_finetune.sh sets it.
+//! Compares a real model, SmolLM2-135M-Instruct, with records of transformers and PEFT. The variable
+//! `CANDLE_ZERO_SMOLLM2` contains its folder. scripts/check_finetune.sh sets it.
 
 use crate::fixtures::{far, json as record, numbers};
 use crate::support::skips::skipped;
@@ -61,7 +61,7 @@ fn the_real_model_has_the_logits_and_losses_of_transformers() {
     }
 }
 
-/// Numbers of [-1, 1) by rule, as recipe.py draws them.
+/// Returns numbers in [-1, 1) by the rule of recipe.py.
 fn uniform(seed: u64, i: u64) -> f32 {
     let z = ((seed << 32) + i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -70,7 +70,7 @@ fn uniform(seed: u64, i: u64) -> f32 {
     ((z >> 40) as f64 / f64::from(1 << 23) - 1.0) as f32
 }
 
-/// The adapter that the record begins with: A by rule, B zero.
+/// Returns the adapter that the record starts with: A by a rule, B zero.
 fn initial(config: &DecoderConfig, lora: &LoraConfig) -> Adapter {
     const ORDER: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let tensor = |(name, shape): (String, Vec<usize>)| {
@@ -128,7 +128,8 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
     }
 }
 
-/// A step on one conversation: the mean loss of its targets, and the norm of its gradients before clipping.
+/// Makes a step on one conversation. Returns the mean loss of its targets, and the norm of its gradients before
+/// clipping.
 fn train(engine: &mut Engine<Decoder>, sample: &Value) -> Result<(f64, f64)> {
     let all = ids(&sample["input_ids"]);
     let mask: Vec<u8> = serde_json::from_value(sample["loss_mask"].clone()).unwrap();

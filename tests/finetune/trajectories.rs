@@ -1,4 +1,4 @@
-//! Full fine-tuning follows that of PyTorch, step by step, and gives the same bits at all stages.
+//! Full fine-tuning matches PyTorch step by step, and gives the same bits at all stages.
 
 use crate::fixtures::{MODELS, base, json as record, numbers, path, tensors, values};
 use candle_core::{DType, Device, Tensor};
@@ -8,12 +8,12 @@ use candle_zero::optim::ParameterGroup;
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 
-/// Of the records' README, with the rounding of the recorded change to f16 added.
+/// The tolerance from the records' README, plus the rounding of the recorded change to f16.
 const LOSS: f64 = 1e-4;
 const NORM: f64 = 1e-4;
 const WEIGHTS: f32 = 5e-5 + 4e-6;
 
-/// What a run leaves behind.
+/// The results of a run.
 struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
@@ -27,7 +27,7 @@ fn batches() -> Vec<Tensor> {
     all.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect()
 }
 
-/// Inputs and targets of a rank's rows of a batch.
+/// Returns inputs and targets of a rank's rows of a batch.
 fn part(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
     let (rows, time) = batch.dims2().unwrap();
     let rows = batch.narrow(0, rank * rows / world, rows / world).unwrap();
@@ -43,7 +43,7 @@ fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, re
         "train_batch_size": 4,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        // All parameters are sharded, however small.
+        // All parameters are sharded, however small they are.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     });
     let folder = tempfile::tempdir().unwrap();
@@ -97,7 +97,8 @@ fn compare(name: &str, case: &Value, run: &Run, what: &str) {
     println!("{name}, {what}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
 }
 
-/// How far a weight may be from the recorded one: none, for the keys' biases, whose gradients are rounding alone.
+/// Returns how far a weight may be from the recorded one. The keys' biases have a larger tolerance, because their
+/// gradients are only rounding errors.
 fn tolerance(name: &str, parameter: &str, element: usize, shape: &[usize]) -> f32 {
     let third = shape[0] / 3;
     match name {

@@ -1,4 +1,5 @@
-//! Ranks of one host that are started one by one with torchrun's variables: the bits of `zerorun`, and errors that name the rank.
+//! Ranks of one host that are started one by one with torchrun's variables: they have the same bits as under `zerorun`,
+//! and errors name the rank.
 
 use crate::mpi::steps;
 use crate::support::processes::{
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 const FOLDER: &str = "APART_TEST_FOLDER";
 
-/// Gives a command the variables of a rank, and none of another launcher.
+/// Sets the variables of a rank, and removes those of other launchers.
 fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) -> &mut Command {
     for name in ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "CANDLE_ZERO_SHM_FD", "CANDLE_ZERO_TIMEOUT_MS"] {
         command.env_remove(name);
@@ -21,7 +22,7 @@ fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) -> &mut 
     command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string()).stdin(Stdio::null())
 }
 
-/// This test binary as a rank that meets the others again and again.
+/// Starts this test binary as a rank that repeatedly meets the others.
 fn meeting(folder: &Path, rank: usize, world: usize, port: u16, timeout: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(as_program(module_path!(), "as_a_rank"));
@@ -50,7 +51,7 @@ fn as_a_rank() {
     std::process::exit(3);
 }
 
-/// What a rank has said, which ended by itself with an error.
+/// Returns the error message of a rank, which must have ended by itself with an error.
 fn said(rank: Child) -> String {
     let output = rank.wait_with_output().unwrap();
     let told = stderr(&output);
@@ -74,7 +75,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
                 let mut command = Command::new(&train_gpt);
                 as_rank(&mut command, rank, ranks, port);
                 if local {
-                    // As torchrun sets them.
+                    // The variables that torchrun sets.
                     command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
                 }
                 training(&mut command, "apart")
@@ -142,13 +143,13 @@ fn ranks_that_are_told_different_worlds_end_at_once() {
 fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let [first, mut second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "60000"));
-    // Both have to be there: rank 0 has a connection.
+    // Both must be there: rank 0 has a connection.
     let named = format!("port {port}");
     wait_up_to(Duration::from_secs(20), "the meeting", || {
         let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
         (sockets.lines().filter(|line| line.ends_with(&named)).count() == 2).then_some(())
     });
-    // And have said who it is.
+    // The other rank must also have identified itself.
     std::thread::sleep(Duration::from_millis(300));
     second.kill().unwrap();
     second.wait().unwrap();

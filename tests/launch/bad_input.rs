@@ -1,4 +1,4 @@
-//! The messages for a user's mistakes: the text on stderr of `zerorun` and `train_gpt`, as it stands there.
+//! The messages for user mistakes: the exact text on stderr of `zerorun` and `train_gpt`.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -16,7 +16,7 @@ fn train_gpt() -> &'static Path {
 struct Folder(tempfile::TempDir);
 
 impl Folder {
-    /// With a configuration `ok.json`.
+    /// Creates a folder with a configuration `ok.json`.
     fn new() -> Self {
         let folder = Self(tempfile::tempdir().unwrap());
         folder.write("ok.json", config(json!({})).to_string());
@@ -39,7 +39,8 @@ impl Folder {
         command.args(args).output().unwrap()
     }
 
-    /// Exit code and stderr of `zerorun -n 1 train_gpt ARGS`: the same with and without backtraces.
+    /// Returns exit code and stderr of `zerorun -n 1 train_gpt ARGS`, which must be the same with and without
+    /// backtraces.
     fn mistake(&self, args: &str) -> String {
         let told = ["0", "1"].map(|backtrace| {
             let output = self.run(1, args, backtrace);
@@ -51,8 +52,8 @@ impl Folder {
         told
     }
 
-    /// As [`Folder::mistake`] with two ranks: what the ranks say (each of them the same, apart from its number), and
-    /// then `zerorun`.
+    /// Does the same as [`Folder::mistake`] with two ranks. Returns the messages of the ranks (equal except for their
+    /// numbers), then those of `zerorun`.
     fn mistake_of_two(&self, args: &str) -> String {
         let output = self.run(2, args, "0");
         let errors = comparable(&stderr(&output));
@@ -63,7 +64,7 @@ impl Folder {
     }
 }
 
-/// Without the time that it took, and the memory that other processes have left.
+/// Removes the elapsed time, and the amount of memory that other processes leave available.
 fn comparable(errors: &str) -> String {
     let time = |line: &str| match line.rsplit_once(" after ") {
         Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
@@ -77,7 +78,7 @@ fn comparable(errors: &str) -> String {
     errors.lines().map(time).collect()
 }
 
-/// A good configuration with `more` in it.
+/// Returns a valid configuration with `more` in it.
 fn config(more: Value) -> Value {
     let mut config = json!({
         "train_batch_size": 4,
@@ -260,7 +261,7 @@ fn models_that_there_are_not() {
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
-    // 256 TiB: no system gives that.
+    // 256 TiB, which no system provides.
     let too_large = folder.mistake("--ds_config ok.json --vocab 4294967295 --n_embd 16384");
     let (warning, error) = too_large.split_once('\n').unwrap();
     assert!(
@@ -386,7 +387,7 @@ fn metrics_on_a_full_disk_end_and_training_goes_on() {
 #[test]
 fn a_timeline_that_cannot_be_written_in_the_end_does_not_make_the_job_one_that_failed() {
     let folder = Folder::new();
-    // The folder takes the name that the file is to have.
+    // A folder takes the name of the file to be written.
     let program = program(folder.0.path(), "program", "mkdir trace.json");
     let mut command = zerorun();
     command.current_dir(folder.0.path()).args(["-n", "1", "--timeline", "trace.json"]).arg(program);
@@ -403,7 +404,7 @@ fn a_timeline_that_cannot_be_written_in_the_end_does_not_make_the_job_one_that_f
 fn with_several_ranks_the_last_lines_tell_the_cause() {
     let folder = Folder::new();
     folder.write("odd.json", config(json!({"train_batch_size": 7})).to_string());
-    // Both ranks find it, at the same time: which of them was first is chance.
+    // Both ranks find the mistake at the same time, so the rank that reports it first is random.
     let any_rank = |told: String| told.replace("rank 1", "rank 0");
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config odd.json")), @r#"
     [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
@@ -421,7 +422,7 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     zerorun:   rank 0: ended with exit code 1 by itself
     exit status: 1
     "#);
-    // Both ranks look at all tokens of short data.
+    // With little data, both ranks check all tokens.
     let tokens: Vec<u8> = (0..100u16).flat_map(|i| (if i == 27 { 256 } else { i }).to_le_bytes()).collect();
     folder.write("tokens.u16", tokens);
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config ok.json --order sequential --data tokens.u16")), @r#"

@@ -1,11 +1,11 @@
-//! Ranks bound to cores, and the GPUs of a hostfile's slots.
+//! Ranks that are bound to cores, and the GPUs of a hostfile's slots.
 
 use crate::support::processes::{free_port, program, stderr, stdout, zerorun};
 use crate::support::skips::skipped;
 use std::path::Path;
 use std::process::Output;
 
-/// The cores on which this process may run.
+/// Returns the cores on which this process may run.
 fn allowed() -> Vec<usize> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
@@ -17,11 +17,11 @@ fn allowed() -> Vec<usize> {
     list.split(',').flat_map(range).collect()
 }
 
-/// Writes the cores on which it may run and the numbers of threads that it is told.
+/// Prints the cores on which it may run and its numbers of threads.
 const SHOW: &str = "sed -n 's/^Cpus_allowed_list:[[:space:]]*/on /p' /proc/self/status | tr '\\n' ' '\n\
                     echo with $RAYON_NUM_THREADS $CANDLE_NUM_THREADS $OMP_NUM_THREADS";
 
-/// What the ranks of a program write, in the order of ranks.
+/// Returns the output of a program's ranks, in the order of ranks.
 fn lines(output: &Output) -> Vec<String> {
     assert!(output.status.success(), "{}", stderr(output));
     let mut lines: Vec<String> = stdout(output).lines().map(str::to_string).collect();
@@ -48,7 +48,7 @@ fn bound_ranks_have_cores_of_their_own_and_as_many_threads() {
     let together = if first + 1 == second { format!("{first}-{second}") } else { both };
     assert_eq!(bound("1", &together), [format!("on {together} with 2 2 2")]);
     assert_eq!(bound("1", &second.to_string()), [format!("on {second} with 1 1 1")]);
-    // Not bound, and OpenMP's threads are its own matter.
+    // Ranks are not bound, and OpenMP chooses its number of threads.
     let output = zerorun().env_remove("OMP_NUM_THREADS").arg(&program).output().unwrap();
     let cores = std::thread::available_parallelism().unwrap();
     assert!(lines(&output)[0].ends_with(&format!(" with {cores} {cores}")), "{}", stdout(&output));
@@ -79,7 +79,7 @@ fn cores_that_cannot_be_had_are_refused_before_anything_starts() {
     insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, by which Intel's OpenMP binds threads to cores of its own choice; unset it, or leave --bind_cores_to_rank out");
 }
 
-/// A hostfile, and what stands for ssh: the other hosts are this one.
+/// Writes a hostfile, and a replacement for ssh that runs the other hosts' commands on this host.
 fn hosts(dir: &Path, text: &str) -> std::process::Command {
     let file = dir.join("hostfile");
     std::fs::write(&file, text).unwrap();

@@ -1,9 +1,8 @@
-//! Ranks that die, panic, leave, hang or fall silent in the middle of real training under the real `zerorun`: the
-//! others end by themselves with an error that names the rank, in seconds, and nothing is left behind.
+//! Ranks that die, panic, leave, hang or stop responding in the middle of real training under the real `zerorun`: the
+//! others end by themselves within seconds, with an error that names the rank, and no processes or files remain.
 //!
-//! The training program is this very test binary (`training_program` below), started again by `zerorun` on each rank
-//! with the fault in its environment: so it is built with the tests, and there is no example that a user could take
-//! for one.
+//! The training program is this test binary itself (`training_program` below), which `zerorun` starts again on each
+//! rank with the fault in its environment. So it is built with the tests, and users do not see it among the examples.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -21,33 +20,33 @@ use serde_json::json;
 use tempfile::TempDir;
 
 const RANKS: usize = 4;
-/// From the fault to the end of everything.
+/// The maximum time from the fault to the end of all processes.
 const LIMIT: Duration = Duration::from_secs(10);
 
 // ---- the training program ---------------------------------------------------------------------------------------
 
-/// What goes wrong, where and when, on one rank. Travels through the environment as words.
+/// A fault on one rank: its kind and its place. It is passed in an environment variable as words.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     rank: usize,
     place: &'static str,
-    /// How many times the place is passed before.
+    /// The number of times that the place is passed before.
     nth: u64,
     deed: Deed,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Deed {
-    /// Nothing; says that it is there.
+    /// Reports that it has reached the place.
     GoOn,
-    /// Says that it is there and lets the others wait for half a second.
+    /// Reports that it has reached the place, and lets the others wait for half a second.
     Pause,
-    /// Says that it is there and stays for good.
+    /// Reports that it has reached the place, and stays there forever.
     Stay,
     Panic,
-    /// An error, then slowly out.
+    /// Returns an error, and then ends slowly.
     Fail,
-    /// Ends as if all were done.
+    /// Ends as if everything were done.
     Leave,
 }
 
@@ -72,7 +71,7 @@ impl Fault {
     }
 }
 
-/// One rank's knowledge of the fault.
+/// The fault that this rank knows about.
 struct Plan(Option<Fault>);
 
 impl Plan {
@@ -80,7 +79,7 @@ impl Plan {
         self.0.filter(|fault| (fault.place, fault.nth) == (place, nth)).map(|fault| fault.deed)
     }
 
-    /// Passes a place; `true`: leave.
+    /// Passes a place. Returns `true` if the rank is to leave.
     fn pass(&self, place: &str, nth: u64) -> candle_core::Result<bool> {
         let Some(deed) = self.deed(place, nth) else { return Ok(false) };
         println!("at {place} {nth}");
@@ -100,7 +99,7 @@ impl Plan {
     }
 }
 
-/// Identity whose backward passes the place "backward".
+/// An identity operation whose backward passes the place "backward".
 struct Backward(Plan, u64);
 
 impl CustomOp1 for Backward {
@@ -167,7 +166,7 @@ fn train(fault: Option<Fault>, out: &Path, stage: u8, steps: u64) -> candle_zero
 fn training_program() {
     let Ok(words) = std::env::var("TEST_FAULT") else { return };
     let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
-    // The harness has begun a line of its own.
+    // The test harness has begun a line of its output.
     println!("\npid {}", std::process::id());
     let fault = Some(Fault::from_words(&words)).filter(|fault| fault.rank as u64 == number("RANK"));
     let out = PathBuf::from(std::env::var_os("TEST_OUT").unwrap());
@@ -183,7 +182,7 @@ fn training_program() {
 
 // ---- running it -------------------------------------------------------------------------------------------------
 
-/// How the program is started, and with which fault.
+/// The way in which the program is started, and its fault.
 #[derive(Clone, Copy)]
 struct Case {
     fault: Fault,
@@ -195,19 +194,19 @@ struct Case {
 }
 
 fn case(rank: usize, place: &'static str, nth: u64, deed: Deed) -> Case {
-    // So that ten cases in a row meet every stage.
+    // Ten cases in a row run every stage.
     let stage = ((rank + nth as usize) % 4) as u8;
     Case { fault: Fault { rank, place, nth, deed }, stage, steps: 6, timeout: "60s", linger_ms: 0, backtrace: "0" }
 }
 
-/// A run under way.
+/// A run in progress.
 struct Run {
     case: Case,
     zerorun: Child,
     lines: Receiver<String>,
     errors: std::thread::JoinHandle<String>,
     pids: [Option<i32>; RANKS],
-    /// Temporary folder, folder of the exported model, and what /dev/shm held before.
+    /// The temporary folder, the folder of the exported model, and the earlier content of /dev/shm.
     dir: TempDir,
     shared_memory: BTreeSet<PathBuf>,
 }
@@ -256,14 +255,14 @@ impl Run {
         assert!(end.is_none(), "the output ended, or was silent for a minute, before {end:?}: {:?}", self.case.fault);
     }
 
-    /// Waits until the rank of the fault is there; gives its process.
+    /// Waits until the rank with the fault has reached the place, and returns its process.
     fn wait_for_the_place(&mut self) -> Pid {
         let Fault { rank, place, nth, .. } = self.case.fault;
         self.read_until(Some(&format!("at {place} {nth}")));
         Pid::from_raw(self.pids[rank].unwrap()).unwrap()
     }
 
-    /// Waits for the end of everything and checks what holds after every fault.
+    /// Waits for the end of all processes and checks what must hold after every fault.
     fn end(mut self) -> Ended {
         self.read_until(None);
         let status = self.zerorun.wait().unwrap();
@@ -271,7 +270,7 @@ impl Run {
         let pids: Vec<i32> = self.pids.iter().flatten().copied().collect();
         wait_until_gone(&pids);
         assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "left in the temporary folder");
-        // Other programs of this machine may use it too, for a moment.
+        // Other programs of this machine may also use it for a moment.
         wait_for("/dev/shm to be as before", || {
             names_in(Path::new("/dev/shm")).is_subset(&self.shared_memory).then_some(())
         });
@@ -282,17 +281,17 @@ impl Run {
     }
 }
 
-/// How it ended.
+/// The outcome of a run.
 struct Ended {
-    /// The rank of the fault.
+    /// The rank with the fault.
     rank: usize,
     status: ExitStatus,
     errors: String,
 }
 
 impl Ended {
-    /// Each of the other ranks has said `what` and ended by itself; `zerorun` ends with `code` and blames the right
-    /// one with `deed`.
+    /// Checks that each of the other ranks reported `what` and was not stopped, and that `zerorun` ended with `code`
+    /// and blames the right rank with `deed`.
     fn check(&self, what: &str, code: i32, deed: &str) {
         let Self { rank: culprit, status, errors } = self;
         for rank in (0..RANKS).filter(|rank| rank != culprit) {
@@ -327,7 +326,7 @@ fn a_rank_that_is_killed_is_named_by_all_others_within_seconds() {
     killed(Case { steps: 1000, ..case(2, "initialize", 0, Deed::GoOn) }, 1);
     killed(case(0, "forward", 3, Deed::Stay), 5);
     killed(case(2, "between", 1, Deed::Stay), 0);
-    // In full run, wherever it may be.
+    // While training is running, at an arbitrary point.
     killed(Case { steps: 1000, ..case(1, "step", 3, Deed::GoOn) }, 0);
     killed(Case { steps: 1000, ..case(3, "step", 2, Deed::GoOn) }, 4);
     killed(Case { steps: 1000, ..case(2, "step", 0, Deed::GoOn) }, 9);
@@ -386,9 +385,9 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 
 #[test]
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
-    // An error inside an engine's method, which tells the others; its process ends a second later, or not at all.
+    // An error in a method of the engine, which tells the others. The rank's process ends a second later, or never.
     let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
-    // Candle adds a backtrace to its messages; the others' messages stay readable.
+    // Candle adds a backtrace to its messages. The messages of the others stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
     ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
     let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: ended";
@@ -396,8 +395,8 @@ fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
     let ended = Run::start(never).end();
     ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
-    // An error of the script's own, which the engine does not see: it is dropped, and the process ends later. Until
-    // then another engine might come.
+    // An error in the script itself, which the engine does not see: the engine is dropped, and the process ends later.
+    // Until then, another engine might be created.
     let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
     Run::start(unseen).end().check("rank 1 died (its process ended with exit code 7)", 7, "it ended with exit code 7");
 }

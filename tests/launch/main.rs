@@ -1,4 +1,4 @@
-//! `zerorun` as the launcher of ranks: how they start, fail, end and start again.
+//! `zerorun` as the launcher of ranks: how they start, fail, end and restart.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]

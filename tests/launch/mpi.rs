@@ -1,4 +1,5 @@
-//! Ranks that an MPI launcher starts, on this host and on two: the bits of one machine, and an error instead of a hang.
+//! Ranks that an MPI launcher starts, on this host and on two: they have the bits of one machine, and problems lead to
+//! an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
 use crate::support::processes::{
@@ -14,10 +15,10 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-/// Ranks on each host.
+/// The number of ranks on each host.
 const TWO_AND_TWO: [usize; 2] = [2, 2];
 
-/// Two hosts, or why there are none.
+/// Returns two hosts, or reports why there are none.
 pub fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
     match Hosts::new() {
         Ok(hosts) => Some(hosts),
@@ -28,7 +29,7 @@ pub fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
     }
 }
 
-/// Calls `f` with each library that was fetched.
+/// Calls `f` with each MPI library that was fetched.
 fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     let there: Vec<Mpi> = Mpi::ALL.into_iter().filter(|mpi| mpi.folder().is_some()).collect();
     match there.len() {
@@ -39,7 +40,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
     there.into_iter().for_each(&mut f);
 }
 
-/// Losses and gradient norms of the steps, as written.
+/// Returns losses and gradient norms of the steps, as written.
 pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
     let text = std::fs::read_to_string(metrics).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -49,17 +50,17 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
         .collect()
 }
 
-/// The bundled configuration of a stage.
+/// Returns the bundled configuration of a stage.
 fn config(stage: usize) -> String {
     format!("{}/ds_configs/zero{stage}.json", repository().display())
 }
 
-/// Trains `nano` for three steps, started by `start`, at a stage.
+/// Trains `nano` for three steps at a stage, started by `start`.
 pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 
-/// The same by a configuration, with the file of its metrics.
+/// Trains with a configuration, and with the file for metrics.
 fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
     let name = metrics.display();
     start
@@ -73,7 +74,8 @@ fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) 
     steps
 }
 
-/// Of a kind of collective, in the summary that rank 0 has written: its elements, and its bytes from other hosts.
+/// Returns the elements of a kind of collective and its bytes from other hosts, from the summary that rank 0 has
+/// written.
 fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     let text = std::fs::read_to_string(metrics).unwrap();
     let summary: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
@@ -81,7 +83,7 @@ fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
 }
 
-/// Stage 3 with another key of zero_optimization, as a file in `folder`.
+/// Writes stage 3 with another key of zero_optimization to a file in `folder`.
 fn with_key(key: &str, value: usize, folder: &Path) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
     all["zero_optimization"][key] = value.into();
@@ -105,8 +107,9 @@ fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
             let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
             assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
             let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
-            // Of four pieces two ranks elsewhere send their parts of one, in f32, and those that have the same shard the sums
-            // of each other's: of every group of the other host one, which a rank of this host gets for all of it.
+            // Of four pieces, two remote ranks send their parts of one in f32. The ranks with the same shard also send
+            // the sums of each other's pieces: one from every group of the other host, which a rank of this host
+            // receives for its complete group.
             assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
             assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
         });
@@ -127,19 +130,19 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
         };
         let (steps, [reduced, reduced_bytes], [gathered, gathered_bytes]) = run(&config(3), "without");
         let (same_steps, same_reduced, [in_all, from_hosts]) = run(&with_copy, "with");
-        // Of four chunks two ranks elsewhere send their parts of one, in f32.
+        // Of four chunks, two remote ranks send their parts of one, in f32.
         assert_eq!(reduced_bytes, 2 * reduced / 4 * 4, "{mpi:?}");
-        // Two shards of the other host come by two lanes.
+        // Two shards of the other host arrive in two lanes.
         assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
         assert_eq!((same_steps, same_reduced), (steps, [reduced, reduced_bytes]), "{mpi:?}");
-        // What backward gathers comes from the copy, in parts that are twice as large as shards.
+        // Backward gathers from the copy, in parts that are twice as large as shards.
         let in_backward = in_all - gathered;
         assert!(5 * in_backward > gathered, "{mpi:?}: {in_backward} of {gathered}");
         assert_eq!(from_hosts, 4 * (gathered - in_backward), "{mpi:?}");
     });
 }
 
-/// The bundled configuration of a stage with compression between hosts alone, as a file `name` in `folder`.
+/// Writes the bundled configuration of a stage, with compression only between hosts, to a file `name` in `folder`.
 fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
     let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(stage)).unwrap()).unwrap();
     for (key, value) in keys.as_object().unwrap() {
@@ -154,7 +157,8 @@ fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
     file.to_str().unwrap().to_string()
 }
 
-/// Bytes of a kind of collective into a host in a step of `nano` on two hosts of two ranks, as the estimate has them.
+/// Returns the estimated bytes of a kind of collective that enter a host in a step of `nano` on two hosts with two
+/// ranks each.
 fn estimated(config: &str, kind: &str) -> u64 {
     let mut estimate = zerorun();
     estimate.args(["estimate", "--model", "nano", "-n", "4", "--hosts", "2", "--json", "--ds_config", config]);
@@ -177,7 +181,7 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
         let in_16_bits = keys.get("communication_data_type").is_some();
         with_each(test, |mpi| {
             let mut first: Option<Vec<[String; 2]>> = None;
-            // The last in groups of two ranks (MiCS).
+            // The last case uses groups of two ranks (MiCS).
             for (stage, groups) in [(0, None), (1, None), (2, None), (3, None), (3, Some(2))] {
                 let mut keys = keys.clone();
                 if let Some(ranks) = groups {
@@ -199,12 +203,13 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
                 }
                 let kind = if stage == 0 { "all_reduce" } else { "reduce_scatter" };
                 let [reduced, bytes] = between_hosts(&metrics, kind);
-                // Of the sums that the other host's ranks have, each comes once in f32.
+                // Each of the sums that the other host's ranks hold arrives once in f32.
                 let sums = if stage == 0 || groups.is_some() { reduced / 4 * 4 } else { 0 };
-                // Of four chunks the other host sends its sum of one.
+                // Of four chunks, the other host sends its sum of one.
                 let codes = if in_16_bits { reduced / 4 * 2 } else { bytes - sums };
                 assert_eq!(bytes, codes + sums, "{what}");
-                // Half a byte for an element, and four for a block of 128, which may not be full at the end of a bucket.
+                // Half a byte per element, and four bytes per block of 128, which may be partly filled at the end of a
+                // bucket.
                 let blocks = (codes - if in_16_bits { codes } else { reduced / 4 / 2 }).div_ceil(4);
                 assert!(in_16_bits || (0..reduced / 400).contains(&(blocks - reduced / 4 / 128)), "{what}: {blocks}");
                 if groups.is_none() {
@@ -253,17 +258,18 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
         };
         let (coded, [gathered, bytes]) = run(&key, "both");
         assert_ne!(coded, exact, "{mpi:?}");
-        // A byte for an element and four for a block, of one shard a lane, where in f32 there are four.
+        // A byte per element and four bytes per block, of one shard per lane. In f32 there would be four bytes per
+        // element.
         let least = gathered + gathered / 32;
         assert!((least..least + gathered / 100).contains(&bytes), "{mpi:?}: {bytes} of {gathered}");
         assert_eq!(run(&with_copy, "copy").0, coded, "{mpi:?}");
-        // With one rank on each host a host's sum is that rank's part.
+        // With one rank on each host, a host's sum is that rank's part.
         let one_each = |config: &str, name: &str| {
             let metrics = folder.path().join(format!("{mpi:?}-{name}-1-1.jsonl"));
             train_by(hosts.mpirun(mpi, [1, 1]).unwrap(), &train_gpt, config, &metrics)
         };
         assert_eq!(one_each(&key, "both"), one_each(everywhere, "everywhere"), "{mpi:?}");
-        // No gather of groups that lie on one host crosses.
+        // Gathers of groups within one host do not cross the cable.
         let (in_groups, [_, crossed]) = run(&groups, "groups");
         assert_eq!((in_groups, crossed), (exact.clone(), 0), "{mpi:?}");
     });
@@ -325,7 +331,7 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     with_each(test, |mpi| {
         let name = launcher(mpi);
         assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
-        // A variable that other hosts get, the working directory, and the exit code of a rank.
+        // An environment variable for other hosts, the working directory, and the exit code of a rank.
         let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
         let mut command = start(mpi, name);
         command
@@ -371,7 +377,7 @@ fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
     };
     let [shm, mpi] = ["shm", "mpi"].map(|backend| train(start(backend), &train_gpt, 3, folder.path(), backend));
     assert_eq!(shm, mpi);
-    // It is MPI's memory that shows it.
+    // The ranks' memory maps show whether MPI is loaded.
     let mut loads = start("mpi");
     loads.args(["--max_restarts", "1", "--"]).arg(std::env::current_exe().unwrap());
     loads
@@ -389,7 +395,7 @@ fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
 #[test]
 fn a_launcher_that_mpirun_starts_on_each_host_knows_its_place() {
     let test = a_launcher_that_mpirun_starts_on_each_host_knows_its_place;
-    // The ranks need MPICH, whoever starts their launchers.
+    // The ranks need MPICH, regardless of how their launchers are started.
     let Some(library) = Mpi::Mpich.library() else { return skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it") };
     with_each(test, |mpi| {
         let port = free_port().to_string();
@@ -406,7 +412,7 @@ fn a_launcher_that_mpirun_starts_on_each_host_knows_its_place() {
 
 const ROLE: &str = "MPI_TEST_ROLE";
 
-/// This test binary as the program of a rank in a role, started by `start`.
+/// Returns the command that runs this test binary as the program of a rank in a role, started by `start`.
 fn role_of(mut start: Command, role: &str) -> Command {
     start.args(["env", &format!("{ROLE}={role}")]).arg(std::env::current_exe().unwrap());
     start.args(as_program(module_path!(), "as_a_rank"));
@@ -417,7 +423,7 @@ fn in_role(start: Command, role: &str) -> Output {
     role_of(start, role).output().unwrap()
 }
 
-/// Numbers whose sums depend on the order in which they are summed.
+/// Returns numbers whose sums depend on the order of summation.
 fn value(rank: usize, i: usize) -> f32 {
     ((i * 7 + rank * 13) % 101) as f32 * 0.37 + 1.0 / (1 + i % 17 + rank) as f32
 }
@@ -426,8 +432,8 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
     Flat::from_f32((0..len).map(|i| value(rank, i)).collect(), dtype)
 }
 
-/// Hosts of so many ranks each that differ in their names alone, all on this one; the program and its arguments come next.
-/// `None` where names cannot be given.
+/// Returns a command that simulates hosts with these numbers of ranks on this host, which differ only in their names.
+/// The program and its arguments are appended. Returns `None` if names cannot be set.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     let given = Command::new("unshare").args(["-u", "true"]).output();
     if !given.is_ok_and(|output| output.status.success()) {
@@ -447,7 +453,8 @@ fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
     Some(command)
 }
 
-/// Bytes that a rank takes from others in a reduce-scatter of chunks of `n` f32 where partial sums go from host to host.
+/// Returns the bytes that a rank receives in a reduce-scatter of chunks of `n` f32 if partial sums are passed from host
+/// to host.
 fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     let (world, lanes) = (counts.iter().sum::<usize>(), *counts.iter().min().unwrap());
     let start = |host: usize| counts[..host].iter().sum::<usize>();
@@ -460,7 +467,7 @@ fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
     4 * n * (of_this_host + of_the_host_before + sums)
 }
 
-/// One of each collective, launched together.
+/// Runs one collective of each kind, launched together.
 fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat) -> candle_zero::Result<Vec<Flat>> {
     let (rank, world) = (comm.rank(), comm.size());
     let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
@@ -474,7 +481,7 @@ fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: WireFormat
     Ok(vec![reduced.wait()?, whole.wait()?, gathered.wait()?])
 }
 
-/// What stands for `values`, in f32, on another host.
+/// Returns the values, in f32, that arrive on another host for `values`.
 fn crossed(code: InterHostFormat, values: &Flat) -> Flat {
     let mut arrived = Flat::zeros(DType::F32, values.len());
     let rounded = |dtype: DType| {
@@ -510,7 +517,8 @@ fn added<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
     parts.fold(None, add).unwrap()
 }
 
-/// The sum of chunk `owner` of `parts`, one of each rank, on hosts of so many ranks whose sums cross as codes.
+/// Returns the sum of chunk `owner` of `parts`, one part per rank, on hosts with `counts` ranks whose sums are sent as
+/// codes.
 fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: usize) -> Flat {
     let (world, dtype) = (parts.len(), parts[0].dtype());
     let chunk = parts[0].len() / world;
@@ -528,7 +536,7 @@ fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: 
     rounded
 }
 
-/// Collectives in which hosts' sums cross as codes: their results and their bytes.
+/// Compares collectives in which hosts' sums are sent as codes: their results and their bytes.
 fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     let (rank, world) = (comm.rank(), comm.size());
     let several = counts.len() > 1;
@@ -548,7 +556,7 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
             let gathered = comm.all_gather_as(wire, data(rank, n, dtype), 3);
             let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
             assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
-            // Bytes of codes come from each other host once.
+            // Codes arrive from each other host once.
             let (report, kind) = (comm.report(), CollectiveKind::ReduceScatter);
             let taken =
                 |of: fn(&comm::CollectiveKindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;
@@ -579,7 +587,7 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     println!("rank {rank} of {world} has the same bits");
 }
 
-/// What the next tests start on each rank.
+/// The program that the next tests start on each rank.
 #[test]
 #[ignore = "what the next tests start on each rank"]
 fn as_a_rank() {
@@ -591,9 +599,9 @@ fn as_a_rank() {
     let (rank, world) = (comm.rank(), comm.size());
     let last = rank + 1 == world;
     match role.split_once(' ').unwrap_or((role.as_str(), "")) {
-        // raw or chain, and the number of ranks on each host.
+        // "raw" or "chain", and the number of ranks on each host.
         (way @ ("raw" | "chain"), counts) => {
-            // Every rank runs the same with as many threads.
+            // Every rank runs the same collectives with the same number of threads.
             let sizes: &[usize] = if world > 8 { &[999, 20_011] } else { &[0, 1, 5, 999, 70_001, 400_000] };
             for (dtype, wire) in [
                 (DType::F32, WireFormat::Exact),
@@ -641,7 +649,7 @@ fn as_a_rank() {
             println!("rank {rank} is told: {error}");
         }
         ("maps", file) => {
-            // In a start that fails, and in one that does not.
+            // Checked both in a start that fails and in one that does not.
             comm.barrier().wait().unwrap();
             if last && !Path::new(file).exists() {
                 std::fs::write(file, "").unwrap();
@@ -657,7 +665,7 @@ fn as_a_rank() {
         ("gives-up", _) if last => comm.abort("the test wants it"),
         ("leaves", _) if last => {}
         ("gives-up" | "leaves" | "differs", n) => {
-            // The last rank's few elements go as raw parts, whatever the others' do.
+            // The last rank's few elements are sent as raw parts, regardless of the others.
             let n = if last { 8 } else { n.parse().unwrap_or(4) };
             let error = comm.all_reduce(data(rank, n, DType::F32), 7).wait().unwrap_err();
             println!("rank {rank} is told: {error}");
@@ -666,7 +674,7 @@ fn as_a_rank() {
     }
 }
 
-/// Runs the collectives on hosts of so many ranks each.
+/// Runs the collectives on hosts with these numbers of ranks.
 fn compare_with_threads(mpi: Mpi, start: Command, way: &str, ranks: &[usize]) {
     let counts: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let output = in_role(start, &format!("{way} {}", counts.join(" ")));
@@ -690,7 +698,7 @@ fn collectives_on_two_hosts_are_those_of_threads_to_the_bit() {
 fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit() {
     let test = sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit;
     with_each(test, |mpi| {
-        // Of 9 and 7 ranks integers and numbers of 16 bits go as partial sums too, and lanes are not the owners.
+        // With 9 and 7 ranks, integers and 16-bit numbers are also sent as partial sums, and lanes differ from owners.
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
@@ -723,7 +731,7 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
     let Some(hosts) = hosts(test) else { return };
     let [_, second] = hosts.names();
     with_each(test, |mpi| {
-        // Few elements go as raw parts, many of three ranks a host as partial sums.
+        // Few elements are sent as raw parts; many elements with three ranks per host as partial sums.
         for (ranks, n) in [(TWO_AND_TWO, 4), ([3, 3], 400_000)] {
             let last = ranks[0] + ranks[1] - 1;
             for (role, words) in [
@@ -754,7 +762,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     with_each(test, |mpi| {
         let file = folder.path().join(format!("{mpi:?}"));
         let mut job = role_of(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &format!("waits {}", file.display()));
-        // Not a pipe: mpirun's own daemon on the host that is cut off would hold its end.
+        // Not a pipe, because mpirun's daemon on the disconnected host would keep its end open.
         let log = folder.path().join(format!("{mpi:?}.log"));
         let to = File::create(&log).unwrap();
         job.stdout(to.try_clone().unwrap()).stderr(to);
@@ -766,7 +774,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         hosts.plug(1, false);
         let all_ended = || ranks.iter().all(|pid| !runs(*pid)).then_some(());
         wait_up_to(Duration::from_secs(15), "the end of all ranks", all_ended);
-        // A launcher of MPI's own may wait for its daemon on that host.
+        // MPI's launcher may wait for its daemon on that host.
         std::thread::sleep(Duration::from_secs(1));
         job.kill().unwrap();
         job.wait().unwrap();
@@ -781,7 +789,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     });
 }
 
-/// What a rank is told, of all that was said.
+/// Returns the message that a rank received, from the complete output.
 fn told_to(rank: usize, output: &Output) -> String {
     let said = stdout(output);
     let begin = format!("rank {rank} is told: ");
@@ -817,7 +825,7 @@ fn hosts_with_other_programs_are_named() {
     for (host, name) in hosts.names().into_iter().enumerate() {
         let program = folder.path().join(name);
         std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-        // As another build would have: it runs as before.
+        // The file differs as after another build, but runs as before.
         let mut file = File::options().append(true).open(&program).unwrap();
         std::io::Write::write_all(&mut file, &vec![0; host]).unwrap();
     }
@@ -833,8 +841,8 @@ fn hosts_with_other_programs_are_named() {
     });
 }
 
-/// A library with the functions of MPI that the ranks call first, which joins nobody: one of before MPI 3 (`old`), one for a
-/// single thread (`one_thread`), or with all that is needed.
+/// Builds a library with the MPI functions that the ranks call first, which connects no ranks: one from before MPI 3
+/// (`old`), one for a single thread (`one_thread`), or one with all required features.
 fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {
@@ -862,12 +870,12 @@ fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     library
 }
 
-/// Where libraries are found in this folder, and `mpirun` nowhere.
+/// Sets the environment so that libraries are found in this folder, and `mpirun` nowhere.
 fn with_libraries_of(folder: &Path, command: &mut Command) {
     command.env("LD_LIBRARY_PATH", folder).env("PATH", "/usr/bin:/bin").env("UCX_TLS", "tcp,self");
 }
 
-/// `zerorun report` finds MPICH in this folder by the name that Debian gives it.
+/// Checks that `zerorun report` finds MPICH in this folder under Debian's name.
 fn is_reported(folder: &Path) {
     let mut report = zerorun();
     with_libraries_of(folder, report.arg("report"));
@@ -875,8 +883,8 @@ fn is_reported(folder: &Path) {
     assert!(said.contains("\nmpi          libmpich.so.12 (MPICH Version: "), "{said}");
 }
 
-/// Two launchers on this machine, as of two hosts with a rank each, that find libraries in this folder; the ranks carry out the
-/// collectives.
+/// Starts two launchers on this machine, like those of two hosts with one rank each, which find libraries in this
+/// folder. The ranks run the collectives.
 fn compare_under_two_launchers(libraries: &Path) {
     let path = libraries.display().to_string();
     let port = free_port().to_string();
@@ -902,7 +910,7 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
             let folder = tempfile::tempdir().unwrap();
             let link = |from: &Path, to: &str| std::os::unix::fs::symlink(from, folder.path().join(to)).unwrap();
             link(&library, "libmpich.so.12");
-            // Where it looks for its transports.
+            // The place where the library looks for its transports.
             link(&library.with_file_name("mpich"), "mpich");
             is_reported(folder.path());
             compare_under_two_launchers(folder.path());
@@ -910,7 +918,8 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
         None => skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it"),
     }
     match debian_mpich() {
-        // Not run: in one of three runs the ranks of Debian's 4.0.2 waited for each other for ever in MPI_Finalize.
+        // Not run: in one of three runs, the ranks of Debian's 4.0.2 waited for each other indefinitely in
+        // MPI_Finalize.
         Some(folder) => is_reported(&folder),
         None => skipped_in_part(test, "no MPICH of Debian; scripts/fetch_mpi.sh fetches it where there is apt-get"),
     }
@@ -929,7 +938,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         said.lines().find_map(|line| Some(line.split_once("rank is told: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
     insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY");
-    // One that is there, and not what it needs itself.
+    // A library that exists, but whose dependencies are missing.
     let folder = tempfile::tempdir().unwrap();
     for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {
         std::fs::write(folder.path().join(name), "no library").unwrap();

@@ -1,4 +1,4 @@
-//! `zerorun` on several hosts: one launcher on each, the bits of one machine, and what happens when a host is gone.
+//! `zerorun` on several hosts: a launcher on each, the bits of one machine, and the effects of losing a host.
 
 use crate::mpi::{hosts, steps};
 use crate::support::cluster::{Hosts, Mpi};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 
-/// Two hosts with MPICH, or why there are none.
+/// Returns two hosts with MPICH, or reports why there are none.
 pub fn cluster<T: Fn() + Copy>(test: T) -> Option<Hosts> {
     if Mpi::Mpich.folder().is_none() {
         skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
@@ -20,7 +20,7 @@ pub fn cluster<T: Fn() + Copy>(test: T) -> Option<Hosts> {
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_zerorun");
 
-/// The launcher of one of two hosts, for two ranks.
+/// Returns the launcher of one of two hosts, for two ranks.
 fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
     let mut command = hosts.on(node, 300).unwrap();
     command.args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "10.77.0.1"]);
@@ -28,11 +28,11 @@ fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
     command
 }
 
-/// `train_gpt` on `nano` at stage 3.
+/// A training of `nano` at stage 3 with `train_gpt`.
 struct Training {
     program: PathBuf,
     folder: tempfile::TempDir,
-    /// Each host saves on its own disk.
+    /// Whether each host saves on its own disk.
     on_own_disks: bool,
 }
 
@@ -45,9 +45,9 @@ impl Training {
         self.folder.path().join(format!("{name}.jsonl"))
     }
 
-    /// Adds the program, with the name of its metrics and checkpoints.
+    /// Adds the program, with the name for its metrics and checkpoints.
     fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
-        // As many samples a step, whatever the number of ranks.
+        // The number of samples in a step is the same for any number of ranks.
         let config = self.folder.path().join("zero3.json");
         let settings = serde_json::json!({
             "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
@@ -80,7 +80,7 @@ pub fn ended(child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// Ends what is left of a test that failed.
+/// Kills the remaining processes of a failed test.
 struct Kills(Vec<i32>);
 
 impl Drop for Kills {
@@ -127,7 +127,7 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
     let run = |until: usize| {
         let both = [0, 1].map(|node| {
             let mut command = hosts.on(node, 110).unwrap();
-            // At the same path on both.
+            // Mounted at the same path on both hosts.
             command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
             command.args([&disks[node], &at]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
             command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
@@ -156,7 +156,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     let Some(hosts) = cluster(test) else { return };
     let mut training = Training::new();
     let expected = training.on_one_host(2);
-    // As in the image: programs are on the PATH, and the working directory is another.
+    // As in the image, programs are on the PATH, and the working directory differs.
     let image = tempfile::tempdir().unwrap();
     for (name, file) in [("zerorun", Path::new(LAUNCHER)), ("train", &training.program)] {
         std::os::unix::fs::symlink(file, image.path().join(name)).unwrap();
@@ -170,7 +170,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     let command = manifest.lines().find_map(|line| line.trim().strip_prefix("command: ")).unwrap();
     let mut words: Vec<String> = serde_json::from_str(command).unwrap();
     assert!(words[0] == "zerorun" && words.contains(&"train".into()), "{words:?}");
-    // What the cluster's DNS is for.
+    // The cluster's DNS would resolve this name.
     let first = words.iter_mut().find(|word| *word == "train-host-0-0.train").unwrap();
     *first = "10.77.0.1".into();
     let both = [0, 1].map(|node| {
@@ -184,26 +184,26 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     assert_eq!(steps(&training.metrics("jobset")), expected);
 }
 
-/// The steps that a training has reported so far.
+/// Returns the number of steps that a training has reported so far.
 pub fn done(metrics: &Path) -> usize {
     std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
 }
 
-/// The ranks on a host.
+/// Returns the ranks on a host.
 fn ranks(hosts: &Hosts, host: usize) -> Vec<i32> {
     hosts.processes(host, "train_gpt")
 }
 
-/// How a host is taken from a job.
+/// The way in which a host is removed from a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
-    /// Its cable is pulled out.
+    /// The cable is unplugged.
     Cable,
-    /// All its processes are killed.
+    /// All processes on the host are killed.
     Kill,
 }
 
-/// A number of 64 bits that follows from `state` (SplitMix64).
+/// Returns the next 64-bit number after `state` (SplitMix64).
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -211,7 +211,7 @@ fn random(state: &mut u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// An environment variable's number.
+/// Returns the number in an environment variable.
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap())
 }
@@ -227,7 +227,7 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
     let (mut state, mut ways) = (seed, Vec::new());
     for cut in 0..cuts {
         if ways.is_empty() {
-            // Each way once before one comes again.
+            // Each way occurs once before one is repeated.
             ways = vec![(0, Cut::Cable), (1, Cut::Cable), (0, Cut::Kill), (1, Cut::Kill)];
         }
         let (gone, way) = ways.swap_remove((random(&mut state) % ways.len() as u64) as usize);
@@ -238,7 +238,7 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
     }
 }
 
-/// Takes a host from a job of two, `moment` after its second step.
+/// Removes a host from a job of two, `moment` after its second step.
 fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str) {
     let training = Training::new();
     let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, false)));
@@ -277,7 +277,8 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
         };
         assert!(said.contains(&launcher), "{about}: {said}");
         let told = said.contains(&format!("on host {}: {rank}", names[1 - host]));
-        // Where connections break all at once, MPICH over UCX may end ranks by a segmentation fault before they are told.
+        // If all connections break at once, MPICH over UCX may end ranks with a segmentation fault before they get the
+        // message.
         assert!(told || way == Cut::Kill, "{about}: the ranks are told too: {said}");
     }
     for host in 0..2 {
@@ -314,7 +315,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let [_, name] = hosts.names();
     assert!(said.contains(&format!("host {name} is gone: nothing was heard of it for 8 s; restart 1 of 3")), "{said}");
     assert!(said.contains("a host is back; the job goes on with it"), "{said}");
-    // The steps of two ranks are those of a job of two from the checkpoint that they began with.
+    // The steps of two ranks equal those of a job with two ranks that starts from the same checkpoint.
     let lines = stdout(&first);
     let began: Vec<usize> = lines
         .lines()
@@ -335,7 +336,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     assert!(output.status.success(), "{}", stderr(&output));
     let of_two = steps(&training.metrics("small"));
     assert_eq!(steps(&metrics)[from..to], of_two[..], "from step {from} to {to}");
-    // The same training, as far as the sums of two and of four ranks are the same.
+    // The same training, as far as the sums of two and of four ranks are equal.
     let (here, one) = (steps(&metrics), training.on_one_host(10));
     for (at, (here, one)) in here.iter().zip(&one).enumerate() {
         let [here, one] = [here, one].map(|[loss, _]| loss.parse::<f64>().unwrap());
@@ -359,7 +360,7 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     assert!(stdout(&first).contains("is saved, --resume goes on from there"), "{}{}", stdout(&first), stderr(&first));
 }
 
-/// A folder as hosts have it: a program, a configuration and data.
+/// Creates a host's folder with a program, a configuration and data.
 pub fn host_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     program(folder.path(), "train", "sleep 5");
@@ -368,7 +369,7 @@ pub fn host_folder() -> tempfile::TempDir {
     folder
 }
 
-/// A launcher in the folder of a host, with the program's arguments.
+/// Returns a launcher in the folder of a host, with the program's arguments.
 pub fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Command {
     let mut command = zerorun();
     command.args(["--master_addr", "127.0.0.1", "--master-port", &port.to_string(), "--timeout", "20s"]);
@@ -376,7 +377,7 @@ pub fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Comma
     command
 }
 
-/// What a launcher said, with words for what is different each time.
+/// Returns the output of a launcher, with placeholders for parts that differ each time.
 pub fn said(output: &Output, port: u16) -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let text = stderr(output).replace(name.trim(), "NAME").replace(&port.to_string(), "PORT");
@@ -389,7 +390,8 @@ pub fn said(output: &Output, port: u16) -> String {
 
 pub const ARGS: &str = "--ds_config=zero3.json --data corpus.txt";
 
-/// What the second of two launchers on this machine says, after `change` to the folder of its host, and what the first says of it.
+/// Returns the message of the second of two launchers on this machine, after `change` to the folder of its host, and
+/// the message of the first one about it.
 fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String) {
     let (folders, port) = ([host_folder(), host_folder()], free_port());
     change(folders[1].path());
@@ -413,7 +415,7 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
     insta::assert_snapshot!(here, @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
     assert_eq!(first, "");
-    // What it has itself, and a digest of the rest.
+    // The refused host prints its own value, and only a digest of the first host's.
     let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
     insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, and those on host NAME have digest 53495c78; give the same, which the output of host NAME shows");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give the same");
@@ -440,7 +442,7 @@ fn two_hosts_with_one_number_are_told_so() {
         |node: usize| start(&mut launcher_in(folder.path(), port, &format!("--nnodes 3 --node_rank {node}"), ARGS));
     let first = launch(0);
     let mut both = vec![launch(1), launch(1)];
-    // Of the two the one that comes later.
+    // Of the two launchers, the later one is refused.
     let later = wait_up_to(Duration::from_secs(20), "the refusal", || {
         (0..2).find(|at| both[*at].try_wait().unwrap().is_some())
     });
@@ -472,7 +474,7 @@ fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
 #[test]
 fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
     let folder = tempfile::tempdir().unwrap();
-    // Each start of rank 0 writes the number of ranks; the ranks end when they are asked to, or at the end of the test.
+    // At each start, rank 0 writes the number of ranks. The ranks end on request, or at the end of the test.
     let script = program(
         folder.path(),
         "script",
@@ -521,7 +523,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
         command.env("ZERORUN_RSH", shell).args(["--master_port", &port.to_string(), "--hostfile", "hosts", "./train"]);
         let output = command.current_dir(folder.path()).output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
-        // What the first host's launcher says of its end may come before or after.
+        // The message of the first host's launcher about its end may appear before or after.
         let about = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
         said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n")
     };
@@ -538,7 +540,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
 #[test]
 fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     let folder = host_folder();
-    // A host on which zerorun is missing.
+    // A host without zerorun.
     let shell = program(folder.path(), "rsh", "echo \"sh: zerorun: not found\" >&2; exit 127");
     std::fs::write(folder.path().join("hosts"), "localhost slots=1\nfar.invalid slots=1\n").unwrap();
     let mut command = zerorun();

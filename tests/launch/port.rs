@@ -1,4 +1,5 @@
-//! The port at which the launchers of several hosts meet: who is let in, where it is open, and what strangers can do there.
+//! The port at which the launchers of several hosts meet: which hosts are admitted, where the port is open, and what
+//! strangers can do there.
 
 use crate::nodes::{ARGS, ended, host_folder, launcher_in, said};
 use crate::support::processes::{
@@ -15,12 +16,13 @@ use std::time::Duration;
 
 const SECRET: &str = "correct horse battery staple";
 
-/// The other end of the first launcher's port, once it is open.
+/// Connects to the first launcher's port, once it is open.
 fn reach(port: u16) -> TcpStream {
     wait_up_to(Duration::from_secs(60), "the first launcher", || TcpStream::connect(("127.0.0.1", port)).ok())
 }
 
-/// What two launchers with these variables say: the first, which gets a SIGTERM after the second has ended, and the second.
+/// Returns the messages of two launchers with these variables: those of the first, which gets a SIGTERM after the
+/// second has ended, and those of the second.
 fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String); 2] {
     let (folder, port) = (host_folder(), free_port());
     let mut launcher = launcher_in(folder.path(), port, "--nnodes 2 --node_rank 0", ARGS);
@@ -28,7 +30,7 @@ fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String
     drop(reach(port));
     let mut launcher = launcher_in(folder.path(), port, "--nnodes 2 --node_rank 1", ARGS);
     let second = launcher.envs(second.iter().copied()).output().unwrap();
-    // Else the job has ended.
+    // Otherwise the job has ended.
     if !second.status.success() {
         send(Signal::TERM, &first);
     }
@@ -44,7 +46,7 @@ fn hosts_with_one_secret_meet_and_others_are_refused_by_name() {
     let file = folder.path().join("secret");
     std::fs::write(&file, format!("{SECRET}\n")).unwrap();
     let [ours, file] = [("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", file.to_str().unwrap())];
-    // The program sleeps for five seconds, and ends well.
+    // The program sleeps for five seconds and succeeds.
     let [first, second] = two(&[ours], &[file]);
     assert_eq!([first, second], [(Some(0), String::new()), (Some(0), String::new())]);
     let [first, second] = two(&[ours], &[]);
@@ -80,7 +82,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     let (folder, port) = (host_folder(), free_port());
     let first = start(&mut launcher_in(folder.path(), port, "--nnodes 2 --node_rank 0", ARGS));
     drop(reach(port));
-    // Linux has all of 127/8.
+    // All of 127/8 is local in Linux.
     assert!(TcpStream::connect(("127.0.0.2", port)).is_err());
     send(Signal::TERM, &first);
     let output = ended(first);
@@ -92,7 +94,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     assert_eq!(output.status.code(), Some(2));
     insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is no address of this host, and --node_rank 0 is the host at which the others are awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0");
 
-    // Behind NAT: open to all that reach the host, which is said where there is no secret.
+    // Behind NAT, the port is open to everyone who can reach the host. Without a secret, a warning is printed.
     let options = "--nnodes 2 --node_rank 0 --bind_addr 0.0.0.0 --timeout 1s";
     let of = |secret: Option<&str>| {
         let mut launcher = zerorun();
@@ -131,7 +133,7 @@ fn a_hostfiles_launchers_get_the_secret_over_their_standard_input_and_ranks_do_n
     }
 }
 
-/// A number of 64 bits that follows from `state` (SplitMix64).
+/// Returns the next 64-bit number after `state` (SplitMix64).
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -139,7 +141,7 @@ fn random(state: &mut u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// A way to a port through which what goes there is kept.
+/// A port that forwards to another port and records the data.
 struct Tapped {
     port: u16,
     heard: Arc<Mutex<Vec<u8>>>,
@@ -170,21 +172,21 @@ impl Tapped {
         Self { port, heard }
     }
 
-    /// The lines that the host has sent so far.
+    /// Returns the lines that the host has sent so far.
     fn lines(&self) -> Vec<Vec<u8>> {
         self.heard.lock().unwrap().split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect()
     }
 }
 
-/// The fields of a host that belongs to the job but for what is changed.
+/// Returns the message of a host that belongs to the job, except for the fields in `change`.
 fn hello(from: &[u8], change: &Value) -> Vec<u8> {
     let mut hello: Value = serde_json::from_slice(from).unwrap();
     hello["Hello"].as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
     [serde_json::to_vec(&hello).unwrap(), b"\n".to_vec()].concat()
 }
 
-/// What a stranger does at the port, drawn by `state`; `own` are the lines of a host of the job. The connection stays open where
-/// it is given back.
+/// Acts as a stranger at the port, in a way chosen by `state`. `own` are the lines of a host of the job. If the
+/// connection is returned, it stays open.
 fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<TcpStream> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -204,7 +206,7 @@ fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<
         0 => bytes(state, 5000),
         1 => vec![b'['; 100_000],
         2 => b"\"Beat\"\n".repeat(3),
-        // Half of what a host says, or all of it again, or changed.
+        // A part of a host's message, or the complete message again, or a changed one.
         3 => all[..random(state) as usize % all.len()].to_vec(),
         4 => all,
         5 => {
@@ -235,14 +237,14 @@ fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<
     (!random(state).is_multiple_of(3)).then_some(stream)
 }
 
-/// The most memory that a process has had, in MiB.
+/// Returns the peak memory of a process in MiB.
 fn most_memory(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// Two launchers whose ranks run until there is a file `end`.
+/// Two launchers whose ranks run until the file `end` exists.
 struct Pair {
     folder: tempfile::TempDir,
     script: PathBuf,
@@ -258,7 +260,7 @@ impl Pair {
     }
 
     fn launcher(&self, node: usize, port: u16) -> Child {
-        // The launcher is this process itself, and not a child of `env`.
+        // The launcher must be this process itself, and not a child of `env`.
         let mut command = Command::new(launcher());
         command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
         command.args(["--master_port", &port.to_string(), "--max_restarts", "2"]).arg(&self.script);
@@ -288,7 +290,7 @@ fn strangers_at_the_port_neither_stop_a_job_nor_restart_it_nor_take_much_of_its_
         let (pair, port, mut state) = (Pair::new(sealed), free_port(), seed);
         let first = pair.launcher(0, port);
         drop(reach(port));
-        // Before the second host is there, and while the job runs.
+        // Connections before the second host arrives, and while the job runs.
         let nobody: Vec<TcpStream> = (0..200).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
         let tapped = Tapped::new(port);
         let second = pair.launcher(1, tapped.port);
@@ -330,7 +332,7 @@ fn out_of_descriptors_a_launcher_waits_and_lets_hosts_in_afterwards() {
         fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
     };
     let before = ticks();
-    // The second host comes while they are there.
+    // The second host arrives while these connections exist.
     let second = pair.launcher(1, port);
     wait_up_to(Duration::from_secs(100), "the ranks", || (pair.worlds() == "2\n").then_some(()));
     std::thread::sleep(Duration::from_secs(1));

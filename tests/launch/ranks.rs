@@ -1,4 +1,4 @@
-//! `zerorun` on programs that are built already: environment, output, ends.
+//! `zerorun` with programs that are already built: environment, output, exits.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -108,7 +108,7 @@ fn a_redrawn_progress_line_becomes_its_last_state_in_a_file() {
 #[test]
 fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_seconds() {
     let dir = tempfile::tempdir().unwrap();
-    // Rank 0 and its helper sleep, rank 1 fails, rank 2 does not mind SIGTERM, rank 3 leaves by itself, rank 4 is done.
+    // Rank 0 and its helper sleep, rank 1 fails, rank 2 ignores SIGTERM, rank 3 leaves by itself, rank 4 is done.
     let script = format!(
         "case $RANK in\n\
          1) while [ $(ls $DIR/pid.* 2>/dev/null | wc -l) -lt 3 ]; do sleep 0.02; done\n\
@@ -190,7 +190,7 @@ fn a_second_interrupt_kills_ranks_that_do_not_mind_the_first() {
     send(Signal::INT, &child);
     wait_for("the first interrupt", || (0..2).all(|r| dir.path().join(format!("got.{r}")).exists()).then_some(()));
     assert!(ranks.iter().all(|rank| runs(*rank)), "the first interrupt leaves the ranks their choice");
-    // What comes at once counts as one interrupt, see the next test.
+    // Signals in quick succession count as one interrupt; see the next test.
     std::thread::sleep(Duration::from_millis(300));
     send(Signal::INT, &child);
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(130));
@@ -275,12 +275,12 @@ fn as_a_rank() {
         drop(communicator);
         again.barrier().wait().unwrap();
         drop(again);
-        // Between two communicators the rank has not left the job.
+        // Between two communicators, the rank has not left the job.
         comm::from_env(&env).unwrap().barrier().wait().unwrap();
         return;
     }
     if role == "fails" && env.rank == 1 {
-        // As a crash does it: without a word to the others.
+        // Like a crash, without a message to the others.
         rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
     }
     let Err(error) = communicator.barrier().wait() else { return };

@@ -1,4 +1,4 @@
-//! The recorded cases of DeepSpeed's command line and processes, on the real `zerorun`.
+//! The recorded cases of DeepSpeed's command line and processes, run with the real `zerorun`.
 
 use crate::support::processes::{
     descendants, free_port, pids, program, runs, start, stderr, stdout, wait_until_gone, zerorun,
@@ -23,7 +23,7 @@ fn recorded_command_lines_that_are_wrong_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         program(dir.path(), "t.py", "touch started");
         let output = zerorun().args(words(&case["input"]["argv"])).current_dir(dir.path()).output().unwrap();
-        // As Python's SystemExit of a wrong command line.
+        // Like Python's SystemExit for an invalid command line.
         assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{id}: {}", stderr(&output));
         assert!(!dir.path().join("started").exists(), "{id}");
     }
@@ -64,7 +64,7 @@ fn ranks_have_the_recorded_environment_and_arguments() {
     }
 }
 
-/// Compares what became of a job whose launcher was killed with the recorded case.
+/// Compares the outcome of a job whose launcher was killed with the recorded case.
 fn check_killed(status: ExitStatus, ranks: &[i32]) {
     let expected = &launcher_case("proc-launcher-killed")["expect"];
     assert_eq!(expected["exit_code_nonzero"], !status.success(), "{status}");
@@ -92,7 +92,7 @@ fn killing_the_launcher_of_the_first_host_of_a_hostfile_leaves_no_rank_and_is_no
     std::fs::write(&file, "localhost slots=1\nfar.invalid slots=1\n").unwrap();
     let port = free_port();
     let mut command = zerorun();
-    // The other host is this one.
+    // This host also acts as the other host.
     command.env("ZERORUN_RSH", program(dir.path(), "rsh", "exec sh -c \"$2\"")).env("DIR", dir.path());
     command.args(["--master_port", &port.to_string(), "--hostfile"]).arg(&file);
     let child = start(command.arg(&sleeper));

@@ -1,4 +1,4 @@
-//! `zerorun --max_restarts`: which jobs start again, as what, and what is left of them.
+//! `zerorun --max_restarts`: which jobs restart, with which settings, and what remains of them.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -14,7 +14,7 @@ use candle_zero::comm::RankEnv;
 use candle_zero::precision::Flat;
 use rustix::process::Signal;
 
-/// Writes `$DIR/start.N.R` for rank R of start N, with the number of ranks in it.
+/// Writes `$DIR/start.N.R` for rank R of start N, containing the number of ranks.
 const NOTE: &str = "echo $WORLD_SIZE > $DIR/start.$ZERORUN_RESTART.$RANK";
 
 /// A program, and the folder that its ranks write to.
@@ -48,14 +48,14 @@ impl Script {
         std::fs::read_to_string(self.file(name)).unwrap().trim().to_string()
     }
 
-    /// The number of ranks at each start.
+    /// Returns the number of ranks at each start.
     fn worlds(&self) -> Vec<usize> {
         let noted = |start: usize| (0..8).filter(|rank| self.file(&format!("start.{start}.{rank}")).exists()).count();
         (0..).map(noted).take_while(|ranks| *ranks > 0).collect()
     }
 }
 
-/// What `zerorun` itself said, without the warning about few cores and without times.
+/// Returns the messages of `zerorun` itself, without the warning about few cores and without times.
 fn told(output: &Output) -> Vec<String> {
     let errors = stderr(output);
     let own = errors.lines().filter(|line| line.starts_with("zerorun: ") && !line.contains("warning"));
@@ -177,7 +177,7 @@ fn there_are_never_fewer_ranks_than_allowed() {
     assert!(stderr(&output).matches("warning").count() <= 1, "{}", stderr(&output));
 }
 
-/// Waits for a line on the launcher's stderr, and gives the reader for what follows.
+/// Waits for a line on the launcher's stderr, and returns the reader for what follows.
 fn read_until(stderr: impl Read, words: &str) -> impl BufRead {
     let mut reader = BufReader::new(stderr);
     let mut line = String::new();
@@ -193,7 +193,7 @@ fn an_interrupt_between_two_starts_ends_the_job_at_once() {
     let script = Script::new("exit 3");
     let mut child = start(&mut script.command("--max_restarts 9"));
     let mut errors = read_until(child.stderr.take().unwrap(), "restart 5 of 9 with 1 rank in 3.2 s");
-    // What has a meaning of the program's own concerns nobody now.
+    // No process handles a signal with a program-specific meaning now.
     send(Signal::USR1, &child);
     send(Signal::INT, &child);
     let sent = Instant::now();
@@ -238,7 +238,7 @@ fn what_cannot_be_started_is_not_started_again() {
     std::fs::write(&broken, "#!/no/such/shell\n").unwrap();
     let output = zerorun().args(["--max_restarts", "3"]).arg(&broken).output().unwrap();
     assert_eq!((output.status.code(), told(&output).len()), (Some(2), 1), "{}", stderr(&output));
-    // Nor when it is so only at a restart.
+    // The same applies if this happens only at a restart.
     let output = Script::new("rm $0; exit 3").run("--max_restarts 3");
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(told(&output).len(), 2, "{}", stderr(&output));
@@ -252,7 +252,7 @@ fn names_in(dir: &Path) -> BTreeSet<std::ffi::OsString> {
 #[test]
 fn no_start_leaves_a_process_or_shared_memory() {
     let shared_memory = names_in(Path::new("/dev/shm"));
-    // At each start rank 0 and its helper sleep, rank 1 waits for them and fails.
+    // At each start, rank 0 and its helper sleep. Rank 1 waits for them and fails.
     let script = Script::new(
         "me=$ZERORUN_RESTART\n\
          if [ $RANK = 1 ]; then\n\
@@ -261,7 +261,7 @@ fn no_start_leaves_a_process_or_shared_memory() {
          sleep 100 & echo $! > $DIR/pid.helper.$me\n\
          echo $$ > $DIR/new.$me; mv $DIR/new.$me $DIR/pid.rank.$me; exec sleep 100",
     );
-    // When a start begins, nothing of the one before may run.
+    // When a start begins, no process of the previous one may run.
     let mut child = start(&mut script.command("-n 2 --max_restarts 1"));
     let of_first: Vec<i32> = wait_for("the first start", || {
         script

@@ -1,4 +1,4 @@
-//! `zerorun` on Rust files: generated packages, rustc's messages, examples of a package.
+//! `zerorun` with Rust files: generated packages, rustc's messages, examples of a package.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use crate::support::processes::{stderr, stdout, zerorun};
 use crate::support::skips::skipped;
 
-/// No dependencies, so that it compiles in a moment. The manifest ends on line 5.
+/// A script without dependencies, so that it compiles quickly. The manifest ends on line 5.
 const HEAD: &str = "#!/usr/bin/env zerorun\n---\n[package]\nedition = \"2024\"\n---\n";
 
 fn in_dir(dir: &Path) -> Command {
@@ -129,7 +129,7 @@ fn the_generated_package_can_be_looked_at() {
     assert!(!dir.path().join("cache/target").exists(), "nothing is built");
 }
 
-/// Compiles Candle: minutes, so only on demand.
+/// Compiles Candle, which takes minutes, so it runs only on demand.
 #[test]
 fn a_script_without_manifest_gets_candle_and_this_library() {
     if std::env::var_os("CANDLE_ZERO_SLOW_TESTS").is_none() {

@@ -1,5 +1,5 @@
-//! The same program under Slurm's `srun`, on two nodes of daemons that the tests start: every rank a task, or a launcher on
-//! each node.
+//! The same program under Slurm's `srun`, on two nodes whose daemons the tests start: each rank is a task, or each node
+//! has a launcher.
 
 use crate::mpi::train;
 use crate::nodes::{cluster, done};
@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Two nodes, or why there are none.
+/// Returns two nodes, or reports why there are none.
 fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
     if let Some(name) = Slurm::lacking() {
         skipped(test, format!("no {name}; apt-get install slurm-wlm"));
@@ -21,15 +21,15 @@ fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
     cluster(test).map(Slurm::start)
 }
 
-/// `srun` of four tasks, which are ranks; the program and its arguments come next.
+/// Returns `srun` of four tasks, which are ranks. The program and its arguments are appended.
 fn four_tasks(slurm: &Slurm, options: &str) -> Command {
     let mut srun = slurm.srun(&format!("--mpi=pmi2 -N 2 -n 4 {options}"));
-    // MPICH's addresses of UCX are lines of PMI 1 that are longer than 1024 bytes, of which Slurm 22.05 at times reads a part.
+    // MPICH's UCX addresses are lines of PMI 1 longer than 1024 bytes, which Slurm 22.05 sometimes reads only in part.
     srun.env("MPIR_CVAR_CH4_NETMOD", "ofi");
     srun
 }
 
-/// What four ranks on one host give at stage 3.
+/// Returns the steps of four ranks on one host at stage 3.
 fn on_one_host(train_gpt: &Path, folder: &Path) -> Vec<[String; 2]> {
     let mut one = zerorun();
     one.args(["-n", "4"]);
@@ -41,7 +41,7 @@ fn four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host() {
     let Some(slurm) = slurm(four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
     let expected = on_one_host(&train_gpt, folder.path());
-    // Without a number for each node Slurm fills the first: three tasks and one.
+    // Without a number of tasks per node, Slurm fills the first node: three tasks and one.
     for (name, options) in [("two and two", "--ntasks-per-node=2"), ("three and one", "")] {
         let srun = four_tasks(&slurm, options);
         assert_eq!(train(srun, &train_gpt, 3, folder.path(), name), expected, "{name}");
@@ -60,7 +60,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
     srun.args([launcher, "--nnodes", "auto", "--master_addr", "10.77.0.1", "-n", "2"]);
     assert_eq!(train(srun, &train_gpt, 3, folder.path(), "srun"), expected, "srun");
 
-    // `sbatch --wait` asks every ten seconds.
+    // `sbatch --wait` polls every ten seconds.
     let text = format!(
         "cd {}\n\
          zerorun deploy slurm --nodes 2 -n 2 \"$@\" > job.sh && id=$(sbatch --parsable -o job.out job.sh) || exit\n\
@@ -80,7 +80,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
     assert_eq!(train(batch, &train_gpt, 3, folder.path(), "sbatch"), expected, "sbatch");
 }
 
-/// What the next test starts as each task.
+/// The program that the next test starts as each task.
 #[test]
 #[ignore = "what the next test starts as each task"]
 fn as_a_task() {

@@ -1,4 +1,4 @@
-//! A job that cannot go on by itself, and is asked to end: nobody reads what it writes, or its start takes long.
+//! A job that cannot continue by itself and is asked to end, because no one reads its output or its start takes long.
 
 use std::process::{Child, ExitStatus};
 use std::time::Duration;
@@ -10,17 +10,17 @@ use candle_zero::comm;
 use candle_zero::comm::RankEnv;
 use rustix::process::Signal;
 
-/// The end of a process whose pipes are not read.
+/// Waits for the end of a process whose pipes are not read.
 fn end_of(child: &mut Child) -> ExitStatus {
     wait_for("zerorun to end", || child.try_wait().unwrap())
 }
 
-/// Bytes that wait in a pipe.
+/// Returns the number of unread bytes in a pipe.
 fn unread(pipe: &impl std::os::fd::AsFd) -> u64 {
     rustix::io::ioctl_fionread(pipe).unwrap()
 }
 
-/// Returns when a pipe takes no more.
+/// Waits until a pipe is full.
 fn wait_until_full(pipe: &impl std::os::fd::AsFd) {
     let mut last = 0;
     wait_for("a full pipe", || {
@@ -36,7 +36,7 @@ fn wait_until_full(pipe: &impl std::os::fd::AsFd) {
 fn a_job_whose_output_nobody_reads_ends_with_a_signal() {
     for (signals, ranks) in [(&[Signal::TERM][..], "2"), (&[Signal::INT, Signal::INT], "2"), (&[Signal::TERM], "1")] {
         let dir = tempfile::tempdir().unwrap();
-        // Neither stream is read; the message of zerorun itself finds no place either.
+        // Neither stream is read, so there is no room for zerorun's message, either.
         let program = program(
             dir.path(),
             "talks",
@@ -48,7 +48,7 @@ fn a_job_whose_output_nobody_reads_ends_with_a_signal() {
         wait_until_full(child.stderr.as_ref().unwrap());
         for signal in signals {
             send(*signal, &child);
-            // The same signal at once counts once.
+            // The same signal sent twice in quick succession counts once.
             std::thread::sleep(Duration::from_millis(300));
         }
         let code = end_of(&mut child).code();

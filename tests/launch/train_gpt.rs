@@ -15,7 +15,7 @@ fn train_gpt() -> &'static Path {
     BUILT.get_or_init(|| example("train_gpt"))
 }
 
-/// A folder with a configuration in it.
+/// A folder that contains a configuration.
 pub struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -36,7 +36,7 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// `zerorun -n RANKS train_gpt`, a small model, and `args`; metrics go to a file.
+    /// Returns the command `zerorun -n RANKS train_gpt` with a small model and `args`. Metrics are written to a file.
     pub fn command(&self, ranks: usize, args: &[&str]) -> Command {
         let mut command = zerorun();
         command.current_dir(self.0.path()).args(["-n", &ranks.to_string()]).arg(train_gpt());
@@ -59,7 +59,7 @@ impl Folder {
     }
 }
 
-/// What a run leaves behind.
+/// The results of a run.
 struct Run {
     steps: Vec<Value>,
     summary: Value,
@@ -71,7 +71,7 @@ impl Run {
         self.steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     }
 
-    /// What a step computes, without times and memory.
+    /// Returns the computed values of a step, without times and memory.
     fn arithmetic(&self) -> Vec<[&Value; 5]> {
         let keys = ["loss", "grad_norm", "lr", "loss_scale", "skipped"];
         self.steps.iter().map(|step| keys.map(|key| &step[key])).collect()
@@ -132,7 +132,7 @@ fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_
         if ranks == 1 {
             of_one_rank = losses;
         } else {
-            // The same samples make a step; only the order of their sum differs.
+            // The same samples form a step. Only the order of their sum differs.
             let far = of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
             assert_eq!(far, None, "{ranks} ranks");
         }
@@ -148,7 +148,7 @@ fn stages_0_and_3_and_recomputation_give_the_same_losses_bit_for_bit() {
     assert_eq!(stage_3.run(2, &args).arithmetic(), reference.arithmetic());
     let recomputed = [&args[..], &["--activation_checkpointing"]].concat();
     assert_eq!(stage_3.run(2, &recomputed).arithmetic(), reference.arithmetic());
-    // The comparison can tell runs apart.
+    // The comparison can distinguish runs.
     let other = [&args[..], &["--seed", "5"]].concat();
     assert_ne!(stage_3.run(2, &other).losses(), reference.losses());
 }
@@ -200,7 +200,7 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
     });
     std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
     let run = folder.run(1, &["--steps", "6"]);
-    // Up to the optimizer's rate within two steps, and down in the four that are left.
+    // Up to the optimizer's rate within two steps, and down in the remaining four.
     let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
     let said = stderr(&run.output);
@@ -239,7 +239,7 @@ fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
 #[test]
 fn an_exported_model_begins_where_training_ended() {
     let folder = Folder::new(3);
-    // A sequential sample i starts at (i x context) mod (tokens - context - 1): so that each step sees the same batch.
+    // A sequential sample i starts at (i x context) mod (tokens - context - 1), so that each step sees the same batch.
     let text: String = (0..8 * 32 + 33).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(folder.path("text.txt"), text).unwrap();
     let args = |more: &[&'static str]| {
@@ -264,7 +264,7 @@ fn rank_0_prints_a_sample_to_stdout_and_plain_progress_goes_to_stderr() {
     assert!(sample[0].starts_with("[rank 0] to be or not to "), "{sample:?}");
     assert!(sample.iter().all(|line| line.starts_with("[rank 0] ")), "{sample:?}");
     let characters: usize = sample.iter().map(|line| line.chars().count() - "[rank 0] ".len()).sum();
-    // A byte is a character or a line end, except where a few of them happen to look like UTF-8.
+    // A byte is a character or a line end, except if some bytes happen to form UTF-8.
     assert!((16 + 40 - 12..=16 + 40).contains(&(characters + sample.len() - 1)), "{sample:?}");
 
     let progress = stderr(&run.output);
@@ -299,7 +299,7 @@ fn every_bundled_configuration_trains() {
 
 #[test]
 fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
-    // Tests that are built without optimization would compile everything a second time here, with it.
+    // Tests without optimization would compile everything a second time here, with optimization.
     if cfg!(debug_assertions) && std::env::var_os("CANDLE_ZERO_SLOW_TESTS").is_none() {
         return skipped(
             zerorun_builds_the_example_and_a_second_start_compiles_nothing,
@@ -309,7 +309,7 @@ fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
     let folder = Folder::new(1);
     let start = || {
         let mut command = zerorun();
-        // The build settings of this test run, so that what it has built counts.
+        // The build settings of this test run, so that its build results are reused.
         for name in ["CARGO_TARGET_DIR", "RUSTFLAGS"] {
             command.envs(std::env::var_os(name).map(|value| (name, value)));
         }

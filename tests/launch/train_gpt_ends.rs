@@ -1,4 +1,4 @@
-//! How `train_gpt` ends when it does not simply finish, and what others do with what it leaves.
+//! The ends of `train_gpt` other than completion, and how other programs use its results.
 
 use std::process::Output;
 
@@ -46,7 +46,7 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
         stderr(&output)
     );
     assert_eq!(folder.losses().len(), 19);
-    // A dynamic scale: told with what it becomes.
+    // A dynamic scale, which is printed with its new value.
     folder.change(&json!({"fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 1}}));
     let output = folder.train(1, &["--steps", "1"]);
     let errors = stderr(&output);
@@ -81,7 +81,7 @@ fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
         assert_eq!(latest.trim(), format!("global_step{step}"), "{text}");
         assert_eq!(folder.losses().len() as u64, step, "no step is lost, none is there twice");
     }
-    // The second run has gone on where the first one ended.
+    // The second run has continued where the first one ended.
     assert!(std::fs::read_dir(folder.path("saved")).unwrap().count() >= 3);
 }
 
@@ -111,7 +111,7 @@ fn consolidated_weights_are_weights_to_start_from() {
         if arch == "llama" {
             assert!(config["rope_theta"].is_number() && config["rms_norm_eps"].is_number(), "{config}");
         }
-        // The folder, and the file in it.
+        // Tried with both the folder and the file in it.
         let begin = |init: &str| {
             let output = folder.train(1, &[&model[..], &["--steps", "1", "--init", init]].concat());
             assert!(output.status.success(), "{arch}: {}", stderr(&output));

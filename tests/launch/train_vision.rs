@@ -1,4 +1,4 @@
-//! The bundled example `train_vision` as a user runs it: ResNet-18 with Candle's batch norm, through `zerorun`.
+//! The bundled example `train_vision` as a user runs it: a ResNet-18 with Candle's batch norm, through `zerorun`.
 
 use crate::support::processes::{example, stderr, stdout, zerorun};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ fn train_vision() -> &'static Path {
 const SMALL: [&str; 6] = ["--width", "2", "--validation", "20", "--epochs", "2"];
 const MADE: [&str; 4] = ["--image", "8", "--images", "32"];
 
-/// Runs the example in `folder`; its configuration has a batch of 16.
+/// Runs the example in `folder` with a configuration that has a batch of 16.
 fn run(folder: &Path, ranks: usize, stage: u8, args: &[&str]) -> Output {
     let config = json!({
         "train_batch_size": 16,
@@ -30,7 +30,7 @@ fn run(folder: &Path, ranks: usize, stage: u8, args: &[&str]) -> Output {
     command.args(SMALL).args(args).output().unwrap()
 }
 
-/// What a run computed: its lines without times, and the exported weights and running statistics.
+/// Returns the computed results of a run: its lines without times, and the exported weights and running statistics.
 fn result(folder: &Path, output: &Output) -> (Vec<Value>, Vec<u8>) {
     assert!(output.status.success(), "{}", stderr(output));
     let lines = std::fs::read_to_string(folder.join("m.jsonl")).unwrap();
@@ -79,7 +79,8 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let whole = run(folder.path(), 2, 2, &MADE);
     let (_, expected) = result(folder.path(), &whole);
-    // A schedule that ends earlier would have other rates: the number of steps is the same, an epoch less is there.
+    // A schedule that ends earlier would have other rates. So the number of steps is the same, and an epoch's
+    // checkpoint is removed.
     let save = |more: &[&str]| run(folder.path(), 2, 2, &[&MADE[..], &["--save", "saved"], more].concat());
     result(folder.path(), &save(&[]));
     std::fs::remove_dir_all(folder.path().join("saved/global_step4")).unwrap();

@@ -1,7 +1,7 @@
 //! The protocol between ranks, run by loom in every order that the memory model allows.
 //!
-//! `src/comm/shm/pieces.rs` and `src/comm/shm/rank_state.rs` are compiled here as they are; `region.rs` gives them memory that loom
-//! watches. The last tests plant an error in that memory and pass when loom finds it.
+//! `src/comm/shm/pieces.rs` and `src/comm/shm/rank_state.rs` are compiled here unchanged; `region.rs` gives them memory
+//! that loom observes. The last tests plant an error in that memory and pass when loom finds it.
 //!
 //!     cargo test --release --manifest-path tests/loom/Cargo.toml
 
@@ -20,14 +20,14 @@ use std::sync::Arc;
 
 /// A wait that never sleeps: loom runs another thread at each turn.
 const AWAKE: SpinLimits = SpinLimits { spins: 1000, yields: 0 };
-/// A wait that looks once before it sleeps.
+/// A wait that checks once before it sleeps.
 const SLEEPY: SpinLimits = SpinLimits { spins: 1, yields: 0 };
 
-/// What a rank does in the memory that all share.
+/// The work of a rank in the shared memory.
 type Rank = fn(Arc<SharedMemoryRegion>, usize);
 
-/// Runs `rank(region, r)` for every rank r of a job in every order with at most so many `switches` away from a thread
-/// that could go on; in every order at all where that is None.
+/// Runs `rank(region, r)` for every rank r of a job in every order with at most `switches` switches away from a thread
+/// that could continue; in every possible order if it is `None`.
 fn in_every_order(
     switches: Option<usize>,
     region: impl Fn() -> SharedMemoryRegion + Send + Sync + 'static,
@@ -49,7 +49,7 @@ fn in_every_order(
     });
 }
 
-/// Byte of piece `k` of `rank`.
+/// Returns the byte that fills piece `k` of `rank`.
 fn byte(rank: usize, k: u64) -> u8 {
     (16 * (rank as u64 + 1) + k) as u8
 }
@@ -58,8 +58,8 @@ fn wait_for(pieces: &PieceSlots, peer: usize, spin_limits: SpinLimits) -> Result
     if pieces.spin_for(peer, spin_limits) { Ok(()) } else { pieces.sleep_for(peer, || None) }
 }
 
-/// Publishes piece `k` and waits for that of every peer, which it reads: first each as it comes, as a check of headers
-/// does, then all of them.
+/// Publishes piece `k`, waits for the piece of every peer and reads it: first each as it arrives, as the check of
+/// headers does, then all of them.
 fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<(), PeerFailure> {
     let rank = pieces.rank();
     pieces.publish([k], 1, |slot| slot[0] = byte(rank, k));
@@ -74,7 +74,7 @@ fn exchange(pieces: &mut PieceSlots, k: u64, spin_limits: SpinLimits) -> Result<
     Ok(())
 }
 
-/// Every rank exchanges `count` pieces.
+/// Exchanges `count` pieces on every rank.
 fn all_exchange(region: Arc<SharedMemoryRegion>, rank: usize, count: u64, spin_limits: SpinLimits) {
     let mut pieces = PieceSlots::new(region, rank, 0);
     for k in 1..=count {
@@ -82,7 +82,7 @@ fn all_exchange(region: Arc<SharedMemoryRegion>, rank: usize, count: u64, spin_l
     }
 }
 
-/// Three pieces: the third lies where the first lay.
+/// Three pieces, the third of which uses the slot of the first.
 #[test]
 fn two_ranks_see_each_others_pieces_in_every_order() {
     in_every_order(
@@ -101,7 +101,7 @@ fn three_ranks_see_each_others_pieces() {
     );
 }
 
-/// A sleep that nobody ends would be a deadlock.
+/// A sleep that nothing ends would be a deadlock.
 #[test]
 fn a_rank_that_sleeps_is_woken_by_the_piece_that_it_waits_for() {
     in_every_order(
@@ -129,7 +129,7 @@ fn a_rank_that_waits_is_told_why_its_peer_gave_up() {
     );
 }
 
-/// What can be completed is completed.
+/// A piece that can be completed is completed.
 #[test]
 fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
     in_every_order(
@@ -181,7 +181,7 @@ fn a_rank_that_leaves_too_early_is_blamed() {
     );
 }
 
-/// Rank 0 fails, ranks 1 and 2 wait; each gives up in its turn, and is not taken for the cause.
+/// Rank 0 fails while ranks 1 and 2 wait; each gives up in turn, and is not taken for the cause.
 #[test]
 fn every_rank_is_told_the_failure_that_came_first() {
     in_every_order(
@@ -202,7 +202,7 @@ fn every_rank_is_told_the_failure_that_came_first() {
     );
 }
 
-/// What loom finds in a job of two ranks in which `plant` is wrong: `None` if it finds nothing.
+/// Returns the error that loom finds in a job of two ranks in which `plant` is wrong; `None` if it finds nothing.
 fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
     let check = || in_every_order(Some(3), move || SharedMemoryRegion::new(2, sleep, plant), rank);
     let panic = std::panic::catch_unwind(check).err()?;

@@ -1,15 +1,15 @@
-//! Loom's memory in the place of `src/comm/shm/region.rs`: the same words, slots and texts, each watched by loom.
+//! Loom's memory in place of `src/comm/shm/region.rs`: the same words, slots and texts, each observed by loom.
 //!
 //! - Atomic words are loom's. A load may return any value that the C11 memory model allows it to return.
-//! - Slots and texts are loom's cells: loom objects to two accesses of which one writes, unless one happens before the
-//!   other. An access is noted where the pointer is taken; between there and the last use of the pointer stands no
+//! - Slots and texts are loom's cells: loom reports two accesses of which one writes, unless one happens before the
+//!   other. An access is recorded where the pointer is taken; between there and the last use of the pointer there is no
 //!   operation of loom, so that no other thread runs in between.
 //! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no
-//!   clock: it goes on until any rank has published or left since the nap before.
+//!   clock: it lasts until any rank has published or left since the previous nap.
 //!
-//! Loom takes SeqCst for acquire and release (and a little more), so a thread passes a SeqCst fence, which loom knows,
-//! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release,
-//! so there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
+//! Loom treats SeqCst as acquire and release (and a little more), so a thread passes a SeqCst fence, which loom
+//! supports, between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or
+//! Release. There are therefore also tests in which no thread sleeps; they do not need SeqCst, and use no fences.
 
 use loom::cell::UnsafeCell;
 pub use loom::hint::spin_loop;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 pub const SLOT_BYTES: usize = 4;
 pub const TEXT_BYTES: usize = 8;
 
-/// What the memory does differently from what the protocol asks for.
+/// A deliberate deviation of the memory from what the protocol requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plant {
     None,
@@ -45,15 +45,15 @@ pub enum Plant {
 /// How long a thread sleeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sleep {
-    /// Nobody sleeps.
+    /// No thread sleeps.
     Never,
     /// Until it is woken, however long that takes.
     UntilWoken,
-    /// Until it is woken, or something has changed elsewhere: the time limit of the nap.
+    /// Until it is woken, or something else has changed, which represents the time limit of the nap.
     Nap,
 }
 
-/// Counts the changes that end a nap.
+/// A counter of the changes that end a nap.
 #[derive(Default)]
 struct Changes {
     count: Mutex<u32>,
@@ -61,16 +61,16 @@ struct Changes {
 }
 
 loom::thread_local! {
-    /// Changes up to the end of this thread's nap before.
+    /// The number of changes up to the end of this thread's previous nap.
     static KNOWN: Cell<u32> = Cell::new(0);
     /// Whether this thread has made a SeqCst store since its last fence.
     static STORED: Cell<bool> = Cell::new(false);
 }
 
-/// An atomic number and the queue of those who sleep on it.
+/// An atomic number and the queue of the threads that sleep on it.
 pub struct Word<A> {
     value: A,
-    /// What loads are made with in the place of Acquire, and stores in the place of Release.
+    /// The ordering of loads in place of Acquire; `store` is that of stores in place of Release.
     load: Ordering,
     store: Ordering,
     fences: bool,
@@ -198,7 +198,7 @@ pub fn sleep_on(word: &Word32, seen: u32, _millis: u32) {
     }
 }
 
-/// What belongs to one rank.
+/// The memory that belongs to one rank.
 struct Block {
     published: Word32,
     sleepers: Word32,
@@ -212,9 +212,9 @@ struct Block {
 /// A text of a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureText {
-    /// Why the rank has given up, in its own words.
+    /// The rank's reason for giving up.
     LastWords,
-    /// Why it died, in the launcher's.
+    /// The cause of the rank's death, as the launcher saw it.
     Cause,
 }
 
@@ -225,7 +225,7 @@ pub struct SharedMemoryRegion {
     plant: Plant,
 }
 
-// SAFETY: loom runs one thread at a time, and objects to accesses of cells that are not ordered.
+// SAFETY: loom runs one thread at a time, and reports accesses to cells that are not ordered.
 unsafe impl Sync for SharedMemoryRegion {}
 
 impl SharedMemoryRegion {
@@ -278,7 +278,7 @@ impl SharedMemoryRegion {
         &self.first_failure
     }
 
-    /// Headers have one word here.
+    /// Returns the header word; headers have one word here.
     pub fn header_word(&self, rank: usize, parity: usize, word: usize) -> &Word64 {
         assert_eq!(word, 0);
         &self.blocks[rank].headers[parity]

@@ -26,20 +26,20 @@ impl Mpi {
         }
     }
 
-    /// Its folder, with bin and lib; `None` where it was not fetched.
+    /// Returns the folder of the implementation, with bin and lib, or `None` if it was not fetched.
     pub fn folder(self) -> Option<PathBuf> {
         let folder = Self::root().join(self.name());
         folder.join("bin/mpirun").exists().then_some(folder)
     }
 
-    /// The folder of what was fetched.
+    /// Returns the folder of the fetched libraries.
     fn root() -> PathBuf {
         // TARGET/PROFILE/deps/TEST
         let test = std::env::current_exe().unwrap();
         test.ancestors().nth(3).unwrap().join("mpi")
     }
 
-    /// Its file of the library.
+    /// Returns the file of the library.
     pub fn library(self) -> Option<PathBuf> {
         let name = match self {
             Self::OpenMpi => "libmpi.so.40",
@@ -49,20 +49,20 @@ impl Mpi {
     }
 }
 
-/// The folder of Debian's MPICH, which has the library under another name; `None` where it was not fetched.
+/// Returns the folder of Debian's MPICH, which has the library under another name, or `None` if it was not fetched.
 pub fn debian_mpich() -> Option<PathBuf> {
     let libraries = Mpi::root().join("debian/usr/lib");
     let mut folders = std::fs::read_dir(libraries).ok()?.map(|entry| entry.unwrap().path());
     folders.find(|folder| folder.join("libmpich.so.12").exists())
 }
 
-/// A command in an environment of its own, that ends after so many seconds at the latest.
+/// Returns a command in a clean environment that ends after at most `seconds` seconds.
 fn limited(folder: &Path, seconds: u32) -> Command {
     let mut command = Command::new("timeout");
     command.args(["-k", "5", &seconds.to_string()]).env_clear().stdin(Stdio::null());
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap_or_default());
     command.env("PATH", path).env("HOME", "/tmp").env("RAYON_NUM_THREADS", "1");
-    // Two hosts that are one machine: MPICH's transport would pass the cable by in memory.
+    // Both hosts are the same machine, so MPICH's transport would bypass the cable through memory.
     command.env("UCX_TLS", "tcp,self");
     if let Some(skips) = std::env::var_os("CANDLE_ZERO_SIMD") {
         command.env("CANDLE_ZERO_SIMD", skips);
@@ -70,11 +70,11 @@ fn limited(folder: &Path, seconds: u32) -> Command {
     command
 }
 
-/// What a shell does first in a mount namespace of its own: MPI libraries leave files in /dev/shm where ranks are killed, and
-/// other tests look there.
+/// The first command in a private mount namespace. MPI libraries leave files in /dev/shm when ranks are killed, and
+/// other tests check that folder.
 const OWN_SHM: &str = "mount -t tmpfs none /dev/shm";
 
-/// `mpirun` for ranks on this host; the program and its arguments come next.
+/// Returns `mpirun` for ranks on this host. The program and its arguments are appended.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
     let mut command = limited(&folder, 120);
@@ -89,26 +89,27 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     Some(command)
 }
 
-/// Two hosts, 10.77.0.1 and 10.77.0.2. They are gone, with all that runs there, when this is dropped.
+/// Two hosts, 10.77.0.1 and 10.77.0.2. Dropping this value removes them and all processes that run there.
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
-    /// Of other tests, two hosts are made when these are gone: ranks that wait for each other keep all cores of a small machine.
+    /// The turn of this test. Other tests wait for it before they create two hosts, because ranks that wait for each
+    /// other use all cores of a small machine.
     _turn: MutexGuard<'static, ()>,
 }
 
 static TURN: Mutex<()> = Mutex::new(());
 
 impl Hosts {
-    /// Makes them.
+    /// Creates the hosts.
     ///
     /// # Errors
-    /// Why that is not possible here.
+    /// Why they cannot be created here.
     pub fn new() -> Result<Self, String> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
         let names = ["a", "b"].map(|host| format!("cz{number}{host}"));
-        // A test that failed with its turn has nothing to say to the next.
+        // A test that failed during its turn does not affect the next one.
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let hosts = Self { names, folder: tempfile::tempdir().unwrap(), _turn: turn };
         let [a, b] = &hosts.names;
@@ -116,7 +117,7 @@ impl Hosts {
         ip(&["netns", "add", b])?;
         ip(&["link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b])?;
         for (host, name) in hosts.names.iter().enumerate() {
-            // An address of IPv6 is no way to the other host until the kernel has looked for its double.
+            // An IPv6 address is unusable until the kernel has checked for duplicates.
             ip(&["netns", "exec", name, "sh", "-c", "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"])?;
             ip(&["-n", name, "address", "add", &format!("10.77.0.{}/24", host + 1), "dev", "cable"])?;
             ip(&["-n", name, "link", "set", "lo", "up"])?;
@@ -126,7 +127,7 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Waits until both hosts know that the cable is in: MPICH's transport finds no way from one to the other before.
+    /// Waits until both hosts detect the cable. Until then, MPICH's transport finds no route between them.
     fn wait_for_the_cable(&self) -> Result<(), String> {
         let until = Instant::now() + Duration::from_secs(20);
         for name in &self.names {
@@ -140,12 +141,13 @@ impl Hosts {
         Ok(())
     }
 
-    /// The hosts' names.
+    /// Returns the names of the hosts.
     pub fn names(&self) -> [&str; 2] {
         [&self.names[0], &self.names[1]]
     }
 
-    /// A command on one of the hosts, with MPICH's library, for at most `seconds`; the program and its arguments come next.
+    /// Returns a command on one of the hosts, with MPICH's library, for at most `seconds`. The program and its
+    /// arguments are appended.
     pub fn on(&self, host: usize, seconds: u32) -> Option<Command> {
         let lib = Mpi::Mpich.library()?;
         let name = &self.names[host];
@@ -156,7 +158,7 @@ impl Hosts {
         Some(command)
     }
 
-    /// The program that takes the place of ssh between the hosts.
+    /// Returns the program that replaces ssh between the hosts.
     pub fn reach(&self) -> PathBuf {
         let [a, b] = &self.names;
         let text = format!(
@@ -166,7 +168,7 @@ impl Hosts {
         program(self.folder.path(), "reach", &text)
     }
 
-    /// Takes the cable out of a host, or puts it in again.
+    /// Unplugs a host's cable, or plugs it in again.
     pub fn plug(&self, host: usize, plugged: bool) {
         ip(&["-n", &self.names[host], "link", "set", "cable", if plugged { "up" } else { "down" }]).unwrap();
         if plugged {
@@ -174,12 +176,12 @@ impl Hosts {
         }
     }
 
-    /// Kills all that runs on a host.
+    /// Kills all processes on a host.
     pub fn kill_all(&self, host: usize) {
-        // One that starts another in between is killed by the next turn.
+        // A process that is started meanwhile is killed in the next round.
         for _ in 0..3 {
             for pid in self.pids(host).into_iter().filter_map(Pid::from_raw) {
-                // One that has ended meanwhile needs no signal.
+                // A process that has already ended needs no signal.
                 _ = kill_process(pid, Signal::KILL);
             }
         }
@@ -191,7 +193,7 @@ impl Hosts {
         pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// The processes on a host whose program has this name.
+    /// Returns the processes on a host whose program has this name.
     pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
         let of = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));
@@ -200,7 +202,7 @@ impl Hosts {
         self.pids(host).into_iter().filter(of).collect()
     }
 
-    /// `mpirun` on the first host for as many ranks on each; the program and its arguments come next.
+    /// Returns `mpirun` on the first host for `ranks` ranks on each host. The program and its arguments are appended.
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
         let mut command = self.with(mpi)?;
         command.arg(mpi.folder()?.join("bin/mpirun"));
@@ -210,7 +212,8 @@ impl Hosts {
         Some(command)
     }
 
-    /// A command on the first host that finds this `mpirun` on its PATH; the program and its arguments come next.
+    /// Returns a command on the first host that finds this `mpirun` on its PATH. The program and its arguments are
+    /// appended.
     pub fn with(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
         let mut command = limited(&mpi.folder()?, 120);
@@ -219,7 +222,7 @@ impl Hosts {
         Some(command)
     }
 
-    /// The arguments by which `mpirun` reaches the hosts.
+    /// Returns the arguments with which `mpirun` reaches the hosts.
     pub fn options(&self, mpi: Mpi) -> Option<Vec<String>> {
         let (folder, reach) = (mpi.folder()?, self.reach());
         let words = match mpi {
@@ -248,7 +251,7 @@ impl Drop for Hosts {
     }
 }
 
-/// What `ip` prints.
+/// Runs `ip` and returns its output.
 fn ip(args: &[&str]) -> Result<String, String> {
     match Command::new("ip").args(args).output() {
         Ok(output) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),

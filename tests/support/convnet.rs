@@ -14,14 +14,14 @@ use std::sync::Arc;
 pub const CHANNELS: usize = 4;
 pub const CLASSES: usize = 5;
 
-/// How the network is put together.
+/// The structure of the network.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Shape {
     pub units: bool,
     pub checkpointed: bool,
 }
 
-/// Convolution, batch norm, relu.
+/// Convolution, batch norm and ReLU.
 pub struct Block {
     conv: Conv2d,
     pub norm: BatchNorm,
@@ -94,14 +94,14 @@ impl Net {
         std::iter::once(&self.first).chain(self.layers.iter().map(Layer::block)).map(|block| &block.norm)
     }
 
-    /// All running statistics.
+    /// Returns all running statistics.
     pub fn statistics(&self) -> Vec<f32> {
         let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         self.norms().flat_map(|norm| [values(norm.running_mean()), values(norm.running_var())].concat()).collect()
     }
 }
 
-/// Three images of a sample number, and their classes.
+/// Returns three images for a sample number, and their classes.
 pub fn batch(sample: usize, dtype: DType) -> (Tensor, Tensor) {
     let pixel = |i: usize| (((sample * 131 + i * 37) % 101) as f32 / 50.0 - 1.0) * (1.0 + sample as f32 * 0.1);
     let x = Tensor::from_iter((0..3 * 2 * 4 * 4).map(pixel), &Device::Cpu).unwrap();
@@ -110,7 +110,7 @@ pub fn batch(sample: usize, dtype: DType) -> (Tensor, Tensor) {
     (x, Tensor::new(classes, &Device::Cpu).unwrap())
 }
 
-/// What a rank's run leaves behind.
+/// The results of a rank's run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     pub losses: Vec<u32>,
@@ -137,7 +137,7 @@ pub fn steps(engine: &mut Engine<Net>, from: usize, steps: usize) -> candle_zero
     Ok(Outcome { losses, norms, statistics: engine.model().statistics() })
 }
 
-/// An engine around the network on one of several ranks that are threads.
+/// Creates an engine for the network on one of several ranks that are threads.
 pub fn engine(
     comm: Arc<dyn Communicator>,
     shape: Shape,
@@ -148,7 +148,7 @@ pub fn engine(
     builder.initialize(|vb| Net::new(shape, vb), config.clone())
 }
 
-/// Trains on every rank of `world`; the exported file is written to `export`.
+/// Trains on every rank of `world`. The exported file is written to `export`.
 pub fn train(world: usize, shape: Shape, stage: u8, accumulation: usize, export: &Path) -> Vec<Outcome> {
     let zero = json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0});
     let config = config(stage, accumulation, zero, json!({}));

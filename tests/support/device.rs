@@ -1,9 +1,9 @@
-//! Where the ranks of a test compute.
+//! The devices on which the ranks of a test compute.
 
 use candle_core::{Device, Result};
 
-/// The CPU; with feature `cuda` and the variable `CANDLE_ZERO_TEST_DEVICE=cuda` a GPU for each rank, as far as there are
-/// so many.
+/// Returns the CPU or, with feature `cuda` and the variable `CANDLE_ZERO_TEST_DEVICE=cuda`, a GPU for each rank, which
+/// ranks share if there are too few.
 pub fn of_rank(rank: usize) -> Result<Device> {
     #[cfg(feature = "cuda")]
     if std::env::var_os("CANDLE_ZERO_TEST_DEVICE").is_some_and(|d| d == "cuda") {
@@ -13,25 +13,25 @@ pub fn of_rank(rank: usize) -> Result<Device> {
     Ok(Device::Cpu)
 }
 
-/// The GPU of a rank.
+/// Returns the GPU of a rank.
 ///
 /// # Errors
-/// None answers.
+/// Fails if no GPU responds.
 #[cfg(feature = "cuda")]
 pub fn gpu(rank: usize) -> Result<Device> {
     use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
     let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap();
-    // Without any, number 0 leads to the driver's own error.
+    // Without GPUs, number 0 leads to the driver's error.
     Device::new_cuda(rank % gpus.max(1))
 }
 
-/// Live bytes of a rank's GPU as the stand-in for CUDA counts them (tools/mock_cuda); nothing on hardware.
+/// Returns the bytes in use on a rank's GPU, as counted by the CUDA mock (tools/mock_cuda), or `None` on real hardware.
 #[cfg(feature = "cuda")]
 pub fn counted_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_live_bytes", gpu)
 }
 
-/// The most of them since the process began.
+/// Returns the peak of these bytes since the process began.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(gpu: i32) -> Option<usize> {
     count(c"mock_cuda_peak_bytes", gpu)
@@ -41,6 +41,6 @@ pub fn peak_bytes(gpu: i32) -> Option<usize> {
 fn count(function: &std::ffi::CStr, gpu: i32) -> Option<usize> {
     type Count = unsafe extern "C" fn(i32) -> usize;
     let program = libloading::os::unix::Library::this();
-    // SAFETY: the stand-in's functions of these names have this type.
+    // SAFETY: the mock's functions with these names have this type.
     unsafe { program.get::<Count>(function).ok().map(|count| count(gpu)) }
 }

@@ -7,10 +7,10 @@ use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Samples of a rank in a step.
+/// The number of a rank's samples in a step.
 const BATCH: usize = 8;
 
-/// Two layers.
+/// A network of two layers.
 pub struct Net(Linear, Linear);
 
 impl Net {
@@ -25,19 +25,19 @@ impl Module for Net {
     }
 }
 
-/// Generator and discriminator.
+/// A generator and a discriminator.
 pub struct Gan {
     pub generator: Engine<Net>,
     pub discriminator: Engine<Net>,
 }
 
-/// Numbers between -1 and 1 by rule.
+/// Returns numbers between -1 and 1 by a rule.
 fn values(seed: usize, shape: (usize, usize)) -> Result<Tensor> {
     let value = |i: usize| (((i * 7919 + seed * 104_729 + 13) % 2003) as f32 / 1001.5) - 1.0;
     Tensor::from_iter((0..shape.0 * shape.1).map(value), &Device::Cpu)?.reshape(shape)
 }
 
-/// How far `scores` are from `goal`.
+/// Returns the distance of `scores` from `goal`.
 fn distance(scores: &Tensor, goal: f64) -> Result<Tensor> {
     (scores - goal)?.sqr()?.mean_all()
 }
@@ -51,7 +51,7 @@ pub fn config(stage: u8) -> Value {
 }
 
 impl Gan {
-    /// On the job that `comm` is, or that the environment names.
+    /// Creates the engines for the job of `comm` or, without one, of the environment.
     pub fn new(stage: u8, comm: Option<Arc<dyn Communicator>>) -> candle_zero::Result<Self> {
         let builder = |seed: u64| -> EngineBuilder {
             let builder = Engine::builder().device(Device::Cpu).seed(seed);
@@ -63,7 +63,7 @@ impl Gan {
         })
     }
 
-    /// A step of the discriminator, on real samples and detached fake ones.
+    /// Makes a step of the discriminator, on real samples and detached fake ones.
     pub fn judge(&mut self, step: usize) -> candle_zero::Result<Tensor> {
         let seed = step * 64 + self.generator.rank();
         let fake = self.generator.eval(|g| g.forward(&values(seed, (BATCH, 3))?))?;
@@ -75,7 +75,7 @@ impl Gan {
         Ok(loss)
     }
 
-    /// A step of the generator, through the discriminator.
+    /// Makes a step of the generator, through the discriminator.
     pub fn generate(&mut self, step: usize) -> candle_zero::Result<Tensor> {
         let loss = self.generator_loss(step)?;
         self.generator.backward(&loss)?;
@@ -94,14 +94,14 @@ impl Gan {
         generator.forward(through)
     }
 
-    /// Forward and backward of the generator, through the discriminator, whose gradients are dropped.
+    /// Runs forward and backward of the generator through the discriminator, whose gradients are dropped.
     pub fn try_generator(&mut self, step: usize) -> candle_zero::Result<()> {
         let loss = self.generator_loss(step)?;
         self.generator.backward(&loss)?;
         self.generator.zero_grad()
     }
 
-    /// Trains for `steps` steps. Gives the bits of all losses and norms of this rank, and those of the weights.
+    /// Trains for `steps` steps. Returns the bits of all losses and norms of this rank, and those of the weights.
     pub fn train(&mut self, steps: usize) -> candle_zero::Result<Vec<u64>> {
         let mut bits = vec![];
         for step in 0..steps {
@@ -114,7 +114,7 @@ impl Gan {
         let folder = tempfile::tempdir().unwrap();
         for (name, engine) in [("generator", &mut self.generator), ("discriminator", &mut self.discriminator)] {
             let file = folder.path().join(name);
-            // Rank 0 writes the file, in its own folder; the other ranks have their losses only.
+            // Rank 0 writes the file in its own folder. The other ranks return only their losses.
             engine.export_safetensors(&file)?;
             let bytes = if engine.rank() == 0 { std::fs::read(&file).unwrap() } else { vec![] };
             bits.extend(bytes.iter().map(|byte| u64::from(*byte)));

@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// A port that nothing listens at. It is none of those that the system gives to whoever asks for any port, so that no other test
-/// has it before this one uses it.
+/// Returns a port on which no process listens. It is outside the range from which the system assigns ports, so that no
+/// other test gets it before this one uses it.
 pub fn free_port() -> u16 {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
     let first = std::process::id().wrapping_mul(31);
@@ -22,16 +22,16 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// `zerorun` without the variables that it sets itself or that steer builds.
+/// Returns `zerorun` without the variables that it sets itself or that affect builds.
 pub fn zerorun() -> Command {
-    // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored
-    // signals ignored.
+    // A shell starts background jobs with SIGINT ignored, and nohup starts a command with SIGHUP ignored. zerorun
+    // leaves ignored signals ignored.
     let mut command = Command::new("env");
     command.arg("--default-signal=INT,HUP").arg(launcher());
     clean(command)
 }
 
-/// The same under a limit of the shell, as `-v 90000`.
+/// Returns `zerorun` under a limit of the shell, such as `-v 90000`.
 pub fn zerorun_within(limit: &str) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("ulimit {limit}; exec \"$@\""), "sh"]).arg(launcher());
@@ -58,14 +58,14 @@ fn clean(mut command: Command) -> Command {
     command
 }
 
-/// The repository's folder: tests of all packages use it.
+/// Returns the repository's folder, which tests of all packages use.
 pub fn repository() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.ancestors().find(|folder| folder.join("ds_configs").is_dir()).unwrap()
 }
 
-/// The executable of `zerorun`. Cargo builds it for the tests of its own package only; for those of the others it is built
-/// here.
+/// Returns the executable of `zerorun`. Cargo builds it only for the tests of its own package. For the tests of other
+/// packages, it is built here.
 pub fn launcher() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     match option_env!("CARGO_BIN_EXE_zerorun") {
@@ -74,12 +74,12 @@ pub fn launcher() -> &'static Path {
     }
 }
 
-/// The executable of one of the examples.
+/// Returns the executable of one of the examples.
 pub fn example(name: &str) -> PathBuf {
     built("examples", name)
 }
 
-/// A program of a package of this repository, built in the way in which this test was built.
+/// Builds a program of a package of this repository with the build settings of this test.
 fn built(package: &str, name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // TARGET/PROFILE/deps/TEST
@@ -99,7 +99,7 @@ fn built(package: &str, name: &str) -> PathBuf {
     built.join(name)
 }
 
-/// An executable shell script.
+/// Writes an executable shell script.
 pub fn program(dir: &Path, name: &str, text: &str) -> PathBuf {
     let path = dir.join(name);
     std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
@@ -115,20 +115,20 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The arguments with which a test binary runs one test of a module and nothing else: the test is then a program.
+/// Returns the arguments with which a test binary runs only one test of a module, so that the test acts as a program.
 pub fn as_program(module: &str, test: &str) -> [String; 5] {
-    // The first part of a module's path is the binary; tests are named without it.
+    // The first part of a module's path is the binary. Tests are named without it.
     let (_, module) = module.split_once("::").unwrap();
     let exact = format!("{module}::{test}");
     ["--exact", &exact, "--include-ignored", "--nocapture", "--test-threads=1"].map(String::from)
 }
 
-/// Starts with both outputs kept.
+/// Starts a command with both outputs captured.
 pub fn start(command: &mut Command) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// The processes that `pid` has started, and those that they have.
+/// Returns the processes that `pid` has started, and their descendants.
 pub fn descendants(pid: i32) -> Vec<i32> {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
@@ -136,12 +136,12 @@ pub fn descendants(pid: i32) -> Vec<i32> {
     children.into_iter().chain(further).collect()
 }
 
-/// Waits until `done` gives something.
+/// Waits until `done` returns a value.
 pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_up_to(Duration::from_secs(20), what, done)
 }
 
-/// The same, for what takes longer.
+/// Waits like [`wait_for`], with another time limit.
 pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -153,7 +153,7 @@ pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Opti
     }
 }
 
-/// The process numbers that `count` processes have written to files `dir/pid.*`.
+/// Returns the process numbers that `count` processes have written to files `dir/pid.*`.
 pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
     wait_for("the processes to start", || {
         let mut pids = Vec::new();
@@ -167,7 +167,7 @@ pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
     })
 }
 
-/// Whether a process runs (a zombie, or one that is gone, does not).
+/// Returns whether a process runs. A zombie or a process that no longer exists does not.
 pub fn runs(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))

@@ -1,17 +1,17 @@
-//! Tests that cannot run on this machine, because files, rights or a program are missing.
+//! Tests that cannot run on this machine because files, permissions or a program are missing.
 //!
-//! They pass, as far as the test runner knows. So each writes a line past its capture to standard error, and to the
-//! file that the variable `CANDLE_ZERO_SKIPS` names, of which `.ci/run` makes a list and a count.
+//! The test runner reports them as passed. So each writes a line to standard error, bypassing the runner's capture, and
+//! to the file that the variable `CANDLE_ZERO_SKIPS` names. `.ci/run` lists and counts these lines.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// `test` ends without having checked anything.
+/// Reports that `test` ends without having checked anything.
 pub fn skipped<T: Fn()>(test: T, why: impl Display) {
     write_line("skipped", test, why);
 }
 
-/// `test` leaves a part out.
+/// Reports that `test` leaves out a part.
 pub fn skipped_in_part<T: Fn()>(test: T, why: impl Display) {
     write_line("skipped in part", test, why);
 }

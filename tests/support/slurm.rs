@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// Seconds after which the daemons end by themselves, where the process of the test is gone.
+/// The seconds after which the daemons end by themselves if the test process is gone.
 const LIFE: u32 = 600;
 
-/// Two nodes, which are the hosts and have their names. The daemons, and all that they have started, are ended when this is
-/// dropped.
+/// Two nodes, which are the hosts and have their names. Dropping this value ends the daemons and all processes that
+/// they have started.
 pub struct Slurm {
-    // Dropped in this order: with the hosts goes all that runs there.
+    // Dropped in this order: dropping the hosts ends all processes that run there.
     hosts: Hosts,
     daemons: Daemons,
     folder: tempfile::TempDir,
@@ -30,9 +30,9 @@ impl Drop for Daemons {
 }
 
 impl Slurm {
-    /// The first of its programs that this machine lacks.
+    /// Returns the first of Slurm's programs that is missing on this machine.
     pub fn lacking() -> Option<&'static str> {
-        // Whatever comes of it: some want a configuration even to tell their version.
+        // The result does not matter, because some programs require a configuration even to print their version.
         let there = |name: &&str| Command::new(name).arg("-V").output().is_ok();
         ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !there(name))
     }
@@ -45,8 +45,9 @@ impl Slurm {
         controller.args(["-D", "-i"]);
         slurm.keep(controller);
         for node in [0, 1] {
-            // `ip netns exec` has made a mount namespace, so only this node sees these. Batch scripts name the first node; MPICH
-            // names its files in /dev/shm by the job's number, which every Slurm counts from 1, and killed ranks leave them.
+            // `ip netns exec` has created a mount namespace, so only this node sees these mounts. Batch scripts name
+            // the first node. MPICH names its files in /dev/shm after the job's number, which every Slurm counts from
+            // 1, and killed ranks leave files behind.
             let mounts = "mount --bind \"$0\" /etc/hosts && mount -t tmpfs none /dev/shm && exec slurmd -D";
             let mut daemon = slurm.command(node, LIFE, "sh");
             daemon.args(["-c", mounts]).arg(slurm.file("hosts"));
@@ -68,7 +69,8 @@ impl Slurm {
     fn configure(&self) {
         let [a, b] = self.hosts.names();
         let folder = self.folder.path().display();
-        // No keys, as nobody else is in the network of the two hosts. The nodes are said to have more than this machine.
+        // No keys are used, because no one else is on the network of the two hosts. The nodes claim more resources than
+        // this machine has.
         let text = format!(
             "ClusterName=test\n\
              SlurmctldHost={a}(10.77.0.1)\n\
@@ -91,7 +93,7 @@ impl Slurm {
              PartitionName=all Nodes=ALL Default=YES\n"
         );
         std::fs::write(self.file("slurm.conf"), text).unwrap();
-        // Slurmd does not start where it is to find out the version; nothing uses cgroups.
+        // Slurmd does not start if it must detect the version. Nothing uses cgroups.
         std::fs::write(self.file("cgroup.conf"), "CgroupPlugin=cgroup/v1\n").unwrap();
         std::fs::write(self.file("hosts"), format!("127.0.0.1 localhost\n10.77.0.1 {a}\n10.77.0.2 {b}\n")).unwrap();
     }
@@ -106,19 +108,20 @@ impl Slurm {
         self.daemons.0.push(daemon.spawn().unwrap());
     }
 
-    /// The nodes.
+    /// Returns the nodes.
     pub fn hosts(&self) -> &Hosts {
         &self.hosts
     }
 
-    /// A program on a node, for at most `seconds`, with MPICH's library and this Slurm; its arguments come next.
+    /// Returns a command for a program on a node, for at most `seconds`, with MPICH's library and this Slurm. Its
+    /// arguments are appended.
     pub fn command(&self, node: usize, seconds: u32, program: &str) -> Command {
         let mut command = self.hosts.on(node, seconds).expect("MPICH's library");
         command.env("SLURM_CONF", self.file("slurm.conf")).arg(program);
         command
     }
 
-    /// `srun` on the first node with options, for at most 240 s; the program and its arguments come next.
+    /// Returns `srun` on the first node with options, for at most 240 s. The program and its arguments are appended.
     pub fn srun(&self, options: &str) -> Command {
         let mut command = self.command(0, 240, "srun");
         command.args(options.split_whitespace());

@@ -1,4 +1,4 @@
-//! A tensor's storage taken out and put back, as the engine does it.
+//! Takes a tensor's storage out and puts it back, as the engine does.
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};
 use std::sync::Mutex;
@@ -17,7 +17,7 @@ impl InplaceOp1 for Swap {
     }
 }
 
-/// Puts `storage` into a tensor and gives the one that was there.
+/// Puts `storage` into a tensor and returns the previous one.
 pub fn swap(t: &Tensor, storage: CpuStorage) -> CpuStorage {
     let op = Swap(Mutex::new(storage));
     t.inplace_op1(&op).unwrap();

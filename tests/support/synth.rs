@@ -1,6 +1,6 @@
-//! Start weights and tokens by integer arithmetic alone, the same in any language: the inputs of the recorded runs.
+//! Initial weights and tokens from integer arithmetic only, the same in any language: the inputs of the recorded runs.
 
-/// Sizes of a GPT-2.
+/// The sizes of a GPT-2.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     pub n_layer: usize,
@@ -19,7 +19,7 @@ fn mix(k: u32, j: u32) -> u32 {
     x ^ (x >> 15)
 }
 
-/// (name, shape, values) of every parameter, in the order of the published files.
+/// Returns name, shape and values of every parameter, in the order of the published files.
 pub fn weights(sizes: Sizes) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     #[derive(Clone, Copy)]
     enum Start {
@@ -70,7 +70,7 @@ pub fn weights(sizes: Sizes) -> Vec<(String, Vec<usize>, Vec<f32>)> {
         .collect()
 }
 
-/// The 65,536 tokens of the recorded runs.
+/// Returns the 65,536 tokens of the recorded runs.
 pub fn tokens() -> Vec<u16> {
     let mut tokens: Vec<u16> = Vec::with_capacity(65_536);
     for i in 0..65_536 {
@@ -83,7 +83,7 @@ pub fn tokens() -> Vec<u16> {
     tokens
 }
 
-/// Inputs and targets, row by row, of `samples` global samples from `first` on, in the recorded runs' order.
+/// Returns inputs and targets, row by row, of `samples` global samples from `first` on, in the recorded runs' order.
 pub fn samples(tokens: &[u16], ctx: usize, first: usize, samples: usize) -> (Vec<u32>, Vec<u32>) {
     let window = |shift: usize| {
         (first..first + samples)

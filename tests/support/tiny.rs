@@ -16,7 +16,7 @@ pub const VOCAB: usize = 37;
 pub const WIDTH: usize = 12;
 pub const TIME: usize = 6;
 
-/// How the tiny model is put together.
+/// The structure of the tiny model.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Shape {
     pub units: bool,
@@ -52,7 +52,7 @@ pub enum Layer {
     Plain(Block),
 }
 
-/// Embedding, blocks, output projection of odd sizes, so that shards are padded.
+/// An embedding, blocks and an output projection with odd sizes, so that shards are padded.
 pub struct Tiny {
     embed: Embedding,
     layers: Vec<Layer>,
@@ -88,7 +88,7 @@ impl Tiny {
     }
 }
 
-/// Two sequences of a sample number, and their targets.
+/// Returns two sequences for a sample number, and their targets.
 pub fn batch(sample: usize) -> (Tensor, Tensor) {
     // Each token follows from the one before, so there is something to learn.
     let token = |i: usize| ((0..i).fold(sample * 13 + 1, |t, _| (5 * t + 3) % VOCAB) % VOCAB) as u32;
@@ -96,12 +96,12 @@ pub fn batch(sample: usize) -> (Tensor, Tensor) {
     (ids(0).reshape((2, TIME)).unwrap(), ids(1).reshape((2, TIME)).unwrap())
 }
 
-/// What a run leaves behind.
+/// The results of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
-    /// Bits of the loss of every micro step of this rank.
+    /// The bits of the loss of every micro step of this rank.
     pub losses: Vec<u32>,
-    /// Bits of every gradient norm.
+    /// The bits of every gradient norm.
     pub norms: Vec<u64>,
     /// The exported file.
     pub exported: Vec<u8>,
@@ -109,7 +109,7 @@ pub struct Outcome {
     pub comm: CommReport,
 }
 
-/// A configuration with `more` merged into the top level.
+/// Returns a configuration with `more` merged into the top level.
 pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value {
     let mut config = json!({
         "train_micro_batch_size_per_gpu": 2,
@@ -133,7 +133,7 @@ pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Ou
     train_with(world, shape, config, steps, |builder| builder)
 }
 
-/// The same with more said to the engine's builder.
+/// Trains the tiny model after applying `more` to the engine's builder.
 pub fn train_with(
     world: usize,
     shape: Shape,
@@ -144,7 +144,7 @@ pub fn train_with(
     train_as(|comm| Ok(more(builder_on(device::of_rank, comm)?)), world, shape, config, steps)
 }
 
-/// The same over communicators that are made of the threads' own.
+/// Trains the tiny model over communicators that `over` makes from those of the threads.
 pub fn train_over(
     over: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Sync,
     world: usize,
@@ -155,7 +155,7 @@ pub fn train_over(
     train_as(|comm| builder_on(device::of_rank, over(comm)), world, shape, config, steps)
 }
 
-/// The same on the device of each rank.
+/// Trains the tiny model on the device that `device` returns for each rank.
 pub fn train_on(
     device: impl Fn(usize) -> Result<Device> + Sync,
     world: usize,
@@ -208,7 +208,8 @@ fn train_as(
     outcomes.into_iter().map(outcome).collect()
 }
 
-/// At stage 3, using the parameter of a unit outside of the unit is an error that names it, in whatever operation.
+/// Checks that at stage 3, any operation that uses a unit's parameter outside the unit fails with an error that names
+/// the parameter.
 pub fn absent_parameters_are_named(device: fn() -> Result<Device>) {
     type Use = fn(&Tensor, &Tensor) -> Result<Tensor>;
     let uses: [(&str, Use); 7] = [

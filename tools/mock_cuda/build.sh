@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the stand-in for CUDA into FOLDER, which then looks like a toolkit: bin/nvcc, lib64/libcuda.so.1 and the others.
+# Builds the mock of CUDA in FOLDER, with the layout of a toolkit: bin/nvcc, lib64/libcuda.so.1 and the other libraries.
 #
 #   tools/mock_cuda/build.sh TOOLKIT FOLDER
 #
-# TOOLKIT has NVIDIA's headers in include/ (scripts/fetch_cuda.sh). Needs g++ and Python 3. Then, with
+# TOOLKIT has NVIDIA's headers in include/ (scripts/fetch_cuda.sh). Needs g++ and Python 3. After that, with
 #   CUDA_HOME=FOLDER PATH=FOLDER/bin:$PATH LD_LIBRARY_PATH=FOLDER/lib64 CUDA_COMPUTE_CAP=90
-# `cargo test --features cuda` builds and runs without a GPU. Keep to a target folder of its own.
+# `cargo test --features cuda` builds and runs without a GPU. Use a separate target folder.
 set -euo pipefail
 root=$(dirname "$(readlink -f "$0")")
 toolkit=$(readlink -f "$1")
@@ -13,15 +13,15 @@ mkdir -p "$2/bin" "$2/lib64" "$2/build"
 folder=$(readlink -f "$2")
 lib=$folder/lib64
 
-# The names that Rust programs link to: those of the bindings in cudarc.
+# The names that Rust programs link to, which are those of cudarc's bindings.
 cudarc=$(cd "$root/../.." && cargo metadata --format-version 1 --locked --features cuda --filter-platform "$(rustc -vV | sed -n "s/^host: //p")" | python3 -c '
 import json, sys
 print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc").rsplit("/", 1)[0])')
 
-compile() { # the library, its file name, its bindings, what else g++ takes...
+compile() { # the library, its file name, its bindings, further arguments of g++...
     local name=$1 file=$2 bindings=$3
     shift 3
-    # First with what is here, then with stubs for the rest.
+    # First with the functions of this folder, then also with stubs for the others.
     g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared -pthread -I"$toolkit/include" "$@" -o "$folder/build/$name"
     "$root/stubs.py" --rust "$cudarc/src/$bindings/sys/mod.rs" --without "$folder/build/$name" | gcc -x c -O1 -fPIC -c -o "$folder/build/$name.o" -
     g++ -std=c++20 -O2 -ffp-contract=off -fPIC -shared -pthread -w -I"$toolkit/include" "$@" "$folder/build/$name.o" \

@@ -1,4 +1,4 @@
-//! Errors of fine-tuning: of a model's folder, its tokenizer and template, of data.
+//! Errors of fine-tuning: of a model's folder, its tokenizer and chat template, and of data.
 
 pub use candle_zero::error::{
     CheckpointError, ConfigError, Error, LoraError, ModelError, OutputError, ParamError, Result,
@@ -9,25 +9,25 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FinetuneError {
-    /// A value of an option.
+    /// An invalid value of an option.
     #[error("{flag} is {found}, but must be {allowed}")]
     Option {
-        /// The option, as the command has it.
+        /// The option as written on the command line.
         flag: &'static str,
-        /// Its value.
+        /// The value of the option.
         found: String,
         /// The allowed values.
         allowed: String,
     },
-    /// An option that does not go with the others.
+    /// An option that does not fit the other options.
     #[error("{flag} {problem}")]
     OptionUse {
-        /// The option, as the command has it.
+        /// The option as written on the command line.
         flag: &'static str,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do about it.
         problem: String,
     },
-    /// A path under which there is no model.
+    /// A path without a model.
     #[error(
         "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
          GGUF file",
@@ -36,10 +36,10 @@ pub enum FinetuneError {
     NoModel {
         /// The path.
         path: PathBuf,
-        /// What is missing.
+        /// The missing part.
         reason: String,
     },
-    /// A folder for classifying that was not trained for it.
+    /// A folder that is not a trained classifier.
     #[error(
         "{} is not a trained classifier: its files lack {tensor}; train one with zerorun finetune {} --task classify --data \
          FILE --out DIR",
@@ -48,16 +48,16 @@ pub enum FinetuneError {
     NoClassifier {
         /// The folder.
         path: PathBuf,
-        /// A tensor that a classifier needs.
+        /// A missing tensor that a classifier needs.
         tensor: String,
     },
-    /// A text that has no label.
+    /// A text without a label.
     #[error("cannot tell the label of the text: {reason}")]
     Unclassified {
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
-    /// A model of which a part is read.
+    /// A model of which only a part is read.
     #[error(
         "{} has a model for images and texts, of which only the language model is read here: it answers, but what training or \
          merging would write were not the model that its config.json describes; take the language model on its own; \
@@ -70,7 +70,7 @@ pub enum FinetuneError {
         /// The model's folder.
         path: PathBuf,
     },
-    /// A model that cannot learn to classify.
+    /// A model that cannot be trained to classify.
     #[error(
         "{} {found}; --task classify takes the folder of a BERT (model_type \"bert\") in Hugging Face's format, with any head \
          or none; a language model is fine-tuned without it",
@@ -79,37 +79,37 @@ pub enum FinetuneError {
     NoEncoder {
         /// The folder.
         path: PathBuf,
-        /// What it has.
+        /// A description of what the folder contains instead.
         found: String,
     },
-    /// A tensor of another shape than the description says.
+    /// A tensor whose shape differs from the model description.
     #[error(
         "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
         file.display(), description.display()
     )]
     NotAsDescribed {
-        /// The tensor, as the model calls it.
+        /// The name of the tensor in the model.
         name: String,
-        /// The file of weights.
+        /// The file with the weights.
         file: PathBuf,
-        /// Its shape there.
+        /// The shape of the tensor in that file.
         found: Box<[usize]>,
-        /// The file of the description.
+        /// The file with the description.
         description: PathBuf,
-        /// The shape by the description.
+        /// The shape according to the description.
         expected: Box<[usize]>,
     },
-    /// More tokens than rows of the embedding.
+    /// A tokenizer with more tokens than the embedding has rows.
     #[error(
         "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
          tokenizer that belongs to the model"
     )]
     TokensBeyondEmbedding {
-        /// The largest id.
+        /// The largest token id.
         last: usize,
-        /// Rows of the embedding.
+        /// The number of rows of the embedding.
         rows: usize,
-        /// Ids without a row.
+        /// The number of ids without a row.
         beyond: usize,
     },
     /// A GGUF file that cannot be read.
@@ -120,36 +120,36 @@ pub enum FinetuneError {
         /// The problem.
         reason: String,
     },
-    /// A value of a GGUF file's metadata that no model here computes with.
+    /// A metadata value of a GGUF file that no supported model can use.
     #[error("{}: {key} is {found}, but must be {allowed}", path.display())]
     GgufValue {
         /// The file.
         path: PathBuf,
-        /// The key.
+        /// The metadata key.
         key: String,
-        /// Its value.
+        /// The value of the key.
         found: String,
         /// The allowed values.
         allowed: String,
     },
-    /// A tensor of a GGUF file in a format that is not read.
+    /// A tensor of a GGUF file in an unsupported format.
     #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
     GgufDtype {
         /// The file.
         path: PathBuf,
-        /// The tensor, as the file calls it.
+        /// The name of the tensor in the file.
         name: String,
-        /// Its type.
+        /// The type of the tensor.
         found: String,
-        /// Those that are read.
+        /// The supported types.
         allowed: &'static str,
     },
-    /// A file of the tokenizer that cannot be used.
+    /// A tokenizer file that cannot be used.
     #[error("{} cannot be used: {reason}; copy the tokenizer's files again from where the model is from", path.display())]
     TokenizerFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// A model without a tokenizer.
@@ -162,7 +162,7 @@ pub enum FinetuneError {
     NoTokenizer {
         /// The model's folder.
         folder: PathBuf,
-        /// What is there instead.
+        /// A description of what the folder contains instead.
         found: String,
     },
     /// A special token that the tokenizer does not know.
@@ -170,15 +170,15 @@ pub enum FinetuneError {
         "{name} is {token:?}, which tokenizer.json does not have; take tokenizer.json and tokenizer_config.json of one model"
     )]
     UnknownSpecialToken {
-        /// Its key in tokenizer_config.json.
+        /// The key of the token in tokenizer_config.json.
         name: String,
-        /// Its text.
+        /// The text of the token.
         token: String,
     },
     /// A text that the tokenizer refuses.
     #[error("the tokenizer cannot encode a text of {bytes} bytes: {reason}")]
     Encode {
-        /// Its length.
+        /// The length of the text.
         bytes: usize,
         /// The tokenizer's reason.
         reason: String,
@@ -199,13 +199,13 @@ pub enum FinetuneError {
         /// The model's folder.
         folder: PathBuf,
     },
-    /// A chat template that is not Jinja.
+    /// A chat template with invalid Jinja syntax.
     #[error("the chat template cannot be read: {reason}")]
     TemplateSyntax {
-        /// The parser's reason, with the line.
+        /// The parser's message, with the line.
         reason: String,
     },
-    /// A chat template that goes on and on, or writes more than any conversation needs.
+    /// A chat template that does not end, or that writes more than any conversation needs.
     #[error(
         "{template} does not end, or writes more than 128 MiB{}; take another one, as the published one of the model",
         line.map_or(String::new(), |line| format!(" (line {line} of the template)"))
@@ -216,22 +216,22 @@ pub enum FinetuneError {
         /// The line in which it was stopped.
         line: Option<usize>,
     },
-    /// A conversation that the chat template does not render.
+    /// A conversation that the chat template refuses or cannot render.
     #[error("the chat template refuses the conversation: {reason}")]
     TemplateRefuses {
-        /// Its own message, or the renderer's.
+        /// The message of the template or of the renderer.
         reason: String,
     },
-    /// Text of the assistant whose place in the rendered text is not certain.
+    /// A message of the assistant whose position in the rendered text is uncertain.
     #[error(
         "where message {message} (of the assistant) stands in the rendered text is not certain: {reason}; write \
          {{% generation %}} before and {{% endgeneration %}} after what the assistant says, its end token included, in a \
          copy of the chat template"
     )]
     Spans {
-        /// Its number in the conversation, from 1.
+        /// The number of the message in the conversation, from 1.
         message: usize,
-        /// What is wrong.
+        /// The problem.
         reason: &'static str,
     },
     /// Generation markers of a chat template that do not enclose text.
@@ -240,16 +240,16 @@ pub enum FinetuneError {
          around each answer, outside of loops over its pieces, and no private character (U+10FFFC, U+10FFFD) in data"
     )]
     GenerationMarkers,
-    /// A conversation that has not the form of one.
+    /// A conversation in an invalid format.
     #[error(
         "the conversation is not a list of messages with role and content: {reason}; write \
          [{{\"role\": \"user\", \"content\": \"...\"}}, {{\"role\": \"assistant\", \"content\": \"...\"}}]"
     )]
     Conversation {
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
-    /// Nothing to be continued.
+    /// An empty prompt.
     #[error("the prompt has no tokens, and a model continues at least one; give a text")]
     EmptyPrompt,
     /// A prompt that leaves no room for an answer.
@@ -257,19 +257,19 @@ pub enum FinetuneError {
         "the prompt has {tokens} tokens, and the model's context {ctx}, which is to have the answer too; give a shorter one"
     )]
     LongPrompt {
-        /// Tokens of the prompt.
+        /// The number of tokens in the prompt.
         tokens: usize,
-        /// Tokens of the context.
+        /// The number of tokens in the context.
         ctx: usize,
     },
-    /// A number of the choice of tokens.
+    /// An invalid sampling parameter.
     #[error("{name} is {found}, but must be {allowed}")]
     Sampling {
-        /// Its name.
+        /// The name of the parameter.
         name: &'static str,
-        /// The number.
+        /// The value of the parameter.
         found: String,
-        /// The allowed ones.
+        /// The allowed values.
         allowed: &'static str,
     },
     /// A weight of a data file that cannot be used.
@@ -278,7 +278,7 @@ pub enum FinetuneError {
         /// The argument.
         text: String,
     },
-    /// A data file of an unknown kind.
+    /// A data file of an unknown format.
     #[error(
         "{} is of a kind that cannot be read; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt and \
          .md: rename or convert it",
@@ -288,12 +288,12 @@ pub enum FinetuneError {
         /// The file.
         path: PathBuf,
     },
-    /// A data file of which the records cannot be told apart.
+    /// A data file that cannot be split into records.
     #[error("{} cannot be read: {problem}", path.display())]
     DataFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do about it.
         problem: String,
     },
     /// A Parquet file that cannot be read.
@@ -301,13 +301,13 @@ pub enum FinetuneError {
     Parquet {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do about it.
         problem: String,
     },
-    /// No folder for tokenized samples.
+    /// No folder for tokenized samples is known.
     #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
     NoCache,
-    /// A record that cannot be used, where that is to stop.
+    /// A record that cannot be used, with options that do not allow this.
     #[error(
         "{unit} {line} of {} cannot be used: {reason}; correct it, or leave out --strict to skip such {unit}s",
         path.display(),
@@ -316,12 +316,12 @@ pub enum FinetuneError {
     Record {
         /// The file.
         path: PathBuf,
-        /// The line in which the record begins, or its row.
+        /// The line in which the record begins, or its row in a Parquet file.
         line: u64,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
-    /// A data file of which many records cannot be used.
+    /// A data file with many records that cannot be used.
     #[error(
         "{skipped} of {} records of {} are skipped: {why}; correct them, or give --allow_skipped to learn from the others",
         records,
@@ -330,19 +330,19 @@ pub enum FinetuneError {
     Skipped {
         /// The file.
         path: PathBuf,
-        /// Records that cannot be used, or have nothing to be learned.
+        /// The number of records that cannot be used or contain nothing to learn.
         skipped: u64,
-        /// All records.
+        /// The number of all records.
         records: u64,
-        /// What is wrong with them.
+        /// The problem of these records.
         why: String,
     },
-    /// A data file of which nothing can be learned.
+    /// A data file without anything to learn.
     #[error("{} has no sample to learn from: {reason}", path.display())]
     NoSamples {
         /// The file.
         path: PathBuf,
-        /// What became of its records.
+        /// A summary of what happened to the records of the file.
         reason: String,
     },
     /// Labels that cannot be learned.
@@ -350,15 +350,15 @@ pub enum FinetuneError {
     Labels {
         /// The last data file.
         path: PathBuf,
-        /// What is wrong with them, and what is needed.
+        /// The problem with the labels, and what is required.
         problem: String,
     },
-    /// A file of an adapter that cannot be used.
+    /// An adapter file that cannot be used.
     #[error("{} is not an adapter that can be used: {reason}", path.display())]
     AdapterFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what is allowed.
+        /// The problem, and what is allowed.
         reason: String,
     },
     /// An adapter for another model.
@@ -370,11 +370,11 @@ pub enum FinetuneError {
     AdapterDoesNotFit {
         /// The adapter's folder.
         path: PathBuf,
-        /// The model that it was trained on, where it says so.
+        /// The model that it was trained on, if the adapter names it.
         base: Option<String>,
         /// The tensor.
         tensor: String,
-        /// What does not fit.
+        /// The mismatch.
         problem: String,
     },
     /// An adapter without some of its tensors.
@@ -387,12 +387,12 @@ pub enum FinetuneError {
     IncompleteAdapter {
         /// The adapter's folder.
         path: PathBuf,
-        /// The model that it was trained on, where it says so.
+        /// The model that it was trained on, if the adapter names it.
         base: Option<String>,
         /// The first few tensors that are missing.
         names: String,
     },
-    /// A weight that is no number any more when an adapter is merged into it.
+    /// A weight that becomes NaN or infinite when an adapter is merged into it.
     #[error(
         "{tensor} with the adapter {} has the value {value}: the adapter's values or its lora_alpha are too large; train it \
          again with a lower learning rate, or correct its adapter_config.json",
@@ -406,13 +406,13 @@ pub enum FinetuneError {
         /// The value: NaN or infinite.
         value: f32,
     },
-    /// Logits that are no numbers, of weights that are.
+    /// Logits that are not finite although the weights are.
     #[error(
         "the model's logits are not finite: its weights are too large for what it computes with; take the model and the \
          adapter from an earlier checkpoint, or another --dtype"
     )]
     LogitsNotFinite,
-    /// A trained weight that is no number.
+    /// A trained weight that is NaN or infinite.
     #[error(
         "the trained {tensor} has the value {value} (element {element}): the last steps have diverged, and no result is \
          written; lower the learning rate, and continue from an earlier checkpoint or start anew"
@@ -420,12 +420,12 @@ pub enum FinetuneError {
     Diverged {
         /// The tensor.
         tensor: String,
-        /// The place of the first such value in it, row by row, from 0.
+        /// The position of the first such value in the tensor, in row-major order from 0.
         element: usize,
         /// The value: NaN or infinite.
         value: f32,
     },
-    /// A weight that a precision cannot hold.
+    /// A weight that a precision cannot represent.
     #[error("{tensor} has the value {value:?}, which {format} cannot hold; take another precision")]
     TooLarge {
         /// The tensor.
@@ -435,12 +435,12 @@ pub enum FinetuneError {
         /// The precision.
         format: String,
     },
-    /// A model or a tokenizer that a GGUF file cannot hold.
+    /// A model or a tokenizer that a GGUF file cannot represent.
     #[error("{} cannot be written as GGUF: {problem}", path.display())]
     Gguf {
         /// The folder or file.
         path: PathBuf,
-        /// What is wrong, and what is allowed.
+        /// The problem, and what is allowed.
         problem: String,
     },
     /// A checkpoint of a run with other settings.
@@ -456,7 +456,7 @@ pub enum FinetuneError {
         /// Each setting that differs, with the saved value and that of this run.
         differences: String,
     },
-    /// A checkpoint behind the last step of the run.
+    /// A checkpoint with more steps than the run.
     #[error(
         "checkpoint {} has {made} steps made, and this run is to have {total} in all: a result of fewer steps cannot be made \
          from it; give at least as many steps, or another folder for --save to start anew",
@@ -465,27 +465,27 @@ pub enum FinetuneError {
     StepsMade {
         /// The checkpoint.
         checkpoint: PathBuf,
-        /// Steps that it has.
+        /// The number of steps in the checkpoint.
         made: u64,
-        /// Steps of the run.
+        /// The number of steps of the run.
         total: u64,
     },
-    /// A run for which there is not enough memory in any way.
+    /// A run that does not fit into memory in any configuration.
     #[error(
         "this run needs {needed} a rank even with all states in files, and {had} are available to each of {ranks}; take a \
          shorter context or a smaller model, or give the job more memory"
     )]
     NothingFits {
-        /// Ranks of the job.
+        /// The number of ranks of the job.
         ranks: usize,
-        /// The least memory of a rank.
+        /// The minimum memory of a rank.
         needed: String,
-        /// What is available to a rank.
+        /// The memory available to a rank.
         had: String,
     },
 }
 
-/// What the records of a data file are known by.
+/// Returns the unit that locates the records of a data file: `line` or `row`.
 pub(super) fn unit(path: &Path) -> &'static str {
     if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("parquet")) { "row" } else { "line" }
 }
@@ -497,7 +497,8 @@ impl From<FinetuneError> for Error {
 }
 
 impl FinetuneError {
-    /// The error about tensor `name` of shape `found` in the first file, of which the second one says another shape.
+    /// Returns the error for tensor `name` of shape `found` in the first file, for which the second file describes
+    /// another shape.
     pub(super) fn not_as_described(
         name: &str,
         [file, description]: [&Path; 2],

@@ -1,4 +1,4 @@
-//! Fine-tuning: from data files to packed samples.
+//! Fine-tuning, from data files to a trained model.
 //!
 //! ```text
 //! files -> records -> conversation -> rendered text with spans -> ids with targets -> cache -> packed rows
@@ -7,20 +7,20 @@
 //! | step | type |
 //! |---|---|
 //! | tokenizer.json and the special tokens of a model's folder, or those of its GGUF file | [`Tokenizer`] |
-//! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
-//! | ids, and which of them are to be predicted | [`Sample`] |
-//! | files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
+//! | the model's chat template, and the assistant's ranges in its text | [`Template`], [`Conversation`] |
+//! | token ids, and which of them are to be predicted | [`Sample`] |
+//! | data files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
 //! | rows of a batch, packed or padded | [`Batches`] |
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
-//! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
-//! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | the encoder that is trained to classify, its rows and scores | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
+//! | initial values of adapters and of the base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`MemoryDemand`], [`MemoryFit`] |
-//! | the weights that QLoRA holds in four bits | [`is_quantized`] |
+//! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
-//! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
-//! | a whole run: what it is told, what it needs, its steps | [`Options`], [`PreparedRun`], [`FineTune`] |
+//! | the resulting model: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |
+//! | a complete run: its options, its inputs, its steps | [`Options`], [`PreparedRun`], [`FineTune`] |
 
 mod chat;
 mod data;

@@ -1,4 +1,4 @@
-//! The command line. Everything after the script's name belongs to the script.
+//! Parses the command line. Everything after the script's name belongs to the script.
 
 use super::launcher_variables::LauncherVariables;
 use super::ranks_per_host;
@@ -45,17 +45,17 @@ Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
 
 const HOSTS: &str = "Several hosts";
 
-/// The most hosts of a job.
+/// The maximum number of hosts of a job.
 const MOST_NODES: usize = 4096;
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
-/// Starts a training script on N ranks of this host or of several: builds it, runs it, stops all ranks when one fails.
+/// Start a training script on N ranks of one or several hosts: build it, run it, and stop all ranks if one fails.
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct ZerorunArguments {
-    /// Number of ranks (processes) on each host, or cpu, gpu or auto: as many as it has cores, GPUs, or GPUs if any; with
-    /// --hostfile, in place of its slots [also: $PET_NPROC_PER_NODE]
+    /// Number of ranks (processes) on each host; or cpu (one per core), gpu (one per GPU), or auto (one per GPU, or per
+    /// core without GPUs). With --hostfile, overrides its slots [also: $PET_NPROC_PER_NODE]
     #[arg(
         short = 'n',
         long = "num_ranks",
@@ -67,12 +67,13 @@ struct ZerorunArguments {
     )]
     ranks: u16,
 
-    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds
-    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds [default:
+    /// $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
 
-    /// How long the ranks may take to end after SIGINT, SIGTERM or SIGHUP to zerorun: time for a checkpoint
+    /// How long the ranks may take to exit after zerorun receives SIGINT, SIGTERM or SIGHUP, for example to save a
+    /// checkpoint
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
     grace: Duration,
 
@@ -80,127 +81,131 @@ struct ZerorunArguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// MASTER_PORT of the ranks [default: a free port]; on several hosts the port at which their launchers meet
+    /// MASTER_PORT of the ranks [default: a free port]; on several hosts, the port where their launchers connect
     /// [default: 29500]
     #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
-    /// Run on the hosts of this file, with a line `NAME slots=RANKS` for each, by ssh
+    /// Run on the hosts listed in this file, one line `NAME slots=RANKS` each, by ssh
     #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
     hostfile: Option<PathBuf>,
 
-    /// With --hostfile: only these hosts and slots, as HOST@HOST:0,2
+    /// With --hostfile: use only these hosts and slots, such as HOST@HOST:0,2
     #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
     include: String,
 
-    /// With --hostfile: all but these hosts and slots
+    /// With --hostfile: use all hosts and slots except these
     #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
     exclude: String,
 
-    /// With --hostfile: the first N hosts
+    /// With --hostfile: use the first N hosts
     #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
     num_nodes: Option<usize>,
 
-    /// With --hostfile: ssh's port
+    /// With --hostfile: port for ssh
     #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
     ssh_port: Option<u16>,
 
-    /// With --hostfile: reach a single host, and this one, by ssh too
+    /// With --hostfile: use ssh even for a single host and for this one
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
     force_multi: bool,
 
-    /// With --hostfile: what starts the ranks: zerorun on each host by ssh, or the mpirun of this host
+    /// With --hostfile: launcher of the ranks, zerorun on each host by ssh or mpirun on this host
     #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
     launcher: HostLauncherFlag,
 
-    /// With --launcher openmpi or mpich: arguments for mpirun, in one word, separated by spaces
+    /// With --launcher openmpi or mpich: arguments for mpirun, as one word separated by spaces
     #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
           requires = "hostfile", help_heading = HOSTS)]
     launcher_args: Option<String>,
 
-    /// Without --hostfile: the number of hosts, on each of which something else starts zerorun, or auto: as many as mpirun, srun
-    /// or jsrun has started it on; FEWEST:N may go on with fewer after --max_restarts [also: $PET_NNODES]
+    /// Without --hostfile: number of hosts on which something else starts zerorun, or auto: the number on which mpirun,
+    /// srun or jsrun started it. With FEWEST:N, --max_restarts may continue with fewer hosts [also: $PET_NNODES]
     #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
     nnodes: Option<String>,
 
-    /// With --nnodes: this host's number, from 0 [default: as the launcher that has started zerorun says, see docs/cluster.md]
+    /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun, see docs/cluster.md]
     #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
     node_rank: Option<usize>,
 
-    /// The address of host 0 [default: the hostfile's first name; with --nnodes also: $PET_RDZV_ENDPOINT, $PET_MASTER_ADDR]
+    /// Address of host 0 [default: the first name in the hostfile; with --nnodes also: $PET_RDZV_ENDPOINT,
+    /// $PET_MASTER_ADDR]
     #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     master_addr: Option<String>,
 
-    /// On host 0, where the others reach it through another address (NAT, a container's published port): the address of this host at
-    /// which they are awaited, for example 0.0.0.0 [default: that of --master_addr]
+    /// On host 0, if the others reach it at another address (NAT, a published container port): the local address to
+    /// listen on, such as 0.0.0.0 [default: the address of --master_addr]
     #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     bind_addr: Option<String>,
 
-    /// With --max_restarts: the fewest hosts to go on with when others are gone [default: all]
+    /// With --max_restarts: minimum number of hosts to continue with when others fail [default: all]
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
     min_nodes: Option<usize>,
 
-    /// With --nnodes: the first line of standard input is the secret, and its end is that of the job here
+    /// With --nnodes: read the secret from the first line of standard input, and end the job here when standard input
+    /// ends
     #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
     until_stdin_ends: bool,
 
-    /// Bind each rank to cores of its own: the physical cores of a host, divided evenly; it gets as many threads
+    /// Bind each rank to its own cores: the host's physical cores, divided evenly. A rank gets one thread per core
     #[arg(long = "bind_cores_to_rank", alias = "bind-cores-to-rank")]
     bind_cores_to_rank: bool,
 
-    /// With --bind_cores_to_rank: these cores of each host, as 0,2-4,6 [default: one thread of each physical core]
+    /// With --bind_cores_to_rank: use these cores of each host, such as 0,2-4,6 [default: one thread of each physical
+    /// core]
     #[arg(long = "bind_core_list", alias = "bind-core-list", value_name = "LIST", requires = "bind_cores_to_rank",
           value_parser = CoreList::parse)]
     bind_core_list: Option<CoreList>,
 
-    /// What joins the ranks of one host: shared memory alone, or MPI as under mpirun, to try it out; hosts always meet in MPI
-    /// [default: shm]
+    /// Transport between the ranks of one host: shared memory, or MPI as under mpirun, for testing. Several hosts
+    /// always use MPI [default: shm]
     #[arg(long, value_enum)]
     backend: Option<CommBackend>,
 
-    /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
+    /// Serve training metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 picks a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
 
-    /// How often the job is started again, in total, after a rank has failed [also: $PET_MAX_RESTARTS]
+    /// Maximum number of job restarts, in total, after a rank failure [also: $PET_MAX_RESTARTS]
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
-    /// With --max_restarts: the fewest ranks to continue with when starts keep failing within 10 s
-    /// [default: that of --num_ranks]
+    /// With --max_restarts: minimum number of ranks to continue with when starts keep failing within 10 s [default: the
+    /// number of --num_ranks]
     #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     min_ranks: Option<u16>,
 
-    /// Record the work of all ranks over time, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
-    /// [default: $CANDLE_ZERO_TIMELINE]
+    /// Record a timeline of all ranks as a trace in FILE, for Perfetto (ui.perfetto.dev) [default:
+    /// $CANDLE_ZERO_TIMELINE]
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
 
-    /// Print the folder of the package that would be built (generating it for a script), and stop
+    /// Print the folder of the package that would be built (generated for a script), and exit
     #[arg(long = "print_package", alias = "print-package")]
     print_package: bool,
 
-    /// A Rust file or an executable, then its own arguments
-    // One positional for both: clap would otherwise take the script's `--timeout` for ours.
+    /// A Rust file or an executable, followed by its arguments
+    // One positional for both: otherwise clap would take the script's `--timeout` for ours.
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
-/// What starts the ranks of a hostfile, by DeepSpeed's names.
+/// The launcher that starts the ranks of a hostfile, by DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum HostLauncherFlag {
     /// zerorun on each host, by ssh
     Ssh,
     /// Open MPI's mpirun
     Openmpi,
-    /// MPICH's mpirun, or another with its arguments
+    /// MPICH's mpirun, or another that accepts its arguments
     Mpich,
 }
 
 impl ZerorunArguments {
-    /// Takes what the variables of another launcher say where the command line says nothing. A hostfile says it all itself.
+    /// Fills in options that the command line omits from the variables of another launcher. A hostfile needs none of
+    /// them.
     fn fill_in(&mut self, given: &ArgMatches, variables: &LauncherVariables<'_>) -> Result<()> {
         const RESTARTS: &str = "PET_MAX_RESTARTS";
         let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
@@ -221,7 +226,7 @@ impl ZerorunArguments {
         Ok(())
     }
 
-    /// Where the ranks run. Of hosts that meet, the port at which they do is filled in.
+    /// Returns where the ranks run. With `--nnodes`, also fills in the port where the hosts connect.
     fn job_hosts(&mut self, own_ranks: bool, variables: &LauncherVariables<'_>) -> Result<JobHosts> {
         if let Some(file) = &self.hostfile {
             let selection = HostSelection {
@@ -270,21 +275,21 @@ impl ZerorunArguments {
     }
 }
 
-/// The fewest and the most hosts of `N` or `FEWEST:N`.
+/// Parses the minimum and the maximum number of hosts from `N` or `FEWEST:N`.
 fn hosts(text: &str) -> Option<(usize, usize)> {
     let (fewest, most) = text.split_once(':').unwrap_or((text, text));
     let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
     number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES)
 }
 
-/// Reads a command line whose first word is the program's own name.
+/// Parses a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<LaunchOptions, CommandLineError> {
-    // A value that is not UTF-8 is no number: its replacement characters are refused by name.
+    // A value that is not UTF-8 is not a number: its replacement characters are refused by name.
     let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     read_beside(words, &LauncherVariables(&lookup))
 }
 
-/// The same beside these variables.
+/// Parses a command line with the given variables.
 fn read_beside(
     words: impl IntoIterator<Item = OsString>,
     variables: &LauncherVariables<'_>,
@@ -330,7 +335,7 @@ fn read_beside(
     })
 }
 
-/// The problem of `--backend` with the other options, if any.
+/// Returns the conflict of `--backend` with the other options, if any.
 fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     let several = typed.hostfile.is_some() || typed.nnodes.is_some();
     (several && typed.backend == Some(CommBackend::Shm)).then(|| {
@@ -339,7 +344,7 @@ fn wrong_backend(typed: &ZerorunArguments) -> Option<String> {
     })
 }
 
-/// The problem of `--launcher` with the other options, if any.
+/// Returns the conflict of `--launcher` with the other options, if any.
 fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
     let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != HostLauncherFlag::Ssh) else {
         return typed.launcher_args.as_ref().map(|_| {
@@ -364,7 +369,7 @@ fn wrong_launcher(typed: &ZerorunArguments) -> Option<String> {
     })
 }
 
-/// The problem of `--min_nodes` with the other options, if any.
+/// Returns the conflict of `--min_nodes` with the other options, if any.
 fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
     let fewest = typed.min_nodes?;
     if typed.hostfile.is_none() && typed.nnodes.is_none() {
@@ -381,7 +386,7 @@ fn wrong_min_nodes(typed: &ZerorunArguments) -> Option<String> {
     })
 }
 
-/// The problem of `--min_ranks` with the other options, if any.
+/// Returns the conflict of `--min_ranks` with the other options, if any.
 fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
     if typed.hostfile.is_some() || typed.nnodes.is_some() {
@@ -400,7 +405,7 @@ fn wrong_min_ranks(typed: &ZerorunArguments) -> Option<String> {
     })
 }
 
-/// `500ms`, `90s`, `10m`, `2h`, `90`.
+/// Parses a duration such as `500ms`, `90s`, `10m`, `2h` or `90`.
 fn duration(text: &str) -> std::result::Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -414,7 +419,7 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
     match number.checked_mul(milliseconds) {
         Some(0) => Err("a rank cannot wait for zero time".to_string()),
-        // The ranks count in milliseconds and add to a clock: keep far from its end.
+        // The ranks count in milliseconds and add to a clock, so stay far below its maximum.
         Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
         _ => Err("at most 1000h".to_string()),
     }
@@ -432,7 +437,7 @@ mod tests {
         beside("", words)
     }
 
-    /// Beside variables, as `A=1 B=2`.
+    /// Parses a command line with variables given as `A=1 B=2`.
     fn beside(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
         let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
         let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
@@ -501,7 +506,7 @@ mod tests {
         }
     }
 
-    /// What is wrong, without the usage.
+    /// Returns the problem without the usage.
     fn wrong(words: &str) -> String {
         refusal(words).split("\n\n").next().unwrap_or_default().to_string()
     }
@@ -639,7 +644,7 @@ mod tests {
         let case = recorded_cases::case("cli-defaults");
         let argv: Vec<String> = serde_json::from_value(case["input"]["argv"].clone()).unwrap();
         let typed = ZerorunArguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
-        // Python says -1 where nothing is given.
+        // Python prints -1 if no value is given.
         let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
         let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();
         let found = json!({

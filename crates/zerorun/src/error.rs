@@ -1,4 +1,5 @@
-//! The errors of the launcher and the tools, beside those of the packages below. All become a [`candle_zero::Error`].
+//! The errors of the launcher and the tools, in addition to those of the packages below. Each becomes a
+//! [`candle_zero::Error`].
 
 pub(crate) use crate::launch::error::LaunchError;
 pub(crate) use crate::launch::hosts::error::HostsError;

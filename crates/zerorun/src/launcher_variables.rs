@@ -1,4 +1,4 @@
-//! What the variables of other launchers say where one of them has started `zerorun`, once on each host.
+//! Reads the variables of another launcher that has started `zerorun`, once on each host.
 //!
 //! | started by | this host's number | the number of hosts |
 //! | --- | --- | --- |
@@ -11,13 +11,14 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first whose number is set counts. An mpirun may itself be started by Slurm, and its own numbers are the right ones then.
+//! The first row whose number is set applies. If Slurm itself starts an mpirun, the numbers of mpirun are the right
+//! ones.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
 use std::str::FromStr;
 
-/// Names of this host's number and of the number of hosts.
+/// The variables of this host's number and of the number of hosts.
 const ROWS: [(&str, &[&str]); 8] = [
     ("PET_NODE_RANK", &[]),
     ("JOB_COMPLETION_INDEX", &[]),
@@ -35,25 +36,25 @@ const PORT: &str = "a port number from 1 to 65535";
 /// The variables of this process, or others in tests.
 pub(super) struct LauncherVariables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
 
-/// A host's number as its launcher says it.
+/// A host's number as given by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeNumber {
     /// This host's number.
     pub(super) node: usize,
-    /// The number of hosts, and the variable that says so.
+    /// The number of hosts, and the variable that gives it.
     pub(super) nodes: Option<(usize, &'static str)>,
 }
 
 impl LauncherVariables<'_> {
-    /// An empty value counts as not set.
+    /// Returns a variable's value. An empty value is the same as none.
     pub(super) fn get(&self, name: &str) -> Option<String> {
         (self.0)(name).filter(|value| !value.trim().is_empty())
     }
 
-    /// A number.
+    /// Parses a variable as a number.
     ///
     /// # Errors
-    /// The value is none.
+    /// Fails if the value is not a number.
     pub(super) fn number<T: FromStr>(&self, name: &'static str, expected: &'static str) -> Result<Option<T>> {
         let read = |value: String| match value.trim().parse() {
             Ok(number) => Ok(number),
@@ -62,10 +63,10 @@ impl LauncherVariables<'_> {
         self.get(name).map(read).transpose()
     }
 
-    /// This host's number, where a launcher says it.
+    /// Returns this host's number if a launcher gives it.
     ///
     /// # Errors
-    /// A value that is no number.
+    /// Fails if a value is not a number.
     pub(super) fn place(&self) -> Result<Option<NodeNumber>> {
         for (rank, sizes) in ROWS {
             let Some(node) = self.number(rank, COUNT)? else { continue };
@@ -80,15 +81,16 @@ impl LauncherVariables<'_> {
         Ok(None)
     }
 
-    /// `PET_RDZV_ENDPOINT`, HOST or HOST:PORT: the first host's address, and the port unless it is 0, which is any.
+    /// Parses `PET_RDZV_ENDPOINT`, HOST or HOST:PORT: the first host's address, and the port. Port 0 means any and is
+    /// omitted.
     ///
     /// # Errors
-    /// A port that is none.
+    /// Fails if the port is invalid.
     pub(super) fn endpoint(&self) -> Result<Option<(String, Option<u16>)>> {
         const NAME: &str = "PET_RDZV_ENDPOINT";
         let Some(value) = self.get(NAME) else { return Ok(None) };
         let text = value.trim();
-        // Of an address of IPv6 the port stands behind the bracket.
+        // The port of an IPv6 address follows the bracket.
         let (host, port) = match text.rsplit_once(':') {
             Some((host, port)) if !host.contains(':') || host.ends_with(']') => (host, Some(port)),
             _ => (text, None),
@@ -100,10 +102,10 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// The port of the first host: that of torchrun's variables.
+    /// Returns the port of the first host from torchrun's variables.
     ///
     /// # Errors
-    /// A value that is none.
+    /// Fails if the value is not a port.
     pub(super) fn master_port(&self) -> Result<Option<u16>> {
         match self.number("PET_MASTER_PORT", PORT)? {
             Some(0) => {
@@ -113,20 +115,20 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// `PET_NPROC_PER_NODE`.
+    /// Parses `PET_NPROC_PER_NODE`.
     ///
     /// # Errors
-    /// Neither a number nor one of torchrun's words; `gpu` where there is none.
+    /// Fails if the value is neither a number nor one of torchrun's words, or if it is `gpu` and there is no GPU.
     pub(super) fn ranks(&self) -> Result<Option<u16>> {
         let Some(text) = self.get("PET_NPROC_PER_NODE") else { return Ok(None) };
         let refused = |why| HostsError::BadRanks { text: text.clone(), why }.into();
         super::ranks_per_host::ranks(text.trim()).map(Some).map_err(refused)
     }
 
-    /// This host's number among `--nnodes`, which may be `auto`: the number of hosts then comes from the launcher.
+    /// Returns this host's number among `--nnodes`. If that is `auto`, the launcher gives the number of hosts.
     ///
     /// # Errors
-    /// Nothing says it, or the launcher has started another number of processes.
+    /// Fails if the number is unknown, or the launcher has started a different number of processes.
     pub(super) fn node(&self, given: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
         let place = self.place()?;
         let said = place.and_then(|place| place.nodes);
@@ -145,10 +147,10 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// Where the first host is: as the command line says, by torchrun's variables, by `MASTER_ADDR`.
+    /// Returns the address of the first host: from the command line, else torchrun's variables, else `MASTER_ADDR`.
     ///
     /// # Errors
-    /// An endpoint that is none; `nodes` hosts, and nothing says it.
+    /// Fails if the endpoint is invalid, or if there are `nodes` hosts and nothing gives the address.
     pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
         let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
         let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);
@@ -165,7 +167,7 @@ impl LauncherVariables<'_> {
 mod tests {
     use super::*;
 
-    /// Calls `f` with these variables, as `A=1 B=2`.
+    /// Calls `f` with variables given as `A=1 B=2`.
     fn with<T>(variables: &str, f: impl FnOnce(&LauncherVariables<'_>) -> T) -> T {
         let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
         let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
@@ -184,7 +186,7 @@ mod tests {
             "SLURM_NODEID=1 SLURM_NNODES=2",
             "SLURM_NODEID=1 SLURM_NNODES=8 SLURM_STEP_NUM_NODES=2",
             "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 PMIX_RANK=0",
-            // The daemons of an mpirun are Slurm's tasks, on all hosts but the first.
+            // The daemons of an mpirun are Slurm's tasks, on all hosts except the first.
             "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_NODEID=0 SLURM_NNODES=1",
         ] {
             assert_eq!(node(variables, Some(2)).unwrap(), (1, 2), "{variables}");

@@ -1,7 +1,7 @@
-//! The `zerorun` command: starts a training script on N ranks of this host, or runs a tool.
+//! The `zerorun` command: starts a training script on N ranks of one or several hosts, or runs a tool.
 //!
-//! The first word decides: one that names a tool goes to `tools`; else `args` reads the command line of a start, with
-//! what `launcher_variables` finds in the variables of another launcher, and `launch` carries it out.
+//! The first word decides. If it names a tool, `tools` runs it. Otherwise `args` parses the command line,
+//! `launcher_variables` adds the variables of another launcher, and `launch` starts the script.
 
 mod args;
 mod error;
@@ -19,14 +19,14 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: BoundedAllocator = BoundedAllocator;
 
-/// Exit code for a script that does not compile, the same as cargo's.
+/// The exit code for a script that does not compile, the same as cargo's.
 const EXIT_COMPILE: u8 = 101;
 
-/// The whole of `zerorun`: reads the command line, builds the script, runs the ranks; or runs a tool.
+/// Reads the command line, builds the script and runs the ranks; or runs a tool.
 ///
-/// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
-/// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a
-/// wrong command line or set-up, 101 for a script that does not compile.
+/// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends. Returns the
+/// exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong command line or
+/// setup, 101 for a script that does not compile.
 fn main() -> ExitCode {
     candle_zero::sandbox::explain_limits();
     let mut words = std::env::args_os().skip(1).peekable();
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A script that is not there may be a tool whose name was mistyped.
+/// Suggests a tool if a script does not exist, because its name may be a mistyped tool.
 fn naming_the_tool(error: Error) -> Error {
     let (path, found, mut fix) = match error.downcast() {
         Ok(LaunchError::NotStartable { path, found, fix }) => (path, found, fix),

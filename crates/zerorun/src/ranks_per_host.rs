@@ -1,16 +1,17 @@
-//! The number of ranks on a host: a number, or one of torchrun's words.
+//! Parses the number of ranks on a host: a number, or one of torchrun's words.
 
-/// The most ranks of a host.
+/// The maximum number of ranks of a host.
 const MOST: u16 = 1024;
-/// Where NVIDIA's driver lists its devices.
+/// The folder in which NVIDIA's driver lists its devices.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
-/// Which of them programs see.
+/// The variable that selects the devices visible to programs.
 const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
-/// Reads `N`, `cpu` (as many as cores that this process may use), `gpu` (as many as GPUs), or `auto` (GPUs or, without any, cores).
+/// Parses `N`, `cpu` (the number of cores that this process may use), `gpu` (the number of GPUs), or `auto` (GPUs or,
+/// if there are none, cores).
 ///
 /// # Errors
-/// What is wrong with the text, or that there is no GPU.
+/// Returns the problem with the text, or that there is no GPU.
 pub(super) fn ranks(text: &str) -> Result<u16, String> {
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     let number = match text {
@@ -31,7 +32,7 @@ pub(super) fn ranks(text: &str) -> Result<u16, String> {
     }
 }
 
-/// The number of GPUs that programs see.
+/// Returns the number of GPUs that programs see.
 fn gpus() -> usize {
     let there = std::fs::read_dir(GPUS).map_or(0, |entries| entries.flatten().count());
     match std::env::var(DEVICES) {
@@ -40,7 +41,7 @@ fn gpus() -> usize {
     }
 }
 
-/// How many devices a list names: those behind a negative number do not count.
+/// Counts the devices that a list names. Devices after a negative number do not count.
 fn visible(devices: &str) -> usize {
     devices.split(',').map(str::trim).take_while(|device| !device.is_empty() && !device.starts_with('-')).count()
 }

@@ -1,8 +1,8 @@
 //! Reads checkpoints that DeepSpeed wrote at ZeRO stages 1, 2 and 3.
 //!
-//! They are Python pickles in zip archives, one per rank. A pickle is a program; this reads it as data, runs nothing of
-//! it, and needs no Python. Only what is asked for is read from the archives, by its place, so that a checkpoint can
-//! be larger than memory.
+//! They are Python pickles in zip archives, one per rank. A pickle is a program; this module reads it as data, runs
+//! nothing of it, and needs no Python. Only the requested parts are read from the archives, by their position, so that
+//! a checkpoint can be larger than memory.
 //!
 //! ```no_run
 //! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, DeepSpeedState};
@@ -19,8 +19,8 @@
 //! ```text
 //! tag_files   tag, names of files        torch_archive   zip entries
 //! model_file  parameters, counters       pickle, pickle_value, stored_tensor   opcodes as data
-//! optim_file  masters, moments, scaler   partition       which rank holds which elements
-//! mod.rs      the whole
+//! optim_file  masters, states, scaler    partition       which rank holds which elements
+//! mod.rs      the checkpoint as one
 //! ```
 
 mod model_file;
@@ -60,7 +60,7 @@ pub enum DeepSpeedState {
 }
 
 impl DeepSpeedState {
-    /// DeepSpeed's name of it.
+    /// Returns DeepSpeed's name of the state.
     pub fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
@@ -77,12 +77,12 @@ pub struct DeepSpeedCheckpoint {
     model: ModelFile,
     parameters: Vec<DeepSpeedParameter>,
     buffers: Vec<DeepSpeedBuffer>,
-    /// Where each parameter lies.
+    /// The position of each parameter.
     places: Vec<ParameterLocation>,
     ranks: Vec<OptimFile>,
 }
 
-/// The place of a parameter: at stages 1 and 2 in the flat space of its group, at stage 3 in that of each rank.
+/// The position of a parameter: at stages 1 and 2 in the flat space of its group, at stage 3 in that of each rank.
 #[derive(Debug)]
 struct ParameterLocation {
     group: usize,
@@ -90,10 +90,11 @@ struct ParameterLocation {
 }
 
 impl DeepSpeedCheckpoint {
-    /// Opens the folder that `save_checkpoint` was given, or the folder of a tag in it. Without `tag`, the file
+    /// Opens the folder that was passed to `save_checkpoint`, or the folder of a tag in it. Without `tag`, the file
     /// `latest` names the tag.
     ///
-    /// All is checked but the elements themselves: that the files of all ranks are there, complete, and of one shape.
+    /// Everything except the elements themselves is checked: the files of all ranks exist, are complete, and have
+    /// matching shapes.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Self> {
         let files = TagFiles::list(tag_files::find(dir.as_ref(), tag)?)?;
         let first = OptimFile::open(files.optim(0)?)?;
@@ -119,116 +120,116 @@ impl DeepSpeedCheckpoint {
         Ok(checkpoint)
     }
 
-    // ---- what it is ----------------------------------------------------------------------------
+    // ---- metadata ------------------------------------------------------------------------------
 
-    /// The folder of the tag.
+    /// Returns the folder of the tag.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The ZeRO stage, 1 to 3.
+    /// Returns the ZeRO stage, 1 to 3.
     pub fn stage(&self) -> u8 {
         self.ranks[0].stage
     }
 
-    /// Ranks of the run that wrote it.
+    /// Returns the number of ranks of the run that wrote it.
     pub fn world_size(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The parameters, in DeepSpeed's order.
+    /// Returns the parameters, in DeepSpeed's order.
     pub fn parameters(&self) -> &[DeepSpeedParameter] {
         &self.parameters
     }
 
-    /// The model's buffers that PyTorch keeps in its state (`buffer_names`), as the first rank has them.
+    /// Returns the model's buffers that PyTorch keeps in its state (`buffer_names`), with the first rank's values.
     pub fn buffers(&self) -> &[DeepSpeedBuffer] {
         &self.buffers
     }
 
-    /// Why others cannot be read, with their names: complex numbers, views that jump.
+    /// Returns the reasons why some buffers cannot be read, with their names: complex numbers, or non-contiguous views.
     pub fn unread_buffers(&self) -> &[String] {
         &self.model.unread_buffers
     }
 
-    /// Other names of parameters that a model uses twice: (`lm_head.weight`, `wte.weight`), the second one being in
-    /// [`parameters`](Self::parameters).
+    /// Returns the other names of parameters that a model uses twice: (`lm_head.weight`, `wte.weight`), where the
+    /// second one is in [`parameters`](Self::parameters).
     pub fn aliases(&self) -> &[(String, String)] {
         &self.model.aliases
     }
 
-    /// The index of the parameter of that name or alias.
+    /// Returns the index of the parameter with that name or alias.
     pub fn index_of(&self, name: &str) -> Option<usize> {
         let alias = self.model.aliases.iter().find(|(alias, _)| alias == name);
         let name = alias.map_or(name, |(_, target)| target);
         self.parameters.iter().position(|parameter| parameter.name == name)
     }
 
-    /// DeepSpeed's names of what its optimizer keeps of each parameter; none before the first step.
+    /// Returns DeepSpeed's names of the optimizer states of each parameter; empty before the first step.
     pub fn optimizer_states(&self) -> Vec<&str> {
         let names = self.ranks[0].groups.first().map(|group| group.states.keys().map(String::as_str).collect());
         names.unwrap_or_default()
     }
 
-    /// Whether `state` can be read.
+    /// Returns whether `state` can be read.
     pub fn has(&self, state: DeepSpeedState) -> bool {
         state == DeepSpeedState::Master || self.optimizer_states().contains(&state.name())
     }
 
-    /// DeepSpeed's version.
+    /// Returns DeepSpeed's version.
     pub fn ds_version(&self) -> Option<&str> {
         self.model.ds_version.as_deref()
     }
 
-    /// The configuration of the run that wrote it.
+    /// Returns the configuration of the run that wrote it.
     pub fn ds_config(&self) -> &Json {
         &self.model.ds_config
     }
 
-    /// The client state that the script gave to `save_checkpoint`. Values that JSON cannot express are null.
+    /// Returns the client state that the script passed to `save_checkpoint`. Values that JSON cannot express are null.
     pub fn client_state(&self) -> &Map<String, Json> {
         &self.model.client_state
     }
 
     // ---- counters ------------------------------------------------------------------------------
 
-    /// Optimizer steps, skipped ones included.
+    /// Returns the number of optimizer steps, including skipped ones.
     pub fn global_steps(&self) -> u64 {
         self.model.global_steps
     }
 
-    /// Samples of all ranks.
+    /// Returns the number of samples of all ranks.
     pub fn global_samples(&self) -> u64 {
         self.model.global_samples
     }
 
-    /// Steps that were skipped because of overflow.
+    /// Returns the number of steps that were skipped because of overflow.
     pub fn skipped_steps(&self) -> u64 {
         self.model.skipped_steps
     }
 
-    /// The counter of the learning-rate scheduler, if there was one: -1 before its first step.
+    /// Returns the counter of the learning-rate scheduler, if there was one: -1 before its first step.
     pub fn last_batch_iteration(&self) -> Option<i64> {
         self.model.last_batch_iteration
     }
 
-    /// Adam's own step counter, which skipped steps do not advance; `None` before the first step.
+    /// Returns Adam's own step counter, which skipped steps do not advance; `None` before the first step.
     pub fn optimizer_step(&self) -> Option<u64> {
         self.ranks[0].step
     }
 
-    /// The optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null where
+    /// Returns the optimizer's param groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null if
     /// they were not saved (`elastic_checkpoint`).
     pub fn param_groups(&self) -> &Json {
         &self.ranks[0].param_groups
     }
 
-    /// The loss scale in force: 1 where nothing was scaled.
+    /// Returns the current loss scale: 1 if the loss was not scaled.
     pub fn loss_scale(&self) -> f64 {
         self.ranks[0].loss_scale.unwrap_or(1.0)
     }
 
-    /// The state of the loss scaler, if it is dynamic.
+    /// Returns the state of the loss scaler, if it is dynamic.
     pub fn dynamic_scaler(&self) -> Option<&DynamicScaler> {
         self.ranks[0].scaler.as_ref()
     }
@@ -241,7 +242,7 @@ impl DeepSpeedCheckpoint {
         self.read_range(state, parameter, 0..elements)
     }
 
-    /// Reads the elements `range` of one parameter's `state`: what a rank that owns a share of it needs.
+    /// Reads the elements `range` of one parameter's `state`, as needed by a rank that owns a shard of it.
     pub fn read_range(&self, state: DeepSpeedState, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
             let problem = format!("parameter {parameter} was asked for; it has {}", self.parameters.len());
@@ -281,8 +282,8 @@ impl DeepSpeedCheckpoint {
         Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
     }
 
-    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once and compares them with the
-    /// checksums in the files, which [`read`](Self::read) does not.
+    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once and compares them with
+    /// the checksums in the files. [`read`](Self::read) does not compare checksums.
     pub fn verify(&self) -> Result<()> {
         if !self.buffers.is_empty() {
             self.model.archive.verify()?;
@@ -290,12 +291,12 @@ impl DeepSpeedCheckpoint {
         self.ranks.iter().try_for_each(|rank| rank.archive.verify())
     }
 
-    /// The ranks' parts of the flat space of a group (stages 1 and 2).
+    /// Returns the ranks' parts of the flat space of a group (stages 1 and 2).
     fn group_parts(&self, state: DeepSpeedState, group: usize) -> Result<Vec<FlatTensor<'_>>> {
         self.ranks.iter().map(|rank| FlatTensor::of(rank, state, group)).collect()
     }
 
-    /// A rank's sub-groups (stage 3).
+    /// Returns a rank's sub-groups (stage 3).
     fn rank_parts(&self, state: DeepSpeedState, rank: usize) -> Result<Vec<FlatTensor<'_>>> {
         let rank = &self.ranks[rank];
         (0..rank.groups.len()).map(|group| FlatTensor::of(rank, state, group)).collect()
@@ -303,7 +304,7 @@ impl DeepSpeedCheckpoint {
 
     // ---- checks --------------------------------------------------------------------------------
 
-    /// An error unless the flat tensors have the lengths that follow from the parameters' shapes.
+    /// Returns an error unless the flat tensors have the lengths that follow from the parameters' shapes.
     fn check_lengths(&self) -> Result<()> {
         let states = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq];
         for state in states.into_iter().filter(|state| self.has(*state)) {
@@ -366,7 +367,7 @@ impl<'a> FlatTensor<'a> {
     }
 }
 
-/// The error of a state that a group does not have.
+/// Returns the error for a state that a group does not have.
 fn without(rank: &OptimFile, state: DeepSpeedState, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
     let found = if names.is_empty() { "nothing".into() } else { crate::util::list(&names) };
@@ -378,7 +379,7 @@ fn without(rank: &OptimFile, state: DeepSpeedState, group: usize) -> Error {
     wrong(rank.archive.path(), problem)
 }
 
-/// Elements of all parts.
+/// Returns the number of elements of all parts.
 fn total(parts: &[FlatTensor<'_>]) -> Option<usize> {
     parts.iter().try_fold(0usize, |sum, part| sum.checked_add(part.tensor.length))
 }
@@ -388,7 +389,7 @@ fn lengths_differ(state: DeepSpeedState, of: &str, found: Option<usize>, needed:
     format!("{} of {of} has {found} elements, but param_shapes need {needed}", state.name())
 }
 
-/// Reads elements `range` of the space in which `parts` follow each other.
+/// Reads elements `range` of the concatenated `parts`.
 fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> Result<()> {
     let lengths: Vec<_> = parts.iter().map(|part| part.tensor.length).collect();
     for partition::TensorRange { tensor, range } in partition::cut(&lengths, range) {
@@ -401,7 +402,7 @@ fn copy(parts: &[FlatTensor<'_>], range: Range<usize>, mut out: &mut [f32]) -> R
     Ok(())
 }
 
-/// Where each parameter begins. Sums are checked here once for all later arithmetic.
+/// Returns the start of each parameter. Sums are checked here once for all later arithmetic.
 fn places(groups: &[Vec<DeepSpeedParameter>], stage: u8, world_size: usize) -> Result<Vec<ParameterLocation>, String> {
     let mut places = vec![];
     let mut start: usize = 0;

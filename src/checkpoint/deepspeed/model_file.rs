@@ -1,4 +1,4 @@
-//! The content of the first rank's model file: the parameters, counters, and the values that the user's script stored.
+//! The content of the first rank's model file: parameters, counters, and the values that the user's script stored.
 
 use super::pickle::PickleProblem;
 use super::pickle_value::PickleValue;
@@ -14,15 +14,15 @@ use std::path::Path;
 /// A parameter of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeepSpeedParameter {
-    /// Its name in the model.
+    /// The name in the model.
     pub name: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
     elements: usize,
 }
 
 impl DeepSpeedParameter {
-    /// The product of its shape.
+    /// Returns the product of the shape.
     pub fn elements(&self) -> usize {
         self.elements
     }
@@ -31,12 +31,12 @@ impl DeepSpeedParameter {
 /// A buffer of the model: a tensor that is not trained, such as running statistics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeepSpeedBuffer {
-    /// Its name in the model.
+    /// The name in the model.
     pub name: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
-    /// Its type: that of the file, and one that holds the same values for what Candle does not have (int8 as I16, bool
-    /// as U8).
+    /// The type: that of the file, or for types that Candle lacks, one that can represent their values (int8 as I16,
+    /// bool as U8).
     pub dtype: DType,
 }
 
@@ -44,13 +44,13 @@ pub struct DeepSpeedBuffer {
 #[derive(Debug)]
 pub(super) struct ModelFile {
     pub archive: TorchArchive,
-    /// The model's buffers, and where they lie.
+    /// The model's buffers, and their positions.
     pub buffers: Vec<(DeepSpeedBuffer, StoredTensor)>,
-    /// Why others cannot be read.
+    /// The reasons why other buffers cannot be read.
     pub unread_buffers: Vec<String>,
     /// Trained parameters in the order of the flat space, one list per group (at stage 3, sub-group).
     pub groups: Vec<Vec<DeepSpeedParameter>>,
-    /// Other names of parameters: the name, and the one that the parameter is known by.
+    /// The aliases of parameters: the alias, and the name in `groups`.
     pub aliases: Vec<(String, String)>,
     pub world_size: usize,
     pub global_steps: u64,
@@ -62,7 +62,7 @@ pub(super) struct ModelFile {
     pub client_state: Map<String, Json>,
 }
 
-/// The keys that DeepSpeed itself writes; all others are the client state's.
+/// The keys that DeepSpeed itself writes; all others belong to the client state.
 const KEYS: &[&str] = &[
     "module",
     "buffer_names",
@@ -86,15 +86,15 @@ const KEYS: &[&str] = &[
     "ds_config",
     "ds_version",
 ];
-/// The longest name of a parameter.
+/// The maximum length of a parameter's name.
 const NAME_LIMIT: usize = 1000;
-/// Names that a message shows.
+/// The maximum number of names in a message.
 const NAMES_SHOWN: usize = 3;
-/// Buffers of the same memory.
+/// The maximum ratio of the buffers' bytes to the stored bytes, because buffers may share storage.
 const MOST_SHARED: u64 = 100;
 
 impl ModelFile {
-    /// Reads all but the tensors.
+    /// Reads everything except the tensors.
     pub fn open(path: &Path) -> Result<Self> {
         let (archive, pickle) = TorchArchive::open(path)?;
         let root = PickleValue::root(&pickle);
@@ -134,7 +134,7 @@ impl ModelFile {
     }
 }
 
-/// The parts of a sound checkpoint that cannot be read here.
+/// Returns the part of a valid checkpoint that cannot be read here, if there is one.
 fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
@@ -154,7 +154,7 @@ fn beyond(root: &PickleValue<'_>) -> Result<Option<String>, PickleProblem> {
     }))
 }
 
-/// One ordered map from names to shapes.
+/// Reads one ordered map from names to shapes.
 fn parameters(map: &PickleValue<'_>) -> Result<Vec<DeepSpeedParameter>, PickleProblem> {
     let parameter = |(name, value): (&str, PickleValue<'_>)| {
         if name.len() > NAME_LIMIT {
@@ -187,11 +187,11 @@ fn aliases(root: &PickleValue<'_>) -> Result<Vec<(String, String)>, PickleProble
     shared.entries()?.into_iter().map(alias).collect()
 }
 
-/// Buffers with their values, and why others cannot be read.
+/// Buffers with their values, and the reasons why others cannot be read.
 type ReadBuffers = (Vec<(DeepSpeedBuffer, StoredTensor)>, Vec<String>);
 
-/// The tensors of `module` that `buffer_names` lists, and why some cannot be read. At stage 3 parameters are empty there,
-/// buffers are whole.
+/// Returns the tensors of `module` that `buffer_names` lists, and the reasons why some cannot be read. At stage 3
+/// parameters are empty there, but buffers are complete.
 fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers, PickleProblem> {
     let (mut buffers, mut unread) = (vec![], vec![]);
     let (Some(names), Some(module)) = (root.find("buffer_names"), root.find("module")) else {
@@ -212,7 +212,7 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
             Err(problem) => unread.push(problem),
         }
     }
-    // They are read into memory, where each has its own.
+    // They are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
     match bytes > archive.stored().saturating_mul(MOST_SHARED) {
         true => {

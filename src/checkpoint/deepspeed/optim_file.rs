@@ -1,4 +1,5 @@
-//! The content of one rank's optimizer file: where its masters and moments lie, and its counters.
+//! The content of one rank's optimizer file: the positions of its master weights and optimizer states, and its
+//! counters.
 
 use super::pickle::PickleProblem;
 use super::pickle_value::PickleValue;
@@ -16,7 +17,7 @@ pub(super) struct OptimFile {
     pub archive: TorchArchive,
     pub stage: u8,
     pub world_size: usize,
-    /// One per parameter group at stages 1 and 2, one per sub-group at stage 3.
+    /// One per param group at stages 1 and 2, one per sub-group at stage 3.
     pub groups: Vec<OptimFileGroup>,
     /// The optimizer's own step counter, which skipped steps do not advance.
     pub step: Option<u64>,
@@ -25,41 +26,41 @@ pub(super) struct OptimFile {
     pub param_groups: Json,
 }
 
-/// Flat tensors of one group.
+/// The flat tensors of one group.
 #[derive(Debug)]
 pub(super) struct OptimFileGroup {
     pub master: StoredTensor,
-    /// States by DeepSpeed's name; none before the first step.
+    /// The states by DeepSpeed's names; empty before the first step.
     pub states: BTreeMap<String, StoredTensor>,
 }
 
-/// State of DeepSpeed's dynamic loss scaler, with its names.
+/// The state of DeepSpeed's dynamic loss scaler, with DeepSpeed's names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DynamicScaler {
-    /// The scale in force.
+    /// The current scale.
     pub cur_scale: f64,
-    /// Steps that it has seen, skipped ones included.
+    /// The number of steps so far, including skipped ones.
     pub cur_iter: i64,
     /// The step of the last overflow; -1 before the first.
     pub last_overflow_iter: i64,
-    /// The factor by which it grows and shrinks.
+    /// The factor by which the scale grows and shrinks.
     pub scale_factor: f64,
-    /// Clean steps after which it grows.
+    /// The number of steps without overflow after which the scale grows.
     pub scale_window: i64,
-    /// The smallest scale.
+    /// The minimum scale.
     pub min_scale: f64,
-    /// Overflows of which only the last shrinks it (`fp16.hysteresis`).
+    /// The number of overflows of which only the last one shrinks the scale (`fp16.hysteresis`).
     pub delayed_shift: i64,
-    /// The rest of them.
+    /// The number of overflows remaining until the scale shrinks.
     pub cur_hysteresis: i64,
-    /// Whether each clean step refills them.
+    /// Whether each step without overflow resets `cur_hysteresis`.
     pub consecutive_hysteresis: bool,
-    /// Whether an overflow at the smallest scale ends the run.
+    /// Whether an overflow at the minimum scale ends the run.
     pub raise_error_at_min_scale: bool,
 }
 
 impl OptimFile {
-    /// Reads all but the tensors.
+    /// Reads everything except the tensors.
     pub fn open(path: &Path) -> Result<Self> {
         let (archive, pickle) = TorchArchive::open(path)?;
         let wrong = |problem: PickleProblem| damaged(path, &problem);
@@ -77,7 +78,7 @@ impl OptimFile {
         Ok(Self { archive, stage, world_size, groups, step, loss_scale, scaler, param_groups })
     }
 
-    /// An error unless this file is of the same run and moment as the first rank's.
+    /// Returns an error unless this file is from the same run and step as the first rank's.
     pub fn check_alike(&self, first: &Self) -> Result<()> {
         let states = |file: &Self| -> BTreeSet<String> {
             file.groups.iter().flat_map(|group| group.states.keys().cloned()).collect()
@@ -101,7 +102,7 @@ impl OptimFile {
     }
 }
 
-/// The list of masters and the optimizer's state.
+/// Returns the list of master weights and the optimizer's states.
 fn find_states<'a>(
     root: &PickleValue<'a>,
     stage: u8,
@@ -109,7 +110,7 @@ fn find_states<'a>(
     match stage {
         1 | 2 => {
             let masters = root.get("single_partition_of_fp32_groups")?;
-            // With `elastic_checkpoint`, a list of the groups' states.
+            // With `elastic_checkpoint`, it is a list of the groups' states.
             let base = root.get("base_optimizer_state")?;
             let states = if base.items().is_ok() { Some(base) } else { base.find("state") };
             Ok((masters, states))
@@ -132,7 +133,7 @@ fn groups(
         // Before the first step a group has no state.
         if let Some(state) = states.and_then(|states| states.item(index).ok()) {
             for (name, value) in state.entries()? {
-                // The counter can be a tensor too.
+                // The counter can be a tensor, too.
                 if name != STEP && value.call().is_some() {
                     let tensor = StoredTensor::of_weights(&value)?;
                     archive.check(&tensor)?;
@@ -148,7 +149,7 @@ fn groups(
 /// The name of the step counter.
 const STEP: &str = "step";
 
-/// The step counter, which must be the same in all groups.
+/// Returns the step counter, which must be the same in all groups.
 fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Result<Option<u64>> {
     let wrong = |problem: PickleProblem| damaged(archive.path(), &problem);
     let mut steps = vec![];
@@ -177,7 +178,7 @@ fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Resu
     Ok(Some(first as u64))
 }
 
-/// The number of ranks: a number, or one number per group.
+/// Returns the number of ranks, which is stored as one number or one number per group.
 fn partition_count(root: &PickleValue<'_>) -> Result<usize, PickleProblem> {
     let count = root.get("partition_count")?;
     let counts: Vec<usize> = match count.items() {
@@ -199,7 +200,7 @@ fn param_groups(root: &PickleValue<'_>, stage: u8) -> Result<Json, PickleProblem
     }
 }
 
-/// The scale in force and, where it is dynamic, the rest of the scaler's state.
+/// Returns the current scale and, if it is dynamic, the scaler's state.
 fn scaler(root: &PickleValue<'_>) -> Result<(Option<f64>, Option<DynamicScaler>), PickleProblem> {
     let Some(object) = root.find("loss_scaler") else { return Ok((None, None)) };
     let state = object.attributes().ok_or_else(|| object.unlike("a loss scaler with its state"))?;

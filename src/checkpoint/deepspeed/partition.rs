@@ -1,29 +1,29 @@
-//! Where a parameter lies in what the ranks saved: integer arithmetic alone.
+//! The position of a parameter in the data that the ranks saved: integer arithmetic only.
 //!
 //! ```text
-//! stages 1, 2   one flat space per parameter group, cut into one part per rank
+//! stages 1, 2   one flat space per param group, cut into one part per rank
 //!
 //!               | wte           | wpe      | ln   | ... | padding |
 //!               |   rank 0           |   rank 1                   |
 //!
-//! stage 3       each parameter is cut into one piece per rank, ceil(elements / ranks) long; a rank's pieces follow
-//!               each other
+//! stage 3       each parameter is cut into one piece per rank, ceil(elements / ranks) long; a rank's pieces are
+//!               concatenated
 //!
 //!      rank 0   | wte 0..a      | wpe 0..b      | ... |
-//!      rank 1   | wte a..end, . | wpe b..end, . | ... |        . padding, which can hold anything
+//!      rank 1   | wte a..end, . | wpe b..end, . | ... |        . padding, which can have any value
 //! ```
 
 use crate::layout::shard_len;
 use std::ops::Range;
 
-/// A run of elements of one of several tensors.
+/// A range of elements in one of several tensors.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct TensorRange {
     pub tensor: usize,
     pub range: Range<usize>,
 }
 
-/// Elements `range` of the space in which tensors of these lengths follow each other.
+/// Returns the position of elements `range` in the concatenation of tensors with these lengths.
 pub(super) fn cut(lengths: &[usize], range: Range<usize>) -> Vec<TensorRange> {
     let mut pieces = vec![];
     let mut start = 0;
@@ -38,8 +38,8 @@ pub(super) fn cut(lengths: &[usize], range: Range<usize>) -> Vec<TensorRange> {
     pieces
 }
 
-/// The ranks that hold elements `range` of a parameter of `elements` at stage 3, and which of their own elements those
-/// are.
+/// Returns the ranks that hold elements `range` of a parameter with `elements` elements at stage 3, and the ranges
+/// within the ranks' own elements.
 pub(super) fn ranks_of(elements: usize, world_size: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let length = shard_len(elements, world_size);
     let mut pieces = vec![];

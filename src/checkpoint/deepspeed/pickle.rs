@@ -1,19 +1,19 @@
-//! Python pickles read as data. The opcodes are followed as a list of notes on how to build values; nothing that they
-//! name is ever looked up or called. What a class would have made of its arguments is kept as class and arguments.
+//! Reads Python pickles as data. The opcodes are followed as a list of instructions for building values; nothing that
+//! they name is ever looked up or called. An object is kept as its class and the arguments of its constructor.
 //!
-//! Values live in one list and point to each other by index, so that values that share a part, or contain
-//! themselves, cost nothing and are freed without recursion.
+//! Values live in one list and refer to each other by index, so that shared and recursive values cost nothing and are
+//! freed without recursion.
 
 use std::collections::HashMap;
 
-/// Index of a node in its pickle.
+/// The index of a node in its pickle.
 pub(super) type PickleNodeId = usize;
 
-/// Text of what is wrong; who knows the file adds its name.
+/// The description of a problem; callers that know the file add its name.
 pub(super) type PickleProblem = String;
 
-/// Values of a pickle: a byte can ask for one, which takes some forty times as much memory. Checkpoints of a hundred
-/// thousand tensors have fewer.
+/// The maximum number of values in a pickle: one byte can create a value, which needs about forty times as much memory.
+/// Checkpoints with 100,000 tensors have fewer.
 const NODES: usize = 4 << 20;
 
 /// One value.
@@ -26,19 +26,19 @@ pub(super) enum PickleNode {
     Text(String),
     Tuple(Vec<PickleNodeId>),
     List(Vec<PickleNodeId>),
-    /// In the order in which entries were set; of equal keys the last one counts.
+    /// Entries in the order in which they were set; of equal keys the last one counts.
     Dict(Vec<(PickleNodeId, PickleNodeId)>),
     /// The name of a class or function, `module.name`.
     Global(String),
-    /// The value that a class or function would have returned.
+    /// The class or function, its arguments and its state, instead of the value that it would have returned.
     Object {
         class: PickleNodeId,
         arguments: PickleNodeId,
         state: Option<PickleNodeId>,
     },
-    /// A reference to something outside of the pickle: a storage.
+    /// A reference to something outside the pickle: a storage.
     Persistent(PickleNodeId),
-    /// A value that nothing here needs: bytes, or a number of more than 64 bits.
+    /// A value that is not needed here: bytes, or a number of more than 64 bits.
     Opaque,
 }
 
@@ -71,24 +71,24 @@ impl Pickle {
     }
 
     pub fn node(&self, id: PickleNodeId) -> &PickleNode {
-        // Indices come from `PickleMachine::node` alone.
+        // Indices are created only by `PickleMachine::node`.
         &self.nodes[id]
     }
 }
 
-/// The stack machine whose program a pickle is.
+/// The stack machine that executes a pickle.
 struct PickleMachine<'a> {
     bytes: &'a [u8],
     position: usize,
     nodes: Vec<PickleNode>,
     stack: Vec<PickleNodeId>,
-    /// Heights of the stack that were marked.
+    /// The heights of the stack at the marks.
     marks: Vec<usize>,
     memo: HashMap<u32, PickleNodeId>,
 }
 
 impl PickleMachine<'_> {
-    /// Follows one opcode. The root is returned at the end.
+    /// Executes one opcode. Returns the root at the end.
     fn step(&mut self) -> Result<Option<PickleNodeId>, PickleProblem> {
         let [opcode] = self.take()?;
         match opcode {
@@ -199,7 +199,7 @@ impl PickleMachine<'_> {
         self.nodes.push(node);
     }
 
-    /// How far down values may be taken: what lies below a mark waits for it to be used up.
+    /// Returns the height down to which values may be popped: values below a mark stay until the mark is popped.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -248,7 +248,7 @@ impl PickleMachine<'_> {
 
     fn text(&mut self) -> Result<(), PickleProblem> {
         let length = self.length()?;
-        // Python writes half of a surrogate pair where a string holds one; such text is never a name.
+        // Python writes lone surrogates if a string contains them; such text is never a name.
         let text = String::from_utf8_lossy(self.slice(length)?).into_owned();
         self.push(PickleNode::Text(text));
         Ok(())
@@ -272,7 +272,7 @@ impl PickleMachine<'_> {
         let target = self.top()?;
         match &mut self.nodes[target] {
             PickleNode::List(list) => list.extend_from_slice(items),
-            // A class of its own: nothing here reads what is in it.
+            // A list subclass: its items are not needed here.
             PickleNode::Object { .. } => {}
             _ => return Err("items are appended to what is not a list".into()),
         }
@@ -311,7 +311,7 @@ impl PickleMachine<'_> {
         let target = self.top()?;
         match &mut self.nodes[target] {
             PickleNode::Object { state, .. } => *state = Some(new),
-            // Attributes of an ordered dictionary; nothing here reads them.
+            // The attributes of an ordered dictionary are not needed here.
             PickleNode::Dict(_) => {}
             _ => return Err("attributes are set on what is not an object".into()),
         }
@@ -323,7 +323,7 @@ impl PickleMachine<'_> {
     }
 }
 
-/// A little-endian number in two's complement, of any length.
+/// Reads a little-endian number in two's complement, of any length.
 fn long(bytes: &[u8]) -> PickleNode {
     let is_negative = bytes.last().is_some_and(|b| b & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];

@@ -1,18 +1,18 @@
-//! A value of a pickle together with the place where it stands, so that a message can name it.
+//! A value of a pickle together with its path, so that messages can name it.
 
 use super::pickle::{Pickle, PickleNode, PickleNodeId, PickleProblem};
 use serde_json::Value as Json;
 
-/// Values that one conversion to JSON may visit, and how deep they may be nested: values of a pickle can share parts,
-/// so that a few bytes unfold without end.
+/// The maximum number of values that one conversion to JSON may visit, and their maximum depth: values of a pickle can
+/// share parts, so that a few bytes can expand without limit.
 const JSON_VALUES: usize = 100_000;
 const JSON_DEPTH: usize = 60;
-/// Bytes of text that count as one value.
+/// The number of bytes of text that count as one value.
 const JSON_TEXT: usize = 64;
-/// The longest key that a message shows.
+/// The maximum length of a key in a message.
 const PLACE_LIMIT: usize = 200;
 
-/// A value and its place, such as `optimizer_state_dict.zero_stage`.
+/// A value and its path, such as `optimizer_state_dict.zero_stage`.
 #[derive(Debug, Clone)]
 pub(super) struct PickleValue<'a> {
     pickle: &'a Pickle,
@@ -34,13 +34,13 @@ impl<'a> PickleValue<'a> {
     }
 
     fn inner(&self, id: PickleNodeId, key: &str) -> Self {
-        // A key can be of any length, and many entries can share one.
+        // A key can have any length, and many entries can share one.
         let key = if key.len() > PLACE_LIMIT { "(a long name)" } else { key };
         let place = if self.place.is_empty() { key.to_owned() } else { format!("{}.{key}", self.place) };
         Self { pickle: self.pickle, id, place }
     }
 
-    /// The message for a value that is something else than `needed`.
+    /// Returns the message for a value that is not `needed`.
     pub fn unlike(&self, needed: &str) -> PickleProblem {
         let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
         format!("{place} is {}, where {needed} is needed", self.kind())
@@ -68,7 +68,7 @@ impl<'a> PickleValue<'a> {
 
     // ---- dictionaries and lists ----------------------------------------------------------------
 
-    /// The value of a key, unless it is missing or None.
+    /// Returns the value of a key, unless it is missing or None.
     pub fn find(&self, key: &str) -> Option<Self> {
         let PickleNode::Dict(entries) = self.node() else { return None };
         let is_it = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Text(text) if text == key);
@@ -76,7 +76,7 @@ impl<'a> PickleValue<'a> {
         Some(self.inner(*value, key)).filter(|value| !matches!(value.node(), PickleNode::None))
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     pub fn get(&self, key: &str) -> Result<Self, PickleProblem> {
         match self.node() {
             PickleNode::Dict(_) => self.find(key).ok_or_else(|| self.inner(self.id, key).missing()),
@@ -88,7 +88,7 @@ impl<'a> PickleValue<'a> {
         format!("{} is missing", self.place)
     }
 
-    /// The entries of a dictionary whose keys are texts, in order; other keys are left out.
+    /// Returns the entries of a dictionary whose keys are texts, in order; other keys are left out.
     pub fn entries(&self) -> Result<Vec<(&'a str, Self)>, PickleProblem> {
         let PickleNode::Dict(entries) = self.node() else { return Err(self.unlike("a dictionary")) };
         let text = |(key, value): &(PickleNodeId, PickleNodeId)| match self.pickle.node(*key) {
@@ -98,7 +98,7 @@ impl<'a> PickleValue<'a> {
         Ok(entries.iter().filter_map(text).collect())
     }
 
-    /// The items of a list or tuple.
+    /// Returns the items of a list or tuple.
     pub fn items(&self) -> Result<Vec<Self>, PickleProblem> {
         let (PickleNode::List(items) | PickleNode::Tuple(items)) = self.node() else {
             return Err(self.unlike("a list"));
@@ -106,7 +106,7 @@ impl<'a> PickleValue<'a> {
         Ok(items.iter().enumerate().map(|(i, id)| self.inner(*id, &i.to_string())).collect())
     }
 
-    /// Item `index` of a list, or the value of that number in a dictionary.
+    /// Returns item `index` of a list, or the value of that key in a dictionary.
     pub fn item(&self, index: usize) -> Result<Self, PickleProblem> {
         let id = match self.node() {
             PickleNode::List(items) | PickleNode::Tuple(items) => items.get(index),
@@ -125,7 +125,7 @@ impl<'a> PickleValue<'a> {
 
     // ---- objects -------------------------------------------------------------------------------
 
-    /// The name of a class or function.
+    /// Returns the name of a class or function.
     pub fn name(&self) -> Option<&'a str> {
         match self.node() {
             PickleNode::Global(name) => Some(name),
@@ -133,14 +133,14 @@ impl<'a> PickleValue<'a> {
         }
     }
 
-    /// Name and arguments of the call that would make this object.
+    /// Returns the name and the arguments of the call that would create this object.
     pub fn call(&self) -> Option<(&'a str, Self)> {
         let PickleNode::Object { class, arguments, .. } = self.node() else { return None };
         let PickleNode::Global(name) = self.pickle.node(*class) else { return None };
         Some((name, Self { id: *arguments, ..self.clone() }))
     }
 
-    /// The attributes of an object.
+    /// Returns the attributes of an object.
     pub fn attributes(&self) -> Option<Self> {
         match self.node() {
             PickleNode::Object { state: Some(state), .. } => Some(Self { id: *state, ..self.clone() }),
@@ -148,7 +148,7 @@ impl<'a> PickleValue<'a> {
         }
     }
 
-    /// The key of a storage.
+    /// Returns the key of a storage.
     pub fn storage(&self) -> Option<Self> {
         match self.node() {
             PickleNode::Persistent(id) => Some(Self { id: *id, ..self.clone() }),
@@ -158,7 +158,7 @@ impl<'a> PickleValue<'a> {
 
     // ---- numbers and text ----------------------------------------------------------------------
 
-    /// A whole number; of an enumeration such as ZeroStageEnum, its number.
+    /// Returns an integer; for an enumeration such as ZeroStageEnum, its number.
     pub fn integer(&self) -> Result<i64, PickleProblem> {
         let number = match self.call() {
             Some((_, arguments)) if matches!(arguments.node(), PickleNode::Tuple(items) if items.len() == 1) => {
@@ -172,7 +172,7 @@ impl<'a> PickleValue<'a> {
         }
     }
 
-    /// A whole number that is not negative.
+    /// Returns a non-negative integer.
     pub fn count<T: TryFrom<i64>>(&self) -> Result<T, PickleProblem> {
         T::try_from(self.integer()?).map_err(|_| self.unlike("a count"))
     }
@@ -201,7 +201,8 @@ impl<'a> PickleValue<'a> {
 
     // ---- JSON ----------------------------------------------------------------------------------
 
-    /// The value in JSON. Tuples become lists, numbers that are not finite and what JSON has no form for become null.
+    /// Returns the value in JSON. Tuples become lists; numbers that are not finite, and values that JSON cannot
+    /// express, become null.
     pub fn json(&self) -> Result<Json, PickleProblem> {
         let mut left = JSON_VALUES;
         self.json_within(&mut left, JSON_DEPTH)
@@ -256,7 +257,7 @@ mod tests {
 
     #[test]
     fn shared_lists_that_unfold_without_end_are_refused() {
-        // Each list holds the one before it ten times.
+        // Each list contains the previous one ten times.
         let mut bytes = b"\x80\x02]q\x00".to_vec();
         for level in 1..30u8 {
             bytes.extend([b"](".as_slice(), &[b'h', level - 1].repeat(10), b"eq", &[level]].concat());

@@ -1,14 +1,14 @@
-//! Where the elements of a tensor lie: which storage, from which element on.
+//! The position of a tensor's elements: the storage, and the first element in it.
 
 use super::pickle::PickleProblem;
 use super::pickle_value::PickleValue;
 use candle_core::DType;
 use half::{bf16, f16};
 
-/// The most axes of a tensor, as in PyTorch.
+/// The maximum number of dimensions of a tensor, as in PyTorch.
 const MAX_AXES: usize = 64;
 
-/// Type of the elements of a storage.
+/// The element type of a storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StorageType {
     F32,
@@ -45,12 +45,12 @@ impl StorageType {
         }
     }
 
-    /// Whether weights and moments can be of it.
+    /// Returns whether weights and optimizer states can have this type.
     fn is_narrow_float(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 
-    /// The type that holds all its values in memory and in this library's files.
+    /// Returns the type that can represent all its values in memory and in this library's files.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -64,7 +64,7 @@ impl StorageType {
         }
     }
 
-    /// Elements of a file as elements of [`dtype`](Self::dtype), little-endian too.
+    /// Converts elements of a file to elements of [`dtype`](Self::dtype), also little-endian.
     pub fn as_own(self, bytes: Vec<u8>) -> Vec<u8> {
         match self {
             Self::I8 => bytes.into_iter().flat_map(|byte| i16::from(byte as i8).to_le_bytes()).collect(),
@@ -72,7 +72,7 @@ impl StorageType {
         }
     }
 
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 => 8,
@@ -82,7 +82,7 @@ impl StorageType {
         }
     }
 
-    /// Elements of a file, which is little-endian, of a type of weights, in f32.
+    /// Converts little-endian elements of a file, of a type for weights, to f32.
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         fn each<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
             out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, b)| *out = f(*b));
@@ -96,27 +96,27 @@ impl StorageType {
     }
 }
 
-/// A tensor whose elements lie one after another in a storage.
+/// A tensor whose elements are contiguous in a storage.
 #[derive(Debug, Clone)]
 pub(super) struct StoredTensor {
-    /// Its place in the pickle, for messages.
+    /// The path in the pickle, for messages.
     pub place: String,
-    /// The storage's key: its name in the archive.
+    /// The storage's key, which is its name in the archive.
     pub storage: String,
     pub kind: StorageType,
     pub shape: Vec<usize>,
-    /// Elements before it, and its own.
+    /// The number of elements before the tensor, and its own number.
     pub start: usize,
     pub length: usize,
 }
 
 impl StoredTensor {
-    /// Bytes of its elements.
+    /// Returns the bytes of the tensor's elements.
     pub fn bytes(&self) -> u64 {
         (self.length as u64).saturating_mul(self.kind.size() as u64)
     }
 
-    /// The tensor of weights or moments that `value` describes.
+    /// Returns the tensor of weights or optimizer states that `value` describes.
     pub fn of_weights(value: &PickleValue<'_>) -> Result<Self, PickleProblem> {
         let tensor = Self::of(value)?;
         match tensor.kind.is_narrow_float() {
@@ -128,7 +128,7 @@ impl StoredTensor {
         }
     }
 
-    /// The tensor that `value` describes.
+    /// Returns the tensor that `value` describes.
     pub fn of(value: &PickleValue<'_>) -> Result<Self, PickleProblem> {
         let not_a_tensor = || value.unlike("a tensor");
         let (name, arguments) = value.call().ok_or_else(not_a_tensor)?;
@@ -151,7 +151,7 @@ impl StoredTensor {
         }
     }
 
-    /// Arguments: storage, offset, shape, strides, requires_grad, hooks.
+    /// Reads a tensor from the arguments storage, offset, shape, strides, requires_grad, hooks.
     fn rebuild(value: &PickleValue<'_>, arguments: &PickleValue<'_>) -> Result<Self, PickleProblem> {
         let storage = arguments.item(0)?;
         // ("storage", class, key, device, elements)
@@ -177,7 +177,7 @@ impl StoredTensor {
     }
 }
 
-/// A shape: a tuple of counts, or torch.Size of one.
+/// Reads a shape: a tuple of counts, or torch.Size of one.
 pub(super) fn shape(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
     match value.call() {
         Some(("torch.Size", arguments)) => shape_of_counts(&arguments.item(0)?),
@@ -192,7 +192,7 @@ fn shape_of_counts(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem>
     }
 }
 
-/// Elements of a shape, unless they are too many to be counted.
+/// Returns the number of elements of a shape, unless it overflows.
 pub(super) fn elements(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size))
 }
@@ -200,7 +200,7 @@ pub(super) fn elements(shape: &[usize]) -> Option<usize> {
 fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     let mut expected = 1;
     let fits = shape.iter().zip(strides).rev().all(|(size, stride)| {
-        // The stride of an axis of one element is never used.
+        // The stride of a dimension with one element is never used.
         let fits = *size == 1 || *stride == expected;
         expected *= size;
         fits

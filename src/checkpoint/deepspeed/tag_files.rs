@@ -1,4 +1,4 @@
-//! Which files of a checkpoint folder hold what, by their names.
+//! The files of a checkpoint folder, identified by their names.
 
 use super::pickle::PickleProblem;
 use crate::error::{CheckpointError, Error, Result};
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-/// The longest tag that is read.
+/// The maximum length of a tag that is read.
 const TAG_LIMIT: u64 = 1000;
 const OPTIM_SUFFIX: &str = "_optim_states.pt";
 const MODEL_SUFFIX: &str = "_model_states.pt";
@@ -17,14 +17,14 @@ const MODEL_SUFFIX: &str = "_model_states.pt";
 #[derive(Debug)]
 pub(super) struct TagFiles {
     folder: PathBuf,
-    /// The prefix that bf16 runs give to their optimizer files, or nothing.
+    /// The prefix of optimizer files in bf16 runs, otherwise empty.
     prefix: &'static str,
     /// The optimizer file of each rank.
     optim: BTreeMap<usize, PathBuf>,
 }
 
 impl TagFiles {
-    /// Looks at the names in the tag's folder.
+    /// Reads the names in the tag's folder.
     pub fn list(folder: PathBuf) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: folder.clone(), source };
         let mut names = vec![];
@@ -40,7 +40,7 @@ impl TagFiles {
         &self.folder
     }
 
-    /// The model file of the first rank.
+    /// Returns the model file of the first rank.
     pub fn model(&self, stage: u8) -> Result<PathBuf> {
         let start = if stage == 3 { "zero_pp_rank_0_" } else { "" };
         let path = self.folder.join(format!("{start}mp_rank_00{MODEL_SUFFIX}"));
@@ -53,7 +53,7 @@ impl TagFiles {
         }
     }
 
-    /// The optimizer file of one rank.
+    /// Returns the optimizer file of one rank.
     pub fn optim(&self, rank: usize) -> Result<&Path> {
         self.optim.get(&rank).map(PathBuf::as_path).ok_or_else(|| {
             let name = format!("{}zero_pp_rank_{rank}_mp_rank_00{OPTIM_SUFFIX}", self.prefix);
@@ -67,7 +67,7 @@ impl TagFiles {
         })
     }
 
-    /// An error if there are files of ranks that the run did not have.
+    /// Returns an error if there are files of ranks that the run did not have.
     pub fn check_world_size(&self, world_size: usize) -> Result<()> {
         match self.optim.range(world_size..).next() {
             None => Ok(()),
@@ -83,12 +83,12 @@ impl TagFiles {
     }
 }
 
-/// An error about what the user can see in the folder.
+/// Returns an error about a path that the user can see in the folder.
 pub(super) fn wrong(path: &Path, problem: String) -> Error {
     CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }
 
-/// The prefix of the optimizer files, and the one of each rank.
+/// Returns the prefix of the optimizer files, and the file of each rank.
 fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &String>), PickleProblem> {
     let mut prefixes = [false; 2];
     let mut files = BTreeMap::new();
@@ -113,7 +113,7 @@ fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &Strin
     }
 }
 
-/// Prefix and rank of `[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt`.
+/// Returns prefix and rank of `[bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt`.
 fn parse(name: &str) -> Result<(&'static str, usize), PickleProblem> {
     let (prefix, rest) = match name.strip_prefix("bf16_") {
         Some(rest) => ("bf16_", rest),
@@ -136,7 +136,7 @@ fn parse(name: &str) -> Result<(&'static str, usize), PickleProblem> {
     }
 }
 
-/// The folder of the tag: `tag` in `dir`, or the one that `latest` there names, or `dir` itself.
+/// Returns the folder of the tag: `tag` in `dir`, or the tag that `latest` there names, or `dir` itself.
 pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -174,7 +174,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     }
 }
 
-/// `dir` as the folder of a tag.
+/// Returns `dir` if it is the folder of a tag.
 fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten().filter_map(|e| e.file_name().into_string().ok());
     let mut names = names.filter(|name| name.ends_with(OPTIM_SUFFIX) || name.ends_with(MODEL_SUFFIX));
@@ -191,7 +191,7 @@ fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The folders in `dir`, for a message.
+/// Lists the folders in `dir`, for a message.
 fn tags(dir: &Path) -> String {
     let folders = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|e| e.path().is_dir());
     let mut names: Vec<_> = folders.filter_map(|e| e.file_name().into_string().ok()).collect();

@@ -1,5 +1,5 @@
-//! Checkpoints of every small size, written here in DeepSpeed's layout: those that DeepSpeed itself wrote are few
-//! (tests/checkpoint/deepspeed_import.rs).
+//! Checkpoints of all small sizes, written here in DeepSpeed's layout, because there are only few that DeepSpeed itself
+//! wrote (tests/checkpoint/deepspeed_import.rs).
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -93,7 +93,7 @@ impl Saved {
         self.tensor_of("FloatStorage", values.into_iter().flat_map(f32::to_le_bytes).collect(), &shape)
     }
 
-    /// Of elements of any type, in row-major order.
+    /// Adds a tensor with elements of any type, in row-major order.
     fn tensor_of(&mut self, storage: &'static str, bytes: Vec<u8>, shape: &[usize]) -> Python {
         let (length, key) = (int(shape.iter().product()), self.storages.len().to_string());
         self.storages.push(bytes);
@@ -126,17 +126,17 @@ impl Saved {
 struct Case {
     stage: u8,
     world_size: usize,
-    /// Shapes of the parameters of each group.
+    /// The shapes of the parameters of each group.
     groups: Vec<Vec<Vec<usize>>>,
-    /// The elastic form of stages 1 and 2: states in a list, without padding.
+    /// The elastic format of stages 1 and 2: states in a list, without padding.
     is_elastic: bool,
-    /// PyTorch's own Adam counts in tensors.
+    /// PyTorch's own Adam keeps its step counters in tensors.
     counts_in_tensors: bool,
 }
 
 const STATES: [DeepSpeedState; 3] = [DeepSpeedState::Master, DeepSpeedState::ExpAvg, DeepSpeedState::ExpAvgSq];
 
-/// Every element has a value of its own.
+/// Returns a distinct value for every element.
 fn values(state: DeepSpeedState, group: usize, parameter: usize, shape: &[usize]) -> Vec<f32> {
     let elements: usize = shape.iter().product();
     let first = (state as usize * 10_000 + group * 1000 + parameter * 100) as f32;
@@ -144,7 +144,7 @@ fn values(state: DeepSpeedState, group: usize, parameter: usize, shape: &[usize]
 }
 
 impl Case {
-    /// The flat tensor of a group in the file of `rank`. Padding is NaN: it must never be seen.
+    /// Returns the flat tensor of a group in the file of `rank`. Padding is NaN: it must never be read.
     fn flat(&self, state: DeepSpeedState, group: usize, rank: usize) -> Vec<f32> {
         let shapes = self.groups[group].iter().enumerate();
         let parameters = shapes.map(|(index, shape)| values(state, group, index, shape));
@@ -210,7 +210,7 @@ impl Case {
         dict([("optimizer_state_dict", optimizer)])
     }
 
-    /// Writes it with a changed model file and opens it.
+    /// Writes the checkpoint with a changed model file and opens it.
     fn open_with(
         &self,
         change: impl FnOnce(&mut Vec<(Python, Python)>),
@@ -218,7 +218,7 @@ impl Case {
         self.open_saved_with(|model, _| change(model))
     }
 
-    /// The same, with tensors in the model file.
+    /// Writes the checkpoint with a changed model file that may contain tensors, and opens it.
     fn open_saved_with(
         &self,
         change: impl FnOnce(&mut Vec<(Python, Python)>, &mut Saved),
@@ -275,7 +275,7 @@ proptest! {
     }
 }
 
-/// One group of two parameters on two ranks.
+/// Returns a case with one group of two parameters on two ranks.
 fn small(stage: u8) -> Case {
     let groups = vec![vec![vec![3, 3], vec![5]]];
     Case { stage, world_size: 2, groups, is_elastic: false, counts_in_tensors: false }
@@ -341,10 +341,10 @@ fn before_the_first_step_there_are_masters_alone() {
 
 // ---- buffers -----------------------------------------------------------------------------------
 
-/// A buffer: its name, PyTorch's storage and bytes, its shape, and the type and bytes that it has here.
+/// A buffer: its name, PyTorch's storage and bytes, its shape, and its type and bytes in this library.
 type SavedBuffer = (&'static str, &'static str, Vec<u8>, Vec<usize>, DType, Vec<u8>);
 
-/// Buffers of all types.
+/// Returns buffers of all types.
 fn all_types() -> Vec<SavedBuffer> {
     fn bytes<const N: usize, T>(values: &[T], of: impl Fn(&T) -> [u8; N]) -> Vec<u8> {
         values.iter().flat_map(of).collect()
@@ -369,7 +369,7 @@ fn all_types() -> Vec<SavedBuffer> {
     ]
 }
 
-/// A model with these buffers, whose parameters stand in `module` too.
+/// Opens a model with these buffers, whose parameters are in `module`, too.
 fn with_buffers(stage: u8, more: &[(&str, Python)]) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
     small(stage).open_saved_with(|model, file| {
         let mut module = vec![(text("g0.p0"), file.tensor(vec![9.0; if stage == 3 { 0 } else { 9 }]))];
@@ -426,7 +426,7 @@ fn a_buffer_that_cannot_be_read_is_told_by_name_and_the_others_are_imported() {
 
 #[test]
 fn a_damaged_buffer_is_an_error_that_names_the_file() {
-    // Elements that the storage does not have.
+    // Elements that the storage does not contain.
     let (_folder, checkpoint) = small(3).open_saved_with(|model, file| {
         let short = file.tensor_of("FloatStorage", vec![0; 4], &[2]);
         model.push((text("module"), dict([("mean", short)])));
@@ -437,7 +437,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
         problem.contains("zero_pp_rank_0_mp_rank_00_model_states.pt") && problem.contains("module.mean"),
         "{problem}"
     );
-    // Far more buffers of one storage than a model has: each would have memory of its own.
+    // Far more buffers of one storage than a model has: each would have its own memory.
     let (_folder, checkpoint) = small(2).open_saved_with(|model, file| {
         let one = file.tensor(vec![1.0; 50]);
         let names: Vec<String> = (0..101).map(|i| format!("b{i}")).collect();
@@ -446,7 +446,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
     });
     let problem = checkpoint.unwrap_err().to_string();
     assert!(problem.contains("have 20200 bytes, and all that is stored has 200"), "{problem}");
-    // Bytes that are not those of their checksum.
+    // Bytes that do not match their checksum.
     let (folder, checkpoint) = with_buffers(2, &[]);
     drop(checkpoint);
     let path = folder.path().join("mp_rank_00_model_states.pt");

@@ -1,4 +1,4 @@
-//! A file of `torch.save`: a zip archive that stores, without compression, one pickle and the bytes of its storages.
+//! A file of `torch.save`: an uncompressed zip archive with one pickle and the bytes of its storages.
 
 use super::pickle::{Pickle, PickleProblem};
 use super::stored_tensor::StoredTensor;
@@ -11,22 +11,22 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use zip::{CompressionMethod, ZipArchive};
 
-/// The largest pickle that is read. That of a model has about 500 bytes per tensor.
+/// The maximum size of a pickle. That of a model has about 500 bytes per tensor.
 const PICKLE_LIMIT: u64 = 32 << 20;
-/// The largest of the small entries beside it.
+/// The maximum size of the small entries next to it.
 const NOTE_LIMIT: u64 = 64;
-/// Bytes of a storage that are in memory at once, besides the elements asked for.
+/// The maximum bytes of a storage in memory at once, not counting the elements asked for.
 const CHUNK: usize = 1 << 18;
 
-/// A file of `torch.save`, of which only the list of entries stays in memory.
+/// A file of `torch.save`. Only its list of entries stays in memory.
 #[derive(Debug)]
 pub(super) struct TorchArchive {
     path: PathBuf,
-    /// Where each storage lies, by its key.
+    /// The byte range of each storage, by its key.
     storages: HashMap<String, StorageSpan>,
 }
 
-/// Bytes of a file.
+/// A range of bytes in a file.
 #[derive(Debug, Clone, Copy)]
 struct StorageSpan {
     start: u64,
@@ -72,17 +72,17 @@ impl TorchArchive {
         &self.path
     }
 
-    /// Bytes of all storages.
+    /// Returns the bytes of all storages.
     pub fn stored(&self) -> u64 {
         self.storages.values().fold(0, |sum, span| sum.saturating_add(span.length))
     }
 
-    /// An error unless all elements of `tensor` are in the file.
+    /// Returns an error unless all elements of `tensor` are in the file.
     pub fn check(&self, tensor: &StoredTensor) -> Result<(), PickleProblem> {
         self.span(tensor, 0..tensor.length).map(drop)
     }
 
-    /// Where elements `range` of `tensor` lie.
+    /// Returns the byte range of elements `range` of `tensor`.
     fn span(&self, tensor: &StoredTensor, range: Range<usize>) -> Result<StorageSpan, PickleProblem> {
         let StoredTensor { place, storage, kind, start, length, .. } = tensor;
         let entry = self.storages.get(storage);
@@ -107,7 +107,7 @@ impl TorchArchive {
         })
     }
 
-    /// Reads elements `range` of `tensor` into `out`, which is that long.
+    /// Reads elements `range` of `tensor` into `out`, which has the same length.
     pub fn read(&self, tensor: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let span = self.span(tensor, range).map_err(|problem| damaged(&self.path, &problem))?;
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
@@ -123,19 +123,19 @@ impl TorchArchive {
         Ok(())
     }
 
-    /// Reads all elements of `tensor` as they are.
+    /// Reads all elements of `tensor` as raw bytes.
     pub fn read_bytes(&self, tensor: &StoredTensor) -> Result<Vec<u8>> {
         let span = self.span(tensor, 0..tensor.length).map_err(|problem| damaged(&self.path, &problem))?;
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
-        // Of a length that the file has.
+        // The length is within that of the file.
         let mut bytes = vec![0; usize::try_from(span.length).unwrap_or(usize::MAX)];
         file.read_exact(&mut bytes).map_err(io)?;
         Ok(bytes)
     }
 
-    /// An error unless all bytes fit their checksums.
+    /// Returns an error unless all bytes match their checksums.
     pub fn verify(&self) -> Result<()> {
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let file = files::open(&self.path).map_err(io)?;
@@ -153,7 +153,7 @@ fn verify(file: BufReader<File>) -> Result<(), PickleProblem> {
     Ok(())
 }
 
-/// The error of a file that cannot be understood.
+/// Returns the error for a file that cannot be understood.
 pub(super) fn damaged(path: &Path, problem: &str) -> Error {
     let problem = format!(
         "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's: copy it again, or save the checkpoint \
@@ -162,7 +162,7 @@ pub(super) fn damaged(path: &Path, problem: &str) -> Error {
     CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }
 
-/// The folder in the archive under which everything lies: the file's name when it was saved.
+/// Returns the archive's top folder: the file's name when it was saved.
 fn stem(zip: &ZipArchive<BufReader<File>>) -> Result<String, PickleProblem> {
     let names = (0..zip.len()).filter_map(|i| zip.name_for_index(i)?.ok());
     let mut stems = names.filter_map(|name| name.strip_suffix("/data.pkl").map(str::to_owned));
@@ -176,7 +176,7 @@ fn stem(zip: &ZipArchive<BufReader<File>>) -> Result<String, PickleProblem> {
 fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result<(), PickleProblem> {
     let name = format!("{stem}/byteorder");
     if zip.index_for_name(&name).is_none() {
-        // Not written by PyTorch before 2.1, whose files are little-endian wherever that matters.
+        // The file was written by PyTorch before 2.1, whose files are little-endian on all relevant machines.
         return Ok(());
     }
     match read_entry(zip, &name, NOTE_LIMIT)?.as_slice() {
@@ -185,14 +185,14 @@ fn check_byte_order(zip: &mut ZipArchive<BufReader<File>>, stem: &str) -> Result
     }
 }
 
-/// The bytes of a small entry, compared with its checksum.
+/// Returns the bytes of a small entry, compared with its checksum.
 fn read_entry(zip: &mut ZipArchive<BufReader<File>>, name: &str, limit: u64) -> Result<Vec<u8>, PickleProblem> {
     let entry = zip.by_name(name).map_err(|e| format!("{name}: {e}"))?;
     if entry.size() > limit {
         return Err(format!("{name} has {} bytes; up to {limit} are read", entry.size()));
     }
     let mut bytes = vec![];
-    // One byte more than the limit is asked for, so that the end, where the checksum is compared, is always reached.
+    // Asks for one byte more than the limit, so that the end, where the checksum is compared, is always reached.
     entry.take(limit + 1).read_to_end(&mut bytes).map_err(|e| format!("{name}: {e}"))?;
     Ok(bytes)
 }

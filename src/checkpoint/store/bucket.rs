@@ -1,4 +1,4 @@
-//! Objects under one address: a bucket of S3, or a folder.
+//! Objects under one address: an S3 bucket, or a folder.
 
 use crate::checkpoint::manifest::{BufferFile, FileEntry, MANIFEST, MAX_MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
@@ -14,54 +14,54 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of a part of a file, at least. Stores of S3's kind take none below 5 MiB.
+/// The minimum bytes of a part of an upload. S3-compatible stores require at least 5 MiB.
 const PART: u64 = 8 << 20;
 
-/// Parts of a file. S3 takes 10,000.
+/// The maximum number of parts of an upload. S3 allows 10,000.
 const MOST_PARTS: u64 = 9_000;
 
-/// Parts under way at a time.
+/// The number of parts in flight at a time.
 const AT_ONCE: usize = 4;
 
-/// Objects under one address.
+/// The objects under one address.
 pub(super) struct ObjectBucket {
     store: Arc<dyn ObjectStore>,
     prefix: Key,
     url: String,
 }
 
-/// Whether `url` is an address, and settings for it are there.
+/// Checks that `url` is a valid address, and that its settings exist.
 ///
 /// # Errors
-/// [`CheckpointError::Store`] with what is wrong.
+/// [`CheckpointError::Store`] with the problem.
 pub(crate) fn check(url: &str) -> Result<()> {
     ObjectBucket::open(url).map(drop)
 }
 
-/// Runs a future on this thread, which is no other runtime's.
+/// Runs a future on this thread, which must not belong to another runtime.
 pub(super) fn block_on<T>(url: &str, work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| wrong(url, format!("no runtime for it can be made: {e}")))?;
     runtime.block_on(work())
 }
 
-/// The same for a caller that may be in a runtime: on a thread of its own.
+/// Runs a future on a separate thread, for a caller that may be in a runtime.
 pub(super) fn run<T: Send>(url: &str, work: impl AsyncFnOnce() -> Result<T> + Send) -> Result<T> {
     let run = || block_on(url, work);
     std::thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-/// An error about the store as a whole.
+/// Returns an error about the store as a whole.
 pub(super) fn wrong(url: &str, problem: String) -> Error {
     CheckpointError::Store { url: url.to_owned(), problem }.into()
 }
 
-/// The name of a rank's file there.
+/// Returns the object name of a rank's file.
 pub(super) fn rank_object(file: &FileEntry) -> String {
     with_checksum(&file.name, &file.header_checksum)
 }
 
-/// The name of the file of buffers there.
+/// Returns the object name of the buffer file.
 pub(super) fn buffers_object(file: &BufferFile) -> String {
     with_checksum(&file.name, &file.checksum)
 }
@@ -73,17 +73,17 @@ fn with_checksum(name: &str, checksum: &str) -> String {
     }
 }
 
-/// Names and lengths of the objects of a checkpoint but its manifest.
+/// Returns the names and lengths of a checkpoint's objects, without its manifest.
 pub(super) fn objects(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> + '_ {
     let ranks = manifest.files.iter().map(|file| (rank_object(file), file.bytes));
     ranks.chain(manifest.buffers.iter().map(|file| (buffers_object(file), file.bytes)))
 }
 
 impl ObjectBucket {
-    /// `s3://BUCKET/PREFIX`, with settings of the environment (`AWS_...`), or `file:///FOLDER`.
+    /// Opens `s3://BUCKET/PREFIX`, with settings from the environment (`AWS_...`), or `file:///FOLDER`.
     ///
     /// # Errors
-    /// [`CheckpointError::Store`] for what is no address, or where settings are wrong.
+    /// [`CheckpointError::Store`] for an invalid address or wrong settings.
     pub fn open(url: &str) -> Result<Self> {
         let form = || wrong(url, "it is no address of one; give s3://BUCKET/PREFIX, or file:///FOLDER".into());
         let settings = |e: StoreError| wrong(url, format!("{e}; correct the variables AWS_... of the environment"));
@@ -101,7 +101,7 @@ impl ObjectBucket {
             return Err(form());
         }
         let prefix = Key::parse(prefix).map_err(|_| form())?;
-        // The library that speaks TLS asks for the process's choice; another part of the program may have made it.
+        // rustls requires a process-wide default provider; another part of the program may have installed one already.
         _ = rustls::crypto::ring::default_provider().install_default();
         let endpoint = ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"].into_iter().find_map(|name| std::env::var(name).ok());
         let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
@@ -118,12 +118,12 @@ impl ObjectBucket {
         &self.url
     }
 
-    /// An object by the names on the way to it.
+    /// Returns the key of an object from its path components.
     fn key(&self, names: &[&str]) -> Key {
         names.iter().fold(self.prefix.clone(), |key, name| key.join(*name))
     }
 
-    /// The error of what was tried with an object.
+    /// Returns the error of an action on an object.
     pub fn failed(&self, action: &str, names: &[&str], why: &dyn std::fmt::Display) -> Error {
         let key = self.key(names);
         wrong(&self.url, format!("{action} {key}: {why}"))
@@ -146,8 +146,8 @@ impl ObjectBucket {
         put.map(drop).map_err(|e| self.refused("cannot write", names, &e))
     }
 
-    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` says not to. The object is there when it is whole.
-    /// `tell` learns the bytes so far.
+    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` is set. The object exists once it is complete.
+    /// `tell` is called with the bytes sent so far.
     pub async fn put_file(
         &self,
         names: &[&str],
@@ -181,14 +181,14 @@ impl ObjectBucket {
         match parts.await {
             Ok(()) => upload.finish().await.map(drop).map_err(|e| self.refused("cannot write", names, &e)),
             Err(error) => {
-                // What was sent of it is no object.
+                // Parts that were sent do not form an object.
                 _ = upload.abort().await;
                 Err(error)
             }
         }
     }
 
-    /// A small object; nothing where there is none.
+    /// Returns a small object; `None` if it does not exist.
     pub async fn get(&self, names: &[&str], most: u64) -> Result<Option<Vec<u8>>> {
         let refused = |e: StoreError| self.refused("cannot read", names, &e);
         let found = match self.store.get(&self.key(names)).await {
@@ -202,7 +202,7 @@ impl ObjectBucket {
         Ok(Some(found.bytes().await.map_err(refused)?.to_vec()))
     }
 
-    /// Reads an object of `bytes` bytes into `file`. `tell` learns the bytes so far.
+    /// Reads an object of `bytes` bytes into `file`. `tell` is called with the bytes read so far.
     pub async fn get_file(&self, names: &[&str], file: &File, bytes: u64, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut at = 0;
         while at < bytes {
@@ -218,14 +218,14 @@ impl ObjectBucket {
         Ok(())
     }
 
-    /// The tags under the address, whole or not.
+    /// Returns the tags under the address, complete or not.
     pub async fn tags(&self) -> Result<Vec<String>> {
         let list = self.store.list_with_delimiter(Some(&self.prefix)).await;
         let list = list.map_err(|e| self.refused("cannot list", &[], &e))?;
         Ok(list.common_prefixes.iter().filter_map(|key| key.filename().map(str::to_owned)).collect())
     }
 
-    /// Names and lengths of the objects of a tag.
+    /// Returns the names and lengths of a tag's objects.
     pub async fn sizes(&self, tag: &str) -> Result<BTreeMap<String, u64>> {
         let list = self.store.list_with_delimiter(Some(&self.key(&[tag]))).await;
         let list = list.map_err(|e| self.refused("cannot list", &[tag], &e))?;
@@ -233,7 +233,7 @@ impl ObjectBucket {
         Ok(list.objects.iter().filter_map(entry).collect())
     }
 
-    /// The manifest of a tag, if there is one.
+    /// Returns the manifest of a tag, if it exists.
     pub async fn manifest(&self, tag: &str) -> Result<Option<Manifest>> {
         let names = [tag, MANIFEST];
         let Some(bytes) = self.get(&names, MAX_MANIFEST).await? else { return Ok(None) };
@@ -241,7 +241,7 @@ impl ObjectBucket {
         parsed.map(Some).map_err(|problem| self.failed("cannot use", &names, &problem))
     }
 
-    /// Removes an object, if it can be.
+    /// Removes an object, and ignores errors.
     pub async fn remove(&self, names: &[&str]) {
         _ = self.store.delete(&self.key(names)).await;
     }

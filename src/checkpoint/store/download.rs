@@ -1,8 +1,8 @@
-//! A checkpoint from an object store: the newest that is whole there comes into a folder of each host, and is loaded from
-//! that.
+//! Downloads a checkpoint from an object store: the newest complete one is written into a folder of each host, and
+//! loaded from there.
 //!
-//! Nothing of a folder counts that has not the checksums of the manifest: what a download that died has left, and what is
-//! there from the last time, is read and taken where it is right.
+//! A local file counts only if it matches the checksums of the manifest: files of an interrupted or earlier download
+//! are read, and reused if they are right.
 
 use super::DownloadedCheckpoint;
 use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, wrong};
@@ -23,18 +23,18 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use twox_hash::XxHash3_64;
 
-/// How long another process of this host may fetch the same.
+/// The time that another process of this host may take to fetch the same checkpoint.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// How often rank 0 says how far it is.
+/// The interval at which rank 0 reports progress.
 const TELL: Duration = Duration::from_secs(10);
 
-/// Brings checkpoint `tag`, or the newest that is whole, from `url` into a folder of each host, which is locked for as long as
-/// the result is there; nothing where there is no checkpoint. Collective.
+/// Downloads checkpoint `tag`, or the newest complete one, from `url` into a folder of each host. The folder is locked
+/// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
 ///
 /// # Errors
-/// [`CheckpointError::Store`] on all ranks: an address that is none, no whole checkpoint, or an object that cannot be read
-/// or is damaged; a failed collective.
+/// [`CheckpointError::Store`] on all ranks: an invalid address, no complete checkpoint, or an object that cannot be
+/// read or is damaged. A failed collective.
 pub(crate) fn fetch(
     comm: &dyn Communicator,
     url: &str,
@@ -61,14 +61,15 @@ pub(crate) fn fetch(
     Ok(Some(DownloadedCheckpoint { dir, tag, _lock: lock }))
 }
 
-/// Where checkpoints of an address are kept: one at a time, in the user's cache.
+/// Returns the folder for checkpoints from an address: one at a time, in the user's cache.
 fn folder_of(url: &str) -> PathBuf {
     let cache = cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
     let number = XxHash3_64::oneshot(url.trim_end_matches('/').as_bytes());
     cache.unwrap_or_else(std::env::temp_dir).join(format!("candle-zero/checkpoints/{number:016x}"))
 }
 
-/// `tag`, which must be whole, or the newest that is: what `latest` names, else the one with the most steps.
+/// Returns `tag`, which must be complete, or the newest complete tag: the one that `latest` names, otherwise the one
+/// with the most steps.
 pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<Option<String>> {
     if let Some(tag) = tag {
         check_tag(Path::new(bucket.url()), tag)?;
@@ -115,7 +116,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
     }
 }
 
-/// The steps of a checkpoint that is whole; else what it lacks.
+/// Returns the steps of a complete checkpoint; as an error, the missing objects.
 async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result<u64, String>> {
     let manifest = match bucket.manifest(tag).await {
         Ok(Some(manifest)) => manifest,
@@ -129,8 +130,8 @@ async fn missing(bucket: &ObjectBucket, tag: &str) -> Result<std::result::Result
     Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
 }
 
-/// Brings the files of `tag` into `dir`, in place of what is there, and checks every byte. Until the result is dropped, no other
-/// job does so.
+/// Downloads the files of `tag` into `dir`, replacing its content, and checks every byte. Until the result is dropped,
+/// no other job writes there.
 pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
@@ -180,7 +181,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, speaks: 
     write_whole(&folder.join(MANIFEST), FETCHED, manifest.to_text().as_bytes()).map(|_| lock).map_err(io("write"))
 }
 
-/// Whether a file of the folder has all of its checksums: that of a rank, or behind these that of the buffers.
+/// Checks all checksums of a file in the folder: that of a rank, or with the next number, that of the buffers.
 fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
     match (&manifest.buffers, number < manifest.files.len()) {
         (Some(entry), false) => buffers::read(folder, entry).map(drop),

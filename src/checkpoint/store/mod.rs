@@ -1,4 +1,5 @@
-//! Checkpoints in an object store: what is saved on disk is copied there, and what is loaded from there comes to disk first.
+//! Checkpoints in an object store: checkpoints are saved on disk and then uploaded, and downloaded to disk before
+//! loading.
 //!
 //! ```text
 //!   PREFIX/latest                                          the tag of the newest checkpoint: last
@@ -7,8 +8,8 @@
 //!   PREFIX/TAG/manifest.json                               after all of them, from rank 0
 //! ```
 //!
-//! The checksums are those that the manifest has of the files, so that no file takes the place of another one: as long as a
-//! manifest is there, so are its files, also while a checkpoint of the same name is being sent.
+//! The checksums are those of the files in the manifest, so that no file replaces another one. As long as a manifest
+//! exists, its files exist, even while a checkpoint of the same name is being uploaded.
 
 #[cfg(feature = "s3")]
 mod bucket;
@@ -30,7 +31,7 @@ pub(crate) use {bucket::check, download::fetch, upload::CheckpointUpload};
 use crate::files::FolderLock;
 use std::path::{Path, PathBuf};
 
-/// What a rank sends of a checkpoint that is whole on disk.
+/// A rank's part in the upload of a checkpoint that is complete on disk.
 #[cfg_attr(not(feature = "s3"), expect(dead_code, reason = "nothing is sent"))]
 pub(crate) struct UploadRequest {
     /// The address of the object store.
@@ -39,22 +40,23 @@ pub(crate) struct UploadRequest {
     pub folder: PathBuf,
     /// This rank.
     pub rank: usize,
-    /// The number of the file that it has written, which is another one where ranks form groups.
+    /// The index of the file that this rank has written. It differs from the rank if ranks form groups.
     pub piece: usize,
-    /// Whether `latest` names it then.
+    /// Whether `latest` names the checkpoint afterwards.
     pub is_latest: bool,
 }
 
-/// A checkpoint that came from an object store. While this is there, no other job of the host brings another one into the folder.
+/// A checkpoint that was downloaded from an object store. While this value exists, no other job on the host downloads
+/// into the folder.
 pub(crate) struct DownloadedCheckpoint {
     /// The folder of checkpoints.
     pub dir: PathBuf,
     pub tag: String,
-    /// On the rank of each host that has brought it.
+    /// The lock, on the rank of each host that has downloaded it.
     _lock: Option<FolderLock>,
 }
 
-/// The address that `dir` is, in place of a folder.
+/// Returns `dir` as an address if it is one rather than a folder.
 pub(crate) fn address(dir: &Path) -> Option<&str> {
     dir.to_str().filter(|dir| ["s3://", "file://"].iter().any(|scheme| dir.starts_with(scheme)))
 }

@@ -1,4 +1,4 @@
-//! Checkpoints sent to a store in memory and brought back, cut off in the middle, and damaged there.
+//! Checkpoints that are uploaded to a store in memory and downloaded, interrupted, and damaged there.
 
 use super::bucket::{ObjectBucket, objects, run};
 use super::download::{bring, choose};
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const URL: &str = "s3://bucket/runs/one";
 
-/// Elements of the only parameter: two parts of a file for each of two ranks.
+/// The number of elements of the only parameter: each of the two ranks' files has two parts.
 const ELEMENTS: usize = 5_000_000;
 
 struct Store(Arc<InMemory>);
@@ -40,7 +40,7 @@ impl Store {
         self.sent(folder).into_iter().for_each(|rank| rank.unwrap());
     }
 
-    /// What each rank learns of its end.
+    /// Sends the checkpoint from both ranks and returns the result of each.
     fn sent(&self, folder: &Path) -> Vec<std::result::Result<(), String>> {
         let sent = threads::run(2, |comm| {
             let ended = self.start(folder, comm.rank()).wait(&*comm);
@@ -77,7 +77,7 @@ impl Store {
     }
 }
 
-/// A checkpoint of two ranks in `dir`.
+/// Saves a checkpoint of two ranks in `dir`.
 fn save(dir: &Path, tag: &str, steps: u64) -> PathBuf {
     let folder = dir.join(tag);
     std::fs::create_dir_all(&folder).unwrap();
@@ -113,12 +113,12 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
     let (one, two) = (save(dir.path(), "one", 1), save(dir.path(), "two", 2));
     store.send(&two);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("two"));
-    // `latest` is what was sent last.
+    // `latest` names the checkpoint that was sent last.
     store.send(&one);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
     store.bring("two", back.path()).unwrap();
     assert!(is_same(&two, &back.path().join("two")));
-    // One is kept at a time, and what is damaged here is brought again.
+    // One checkpoint is kept at a time, and damaged files are downloaded again.
     store.bring("one", back.path()).unwrap();
     assert!(!back.path().join("two").exists());
     let file = back.path().join("one/rank_00001_of_00002.safetensors");
@@ -127,7 +127,7 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
     std::fs::write(&file, bytes).unwrap();
     store.bring("one", back.path()).unwrap();
     assert!(is_same(&one, &back.path().join("one")));
-    // Another checkpoint of a name takes the place of the first, of which nothing stays.
+    // Another checkpoint of the same name replaces the first one completely.
     let other = save(&dir.path().join("other"), "one", 3);
     store.send(&other);
     store.bring("one", back.path()).unwrap();
@@ -151,7 +151,7 @@ fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
 fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     let (dir, store) = (tempfile::tempdir().unwrap(), Store::new());
     store.send(&save(dir.path(), "one", 1));
-    // Rank 1 sends nothing, and rank 0 is told.
+    // Rank 1 sends nothing, and rank 0 gets an error.
     let two = save(dir.path(), "two", 2);
     let first = store.start(&two, 0);
     while store.objects("two").is_empty() {
@@ -161,7 +161,7 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
     let problem = store.choose(Some("two")).unwrap_err().to_string();
     insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: two is not whole: it has no manifest.json; give another tag");
-    // In the middle of a file, no object comes of it.
+    // An upload that stops in the middle of a file creates no object.
     let (stop, file) = (AtomicBool::new(false), two.join("rank_00001_of_00002.safetensors"));
     let bytes = file.metadata().unwrap().len();
     let send = async || {
@@ -171,10 +171,10 @@ fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
     let problem = run(URL, send).unwrap_err().to_string();
     insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: was told not to write runs/one/two/half: another rank failed");
     assert_eq!(store.objects("two").len(), 1);
-    // The next one goes on, with what is there.
+    // The next upload continues with the existing objects.
     store.send(&two);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("two"));
-    // What `latest` names and has lost a file is passed over.
+    // A checkpoint that `latest` names but that has lost a file is passed over.
     let manifest = Manifest::read(&two.join(MANIFEST)).unwrap();
     let (lost, _) = objects(&manifest).last().unwrap();
     let remove = async || {

@@ -1,9 +1,9 @@
-//! A checkpoint on its way to an object store, on a thread of each rank.
+//! Uploads a checkpoint to an object store, on a thread of each rank.
 //!
 //! ```text
-//!   thread of each rank   its file .......... | told
-//!   thread of rank 0      its file, buffers . | told | until all files are there | manifest, latest, what is left over
-//!   engine                training ........... wait: all told? -> rank 0 is done?
+//!   thread of each rank   its file .......... | done
+//!   thread of rank 0      its file, buffers . | done | until all files exist | manifest, latest, removal of leftovers
+//!   engine                training ........... wait: all ranks done? -> rank 0's thread finished?
 //! ```
 
 use super::UploadRequest;
@@ -22,27 +22,27 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How often rank 0 looks whether the files of the others have come.
+/// The interval at which rank 0 checks whether the other ranks' files have arrived.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// How often rank 0 says how far it is.
+/// The interval at which rank 0 reports progress.
 const TELL: Duration = Duration::from_secs(10);
 
-/// A copy on its way. Dropped, it is given up.
+/// An upload in progress. Dropping it cancels the upload.
 pub(crate) struct CheckpointUpload {
     url: String,
-    /// Whether this rank's files are there.
+    /// Receives the result of sending this rank's files.
     sent: Receiver<Result<()>>,
-    /// Whether all of it is.
+    /// The thread, which returns the result of the complete upload.
     thread: Option<JoinHandle<Result<()>>>,
     stop: Arc<AtomicBool>,
 }
 
 impl CheckpointUpload {
-    /// Begins to send.
+    /// Starts an upload.
     ///
     /// # Errors
-    /// An address that is none; a thread that cannot be made.
+    /// An invalid address; a thread that cannot be created.
     pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
         let (bucket, url) = (ObjectBucket::open(&sending.url)?, sending.url.clone());
         Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("no thread for it can be made: {e}")))
@@ -62,13 +62,13 @@ impl CheckpointUpload {
         Ok(Self { url, sent, thread: Some(thread), stop })
     }
 
-    /// Waits until all ranks' files and the manifest are there. Collective.
+    /// Waits until all ranks' files and the manifest are uploaded. Collective.
     ///
     /// # Errors
-    /// What could not be sent, on all ranks; a failed collective.
+    /// An object that could not be sent, on all ranks; a failed collective.
     pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), CollectiveFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
-        // A thread that ends without a word has failed, and says how at its end.
+        // A thread that ends without sending a result has panicked; the join below returns the error.
         let sent = self.sent.recv().unwrap_or(Ok(()));
         agree(comm, sent, elsewhere())?;
         let joined = self.thread.take().map_or(Ok(Ok(())), JoinHandle::join);
@@ -83,7 +83,7 @@ impl Drop for CheckpointUpload {
     }
 }
 
-/// What the thread knows.
+/// The data of the upload thread.
 struct UploadWorker {
     bucket: ObjectBucket,
     sending: UploadRequest,
@@ -105,7 +105,7 @@ impl UploadWorker {
         if self.sending.rank == 0 { self.rest(&manifest).await } else { Ok(()) }
     }
 
-    /// The files of this rank, which are left out where they are there.
+    /// Sends the files of this rank, except those that already exist.
     async fn own(&self) -> Result<Manifest> {
         let UploadRequest { folder, rank, piece, .. } = &self.sending;
         let manifest = Manifest::read(&folder.join(MANIFEST))?;
@@ -132,7 +132,7 @@ impl UploadWorker {
         Ok(manifest)
     }
 
-    /// Makes a checkpoint of the files of all ranks, when they are there.
+    /// Completes the checkpoint once the files of all ranks exist.
     async fn rest(&self, manifest: &Manifest) -> Result<()> {
         let tag = manifest.tag.as_str();
         let mut there = self.bucket.sizes(tag).await?;
@@ -147,7 +147,7 @@ impl UploadWorker {
         if self.sending.is_latest {
             self.bucket.put(&[LATEST], tag.as_bytes().to_vec()).await?;
         }
-        // Of a checkpoint that had this name.
+        // Leftovers of an earlier checkpoint of this name.
         let is_of_it = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
         for object in there.keys().filter(|object| !is_of_it(object)) {
             self.bucket.remove(&[tag, object]).await;

@@ -5,7 +5,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::CollectiveFailure;
 use crate::error::{CheckpointError, Result};
 
-/// A copy on its way: there is none.
+/// The type of an upload in progress, which cannot exist in this build.
 pub(crate) enum CheckpointUpload {}
 
 impl CheckpointUpload {
@@ -18,7 +18,7 @@ impl CheckpointUpload {
     }
 }
 
-/// The error that this build knows no object stores.
+/// Returns an error, because this build does not support object stores.
 pub(crate) fn check(url: &str) -> Result<()> {
     let problem = "this program was built without it; build with --features s3, or give a folder".into();
     Err(CheckpointError::Store { url: url.to_owned(), problem }.into())

@@ -1,28 +1,28 @@
-//! What differs from one MPI library to another under the same functions: the values of handles and constants.
+//! The values of handles and constants, which differ between MPI libraries that have the same functions.
 //!
 //! | ABI | library | handles |
 //! | --- | --- | --- |
 //! | MPI 5.0's own | `libmpi_abi.so.1` (MPICH 5, Intel MPI, Open MPI 6) | pointers with fixed values |
-//! | MPICH's | `libmpi.so.12` (MPICH, Intel MPI, MVAPICH, Cray), `libmpich.so.12` (Debian's MPICH) | numbers of 32 bits |
+//! | MPICH's | `libmpi.so.12` (MPICH, Intel MPI, MVAPICH, Cray), `libmpich.so.12` (Debian) | 32-bit numbers |
 //! | Open MPI's | `libmpi.so.40` (4 and 5) | addresses of objects in the library |
 
 use std::ffi::c_int;
 
-/// An interface of MPI as compiled programs see it.
+/// The binary interface of an MPI library, as compiled programs see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MpiAbi {
-    /// That of the standard, since MPI 5.0.
+    /// The standard ABI, since MPI 5.0.
     Standard,
-    /// MPICH's.
+    /// The ABI of MPICH.
     Mpich,
-    /// Open MPI's.
+    /// The ABI of Open MPI.
     OpenMpi,
 }
 
-/// A handle. Handles of 32 bits are in its low half.
+/// A handle. 32-bit handles are in its low half.
 pub(super) type MpiHandle = usize;
 
-/// A handle as a library has it.
+/// A handle in an ABI's format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AbiHandle {
     Number(MpiHandle),
@@ -37,24 +37,24 @@ pub(super) struct AbiConstants {
     pub byte: AbiHandle,
     pub errors_return: AbiHandle,
     pub status_ignore: usize,
-    /// The level of threads at which one thread at a time, whichever it is, may call the library.
+    /// The thread level at which any one thread at a time may call the library.
     pub serialized: c_int,
 }
 
 impl MpiAbi {
     pub(super) const ALL: [Self; 3] = [Self::Standard, Self::Mpich, Self::OpenMpi];
 
-    /// The names under which the system's loader knows a library, the usual one first.
+    /// Returns the names under which the system's loader finds a library, the usual one first.
     pub(super) fn libraries(self) -> &'static [&'static str] {
         match self {
             Self::Standard => &["libmpi_abi.so.1"],
-            // Debian's package libmpich12 has the second alone.
+            // Debian's package libmpich12 has only the second.
             Self::Mpich => &["libmpi.so.12", "libmpich.so.12"],
             Self::OpenMpi => &["libmpi.so.40"],
         }
     }
 
-    /// Its values: of MPI 5.0's mpi.h, MPICH's and Open MPI's.
+    /// Returns the ABI's constants, from the mpi.h of MPI 5.0, MPICH and Open MPI.
     pub(super) fn constants(self) -> AbiConstants {
         match self {
             Self::Standard => AbiConstants {

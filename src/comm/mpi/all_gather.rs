@@ -1,7 +1,8 @@
-//! All-gathers: shards inside of each host, slices of the host's whole from host to host, and these inside again.
+//! All-gathers: shards within each host, slices of the host's result from host to host, then these slices within each
+//! host.
 //!
-//! Each host gets the bytes of the others once, also where only ranks of the same place gather. What that costs stands in
-//! [`super::traffic`].
+//! Each host receives the bytes of the others once, even if only ranks at the same position gather. [`super::traffic`]
+//! gives the cost.
 
 use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
@@ -11,13 +12,13 @@ use crate::comm::shm::region::SLOT_BYTES;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Fills `whole` with the parts of all ranks, of which this rank's is in its place. A part is `exact` bytes where it
-/// stands for elements that take so many.
+/// Fills `whole` with the parts of all ranks. This rank's part is already in its place. A part counts as `exact` bytes,
+/// the size of the elements that it encodes.
 pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact: usize) -> Result<()> {
     let part = whole.len() / inter_host.size();
     let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.here());
     let (lanes, lane) = (hosts.lanes(), inter_host.rank() - here.start);
-    // One byte of one host's whole is sent by one lane of that host to the same lane of each other.
+    // Each byte of a host's result is sent by one lane of that host to the same lane of every other host.
     let slice = |ranks: &Range<usize>, lane: usize| {
         let bound = |lane: usize| ranks.start * part + ranks.len() * part * lane / lanes;
         bound(lane)..bound(lane + 1)
@@ -76,9 +77,10 @@ pub(super) fn gather(inter_host: &mut InterHostExchange, whole: &mut [u8], exact
     Ok(())
 }
 
-/// Fills `whole` with the parts of the ranks that have the same place as this one in groups of `ranks` neighbours, of which
-/// this rank's is in its place. Each host has as many ranks, and whole groups. Each part goes to each other host once: to the
-/// rank with the same number there, which shows it to those of the other groups.
+/// Fills `whole` with the parts of the ranks that have the same position as this one in groups of `ranks` consecutive
+/// ranks. This rank's part is already in its place. Each host has the same number of ranks, and complete groups. Each
+/// part goes to every other host once: to the rank with the same local number, which shares it with those of the other
+/// groups.
 pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8], ranks: usize) -> Result<()> {
     let (hosts, here) = (inter_host.hosts.clone(), inter_host.hosts.here());
     let (groups, part) = (here.len() / ranks, whole.len() / (inter_host.size() / ranks));
@@ -126,7 +128,7 @@ pub(super) fn gather_across(inter_host: &mut InterHostExchange, whole: &mut [u8]
     Ok(())
 }
 
-/// Sends bytes of this host to the partners, and begins to receive those of their hosts.
+/// Sends bytes of this host to the partners, and begins to receive the bytes of their hosts.
 fn swap(
     inter_host: &mut InterHostExchange,
     whole: &[u8],
@@ -144,7 +146,7 @@ fn swap(
     Ok(arriving)
 }
 
-/// Of `exact` bytes for which `part` bytes travel, the share of `len` of these.
+/// Returns the share of `exact` bytes that belongs to `len` of the `part` bytes that are sent for them.
 fn exact_share(len: usize, part: usize, exact: usize) -> usize {
     if part == 0 { 0 } else { (len as u128 * exact as u128 / part as u128) as usize }
 }

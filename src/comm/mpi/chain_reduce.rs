@@ -1,25 +1,27 @@
-//! Sums that grow from host to host, in rank order: what goes on is the sum of all ranks so far.
+//! Sums that grow from host to host, in rank order: each host passes on the sum of all ranks so far.
 //!
 //! ```text
-//!   host 0   parts of its ranks -> lane sums --(f32)--> host 1   + parts of its ranks --(f32)--> ... -> last host: the sums
+//!   host 0   parts of its ranks -> lane sums --(f32)--> host 1   + parts of its ranks --(f32)--> ... -> last host
 //!   lane 0                                      lane 0                                                  lane 0
 //!   lane 1                                      lane 1                                                  lane 1
 //!   owners   <------------------------------ sums of their chunks, rounded -------------------------------/
 //! ```
 //!
-//! Each lane adds up some of the chunks: see [`super::chain_roles`]. A block is the same piece of every chunk. In shared memory the
-//! ranks of a host show each other their parts of it, as they travel on one machine; each lane adds those of its chunks to
-//! the partial sums of the host before, and sends them on. Of the last host's lanes every owner on another host gets its sums
-//! in a message, and one on the last host from its lane in shared memory.
+//! Each lane adds up some of the chunks: see [`super::chain_roles`]. A block is the same piece of every chunk. The
+//! ranks of a host share their parts of a block through shared memory, in the wire format of a single machine. Each
+//! lane adds the parts of its chunks to the partial sums of the previous host, and sends the result to the next. From
+//! the last host's lanes, every owner on another host receives its sums in a message, and an owner on the last host
+//! through shared memory.
 //!
-//! # Blocks on their way
+//! # Blocks in flight
 //!
-//! Partial sums are received [`AHEAD`] blocks ahead, as many may be on their way to the next host, and an owner takes a
-//! block's sums when its host is [`behind`] blocks further. So hosts work on different blocks at a time, and neither they nor
-//! their cables wait for one message to cross. All is received in memory that was set aside before the sender could have made
-//! it. A rank holds as many messages of at most [`MESSAGE_BYTES`](super::inter_host::MESSAGE_BYTES): AHEAD that come, AHEAD
-//! and one that go, one that is worked on, and its own sums, which are less than 2 AHEAD messages: 4.5 MiB, whatever is
-//! summed. What that costs on the cables stands in [`super::traffic`].
+//! Partial sums are received [`AHEAD`] blocks ahead, the same number may be in flight to the next host, and an owner
+//! receives a block's sums when its host is [`behind`] blocks further. Hosts thus work on different blocks at the same
+//! time, and neither they nor their network links wait for one message to arrive. Everything is received in memory that
+//! was allocated before the sender could have produced it. A rank holds messages of at most
+//! [`MESSAGE_BYTES`](super::inter_host::MESSAGE_BYTES): AHEAD incoming ones, AHEAD and one outgoing, one in use, and
+//! its own sums, which are less than 2 AHEAD messages: 4.5 MiB, whatever the size of the sum. [`super::traffic`] gives
+//! the cost on the network.
 
 use super::chain_roles::{ChainRole, handed_by};
 use super::inter_host::{AHEAD, InterHostExchange, Result};
@@ -34,13 +36,14 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// How many blocks later than its own parts a rank takes its sums: those that `hosts` hosts can have among them.
+/// Returns how many blocks after its own parts a rank receives its sums: the number that can be in flight among `hosts`
+/// hosts.
 fn behind(hosts: usize) -> usize {
     2 * AHEAD * (hosts - 1)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), of which elements travel as `wire`, and writes
-/// it from element `at` on: the place of the first chunk or of this rank's.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes it
+/// from element `at` on: the position of the first chunk or of this rank's.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, size) = (inter_host.size(), inter_host.rank(), input.dtype().size_in_bytes());
     let (hosts, chunk) = (inter_host.hosts.clone(), input.len() / world);
@@ -78,7 +81,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
             }
         }
     }
-    // Nothing is left of these on the last host.
+    // On the last host no sums remain to be received.
     blocks[blocks.len().saturating_sub(behind)..].iter().try_for_each(|block| chain.take_sums(block))
 }
 
@@ -88,11 +91,11 @@ struct ChainReduce<'a> {
     role: ChainRole,
     layout: SlotLayout,
     input: &'a mut Flat,
-    /// Elements of a chunk.
+    /// The number of elements of a chunk.
     chunk: usize,
-    /// Where this rank's chunk of the sum goes.
+    /// The element at which this rank's chunk of the sum is written.
     at: usize,
-    /// Partial sums from the host before, and sums of this rank's chunk, oldest first.
+    /// Incoming partial sums from the previous host, and incoming sums of this rank's chunk, oldest first.
     coming: VecDeque<MpiTransfer>,
     sums: VecDeque<MpiTransfer>,
 }
@@ -119,7 +122,8 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// The partial sums of a block from the host before: owner after owner; without meaning on the first host.
+    /// Waits for the partial sums of a block from the previous host: owner after owner. On the first host the values
+    /// have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];
         if let (Some(before), Some(transfer)) = (self.role.before, self.coming.pop_front()) {
@@ -139,8 +143,8 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// On the last host: sends the sums of a block to their owners on other hosts, and writes those of this rank's chunk. What
-    /// is left is for others of this host, as bytes, in order.
+    /// Sends, on the last host, the sums of a block to their owners on other hosts, and writes those of this rank's
+    /// chunk. Returns the remaining sums, which are for other ranks of this host, as bytes, in order.
     fn give_sums(&mut self, partial: &[f32], block: &Range<usize>) -> Result<Vec<Vec<u8>>> {
         let (dtype, here) = (self.input.dtype(), self.inter_host.hosts.here());
         let mut kept = Vec::new();
@@ -163,7 +167,7 @@ impl ChainReduce<'_> {
         Ok(kept)
     }
 
-    /// On the last host: shows the sums of a block that are for other ranks of this host, and takes those for this one.
+    /// Shares, on the last host, the sums of a block with their owners on this host, and takes those of this rank.
     fn hand_over(&mut self, kept: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
         let (size, rank, giver) = (self.layout.size, self.inter_host.rank(), self.role.giver);
         let (hosts, here) = (self.inter_host.hosts.clone(), self.inter_host.hosts.here());
@@ -182,7 +186,7 @@ impl ChainReduce<'_> {
         Ok(())
     }
 
-    /// Takes the sums of a block of this rank's chunk, from the last host.
+    /// Receives the sums of a block of this rank's chunk, from the last host.
     fn take_sums(&mut self, block: &Range<usize>) -> Result<()> {
         if let Some(transfer) = self.sums.pop_front() {
             let bytes = self.inter_host.finish(self.role.giver, transfer)?;

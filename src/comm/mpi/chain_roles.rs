@@ -1,28 +1,28 @@
-//! Who does what where partial sums go from host to host.
+//! The roles of ranks in a chain, in which partial sums go from host to host.
 //!
-//! The chunk of rank o belongs to lane o modulo the number of lanes, which is the smallest number of ranks of any host. The
-//! first ranks of each host are its lanes. Where all hosts have as many ranks, the lane of a chunk on its owner's host is the
-//! owner.
+//! The chunk of rank o belongs to lane o modulo the number of lanes, which is the smallest number of ranks on any host.
+//! The first ranks of each host are its lanes. If all hosts have the same number of ranks, the lane of a chunk on its
+//! owner's host is the owner.
 
 use super::topology::HostTopology;
 
-/// What one rank does.
+/// The role of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ChainRole {
-    /// The owners of the chunks that this rank's lane adds up, in order; none where it is no lane.
+    /// The owners of the chunks that this rank's lane adds up, in order; empty if the rank is not a lane.
     pub owners: Vec<usize>,
-    /// The lane's ranks on the host before and after.
+    /// The lane's rank on the previous host; `after` is its rank on the next host.
     pub before: Option<usize>,
     pub after: Option<usize>,
-    /// The rank of the last host from which this rank gets its chunk's sums.
+    /// The rank of the last host from which this rank receives the sums of its chunk.
     pub giver: usize,
-    /// Whether this rank's host is the first, and the last.
+    /// Whether this rank's host is the first; `last` tells whether it is the last.
     pub first: bool,
     pub last: bool,
 }
 
 impl ChainRole {
-    /// That of `rank`, which is on this host.
+    /// Returns the role of `rank`, which is on this host.
     pub(super) fn of(hosts: &HostTopology, rank: usize) -> Self {
         let (each, number, lanes) = (hosts.each(), hosts.number(), hosts.lanes());
         let (lane, last) = (rank - hosts.here().start, each.len() - 1);
@@ -38,7 +38,7 @@ impl ChainRole {
         }
     }
 
-    /// The ranks of other hosts with which this rank exchanges messages, in order: each is told of by the other.
+    /// Returns the ranks of other hosts with which this rank exchanges messages, in order. The relation is symmetric.
     pub(super) fn partners(&self, hosts: &HostTopology) -> Vec<usize> {
         let here = hosts.here();
         let mut partners: Vec<usize> = self.before.into_iter().chain(self.after).collect();
@@ -52,7 +52,7 @@ impl ChainRole {
     }
 }
 
-/// The owners among the ranks of the last host that get their sums from rank `giver` of that host, but for itself.
+/// Returns the ranks of the last host, other than `giver`, that receive their sums from rank `giver` of that host.
 pub(super) fn handed_by(hosts: &HostTopology, giver: usize) -> Vec<usize> {
     let last = hosts.each()[hosts.each().len() - 1].clone();
     let lane = giver - last.start;

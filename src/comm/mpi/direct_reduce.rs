@@ -1,8 +1,9 @@
-//! Sums of which every rank gets all parts: the parts themselves go from host to host.
+//! Sums for which the owner receives all parts: the parts themselves go from host to host.
 //!
-//! A rank sends its part of a chunk to the owner on another host, as it travels on one machine (as integers, where those
-//! are). Ranks of one host show each other theirs in shared memory, and the owner adds all of them in rank order. Parts of
-//! the next pieces are on their way while this one is added up. What that costs stands in [`super::traffic`].
+//! A rank sends its part of a chunk to the owner on another host, in the wire format of a single machine (as integers,
+//! if that format has integers). Ranks of one host share their parts through shared memory, and the owner adds all of
+//! them in rank order. Parts of the next pieces are in flight while this one is added up. [`super::traffic`] gives the
+//! cost.
 
 use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
@@ -14,8 +15,8 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), of which elements travel as `wire`, and writes
-/// it from element `at` on: the place of the first chunk or of this rank's.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes it
+/// from element `at` on: the position of the first chunk or of this rank's.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
     let here = inter_host.hosts.here();
@@ -72,7 +73,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     Ok(())
 }
 
-/// Sends the elements `range` of each remote rank's chunk, and begins to receive theirs of this rank's.
+/// Sends the elements `range` of each remote rank's chunk, and begins to receive their parts of this rank's chunk.
 fn post(
     inter_host: &mut InterHostExchange,
     remote: &[usize],
@@ -99,7 +100,7 @@ fn post(
     Ok(arriving)
 }
 
-/// Elements of a message to each of `peers` ranks, whole blocks of them where they travel in blocks.
+/// Returns the number of elements in a message to each of `peers` ranks: complete blocks, if the format has blocks.
 pub(super) fn message_elements(wire: WireFormat, size: usize, peers: usize) -> usize {
     let bytes = message_bytes(peers);
     match wire {

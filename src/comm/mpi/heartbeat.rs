@@ -1,11 +1,12 @@
-//! Whether the other hosts live, where no launcher of this library watches them.
+//! Detection of dead hosts, if no launcher of this library watches them.
 //!
 //! ```text
-//!   first rank of each host -- a beat a second --> first rank of each other host: silent for 8 s -> shared memory -> all ranks
+//!   first rank of each host -- 1 beat per second --> first rank of each other host
+//!                                                    silent for 8 s -> shared memory -> all ranks
 //! ```
 //!
-//! The ranks of one host watch each other in shared memory, and tell the other hosts when one is gone. What is left is a host
-//! that cannot tell anything any more: MPI may wait for it for minutes, or for ever.
+//! The ranks of one host watch each other in shared memory, and notify the other hosts when one is gone. The remaining
+//! case is a host that can no longer notify anyone: MPI may wait for it for minutes, or forever.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::peer_status::PeerStatus;
@@ -17,40 +18,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two beats.
+/// The time between two beats.
 const BEAT: Duration = Duration::from_secs(1);
-/// Between two looks.
+/// The time between two checks.
 const TURN: Duration = Duration::from_millis(250);
-/// Silence that counts as death.
+/// The length of silence after which a host counts as dead.
 const LIMIT: Duration = Duration::from_secs(8);
-/// How long the last beats of a job that ends well may take.
+/// How long the last beats of a job that ends normally may take.
 const PARTING: Duration = Duration::from_secs(2);
-/// What a beat says: another one comes, or none.
+/// The content of a beat after which another one follows; that of the final beat is `LAST`.
 const GOES_ON: u8 = 1;
 const LAST: u8 = 2;
 
-/// The thread that sends beats and listens for them.
+/// The thread that sends and receives beats.
 pub(super) struct HostHeartbeat {
     stop: Arc<AtomicBool>,
-    /// Gives back those with whom beats are still exchanged.
+    /// The thread's handle; it returns the hosts with which beats are still exchanged.
     thread: JoinHandle<Vec<WatchedHost>>,
 }
 
-/// Another host, by its first rank.
+/// Another host, represented by its first rank.
 struct WatchedHost {
     rank: usize,
-    /// Its next beat; none after its last.
+    /// The host's next beat; `None` after its last one.
     coming: Option<MpiTransfer>,
-    /// The last beat to it, until it has gone.
+    /// The last beat sent to the host, until it has been delivered.
     going: Option<MpiTransfer>,
     silent: Duration,
 }
 
 impl HostHeartbeat {
-    /// Begins to watch, on the first rank of each host. What is found is written into `region`.
+    /// Starts the watch, on the first rank of each host. Dead hosts are recorded in `region`.
     ///
     /// # Errors
-    /// MPI's and the system's.
+    /// MPI or the system failed.
     pub(super) fn start(
         link: Arc<MpiLink>,
         hosts: &HostTopology,
@@ -73,7 +74,7 @@ impl HostHeartbeat {
                 let beats = now >= next_beat;
                 (last_turn, next_beat) = (now, if beats { now + BEAT } else { next_beat });
                 for other in &mut others {
-                    // MPI's own errors are those of the next collective too, which names it.
+                    // MPI's own errors also occur in the next collective, which names them.
                     let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
                     if silent > LIMIT && !peer_status.has_left(other.rank) {
                         let seconds = LIMIT.as_secs();
@@ -91,23 +92,23 @@ impl HostHeartbeat {
         Ok(Self { stop, thread })
     }
 
-    /// Ends it when all ranks leave in good order: no message is left on its way, as MPI wants it.
+    /// Stops the watch when all ranks leave in good order. No message stays in flight, as MPI requires.
     pub(super) fn stop(self, link: &Arc<MpiLink>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();
-        // A panic of it has been printed.
+        // The thread's panic has already been printed.
         let Ok(others) = self.thread.join() else { return };
         let end = Instant::now() + PARTING;
         let sent: Vec<_> = others.iter().map(|other| link.send(other.rank, MessageTag::Beat, vec![LAST])).collect();
         others.into_iter().zip(sent).for_each(|(other, last)| {
-            // Whatever MPI reports now, the job has gone well.
+            // The job has ended normally, whatever MPI reports now.
             _ = last.and_then(|last| other.finish(link, last, end));
         });
     }
 }
 
 impl WatchedHost {
-    /// Sends and takes what there is; how long it has been silent.
+    /// Sends and receives the beats that are due, and returns how long the host has been silent.
     fn exchange_beats(&mut self, link: &Arc<MpiLink>, passed: Duration, beats: bool) -> Result<Duration, CommError> {
         let heard = self.receive_beat(link)?;
         self.silent = if heard || self.coming.is_none() { Duration::ZERO } else { self.silent + passed };
@@ -122,7 +123,7 @@ impl WatchedHost {
         Ok(self.silent)
     }
 
-    /// Takes a beat, if one has come.
+    /// Receives a beat, if one has arrived.
     fn receive_beat(&mut self, link: &Arc<MpiLink>) -> Result<bool, CommError> {
         let Some(coming) = &mut self.coming else { return Ok(false) };
         if !coming.is_done()? {
@@ -133,7 +134,7 @@ impl WatchedHost {
         Ok(true)
     }
 
-    /// Takes what comes up to its last beat, and waits until its own have gone.
+    /// Receives beats up to the host's last one, and waits until this rank's own beats have been delivered.
     fn finish(mut self, link: &Arc<MpiLink>, mut last: MpiTransfer, end: Instant) -> Result<(), CommError> {
         while Instant::now() < end {
             self.receive_beat(link)?;

@@ -1,19 +1,20 @@
 //! Collectives of ranks on several hosts.
 //!
 //! ```text
-//!   reduce-scatter   direct  every rank's part goes to the owner ----> sums of all parts in rank order
-//!                    chain   sums of a host's parts, on top of those of the hosts before, go on to the next host
-//!                    host sums   sums of each host's parts, as codes, go to the owner ----> sums of these in order of hosts
-//!   all-gather       shards inside of each host -> slices of the host's whole from host to host -> slices inside again
+//!   reduce-scatter   direct     every rank's part goes to the owner ----> sums of all parts in rank order
+//!                    chain      sums of a host's parts, added to those of the previous hosts, go to the next host
+//!                    host sums  sums of each host's parts, encoded, go to the owner ----> sums of these in host order
+//!   all-gather       shards within each host -> slices of its result from host to host -> slices within each host
 //! ```
 //!
-//! Inside a host is the [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) of a world of that host's ranks. Between hosts are
-//! messages: a header, which names the collective that a rank is in, then pieces of data. Those of the next piece are on
-//! their way while this one is worked on.
+//! Within a host, collectives use the [`ShmExchange`](crate::comm::shm::exchange::ShmExchange) of a world of that
+//! host's ranks. Between hosts they use messages: a header, which names the collective that a rank is in, then pieces
+//! of data. The next pieces are in flight while the current one is processed.
 //!
-//! Sums run in rank order in f32, so the bits are those of one machine with as many ranks, whichever algorithm makes them. The
-//! one with fewer bytes between hosts is taken: see [`super::traffic`]. But for hosts' sums as codes, which are a choice of the
-//! caller ([`WireFormat::BetweenHosts`]) with bits of its own.
+//! Sums run in rank order in f32, so the bits are those of one machine with the same number of ranks, whichever
+//! algorithm computes them. The algorithm that sends fewer bytes between hosts is used: see [`super::traffic`]. The
+//! exception is encoded host sums, which the caller chooses ([`WireFormat::BetweenHosts`]) and which give different
+//! bits.
 
 use super::all_gather::{gather, gather_across};
 use super::inter_host::{InterHostExchange, Result};
@@ -30,7 +31,7 @@ use crate::precision::Flat;
 use candle_core::DType;
 use std::ops::Range;
 
-/// How the elements of a sum with chunks of `chunk` elements travel, and by which algorithm.
+/// Returns the wire format and the algorithm of a sum with chunks of `chunk` elements.
 pub(super) fn sum_of(
     hosts: &HostTopology,
     wire: WireFormat,
@@ -40,7 +41,7 @@ pub(super) fn sum_of(
     if let WireFormat::BetweenHosts(_) = wire {
         return (wire.inside(), algorithm(hosts, wire, dtype.size_in_bytes(), chunk));
     }
-    // As elements travel in a world of this size on one machine.
+    // The wire format that a world of this size has on one machine.
     let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
     (wire, algorithm(hosts, wire, dtype.size_in_bytes(), chunk))
 }
@@ -61,18 +62,18 @@ impl HierarchicalCollectives {
         self.0.called_in(call);
     }
 
-    /// Bytes that came from other ranks in the present collective.
+    /// Returns the bytes received from other ranks in the current collective.
     pub(in crate::comm) fn bytes(&self) -> ReceivedBytes {
         self.0.bytes()
     }
 
-    /// Runs one of the collectives that follow, to the end of everything that this rank sends in it.
+    /// Runs one of the collectives below, until everything that this rank sends in it has been sent.
     pub(in crate::comm) fn run<T>(&mut self, collective: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let result = collective(self);
         self.0.end(result)
     }
 
-    /// The sum lies where `input` lay.
+    /// Sums `input` in place: the result is in the memory of `input`.
     pub(in crate::comm) fn reduce_scatter(&mut self, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
         self.0.begin(CollectiveKind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         assert!(
@@ -93,7 +94,7 @@ impl HierarchicalCollectives {
         let exact = shard.size_in_bytes();
         let mut whole = shard;
         whole.reserve_exact(chunk * (world - 1));
-        // Where nothing crosses, what is coded between hosts alone stays as it is.
+        // If nothing goes between hosts, an encoding that applies only between hosts is not used.
         let wire = if self.0.hosts.each().len() == 1 { wire.inside() } else { wire };
         let Some(code) = wire.code() else {
             whole.extend_zeros(chunk * (world - 1));
@@ -113,7 +114,7 @@ impl HierarchicalCollectives {
         Ok(whole)
     }
 
-    /// Nothing goes from host to host where each group lies on one.
+    /// Gathers within groups. Nothing goes from host to host if each group is on one host.
     pub(in crate::comm) fn all_gather_within(
         &mut self,
         wire: WireFormat,
@@ -131,9 +132,9 @@ impl HierarchicalCollectives {
         Ok(of_group(whole, RankGroup::neighbours(self.0.rank(), ranks), len))
     }
 
-    /// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups, in the
-    /// memory of `input`. What of the sums goes from host to host is what an all-reduce would send there, if each host has
-    /// the same number of ranks and whole groups.
+    /// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
+    /// groups, in the memory of `input`. The sums cost as much traffic between hosts as in an all-reduce, if each host
+    /// has the same number of ranks and complete groups.
     pub(in crate::comm) fn reduce_to_groups(
         &mut self,
         wire: WireFormat,
@@ -165,7 +166,8 @@ impl HierarchicalCollectives {
         self.0.hosts.each().iter().all(on_one)
     }
 
-    /// A reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit for bit.
+    /// Runs a reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit
+    /// for bit.
     pub(in crate::comm) fn all_reduce(&mut self, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
         self.0.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
         let (len, size) = (input.len(), input.dtype().size_in_bytes());
@@ -190,13 +192,13 @@ impl HierarchicalCollectives {
 
     pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
         self.0.begin(CollectiveKind::Barrier, WireFormat::Exact, DType::U8, 0, 0);
-        // A byte from each rank: whoever has all of them knows that all have come.
+        // One byte from each rank: a rank that has all of them knows that all have arrived.
         let mut bytes = vec![0; self.0.size()];
         gather(&mut self.0, &mut bytes, 1)
     }
 
-    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place
-    /// of the first chunk or of this rank's.
+    /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the
+    /// position of the first chunk or of this rank's.
     fn reduce(&mut self, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
         let (wire, algorithm) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
         match algorithm {

@@ -1,23 +1,24 @@
-//! Sums of hosts' partial sums, which are coded between hosts: [`WireFormat::BetweenHosts`].
+//! Sums of hosts' partial sums, which are encoded between hosts: [`WireFormat::BetweenHosts`].
 //!
 //! ```text
 //!   host 0   parts of its ranks -> partial sum of rank 2's chunk --(code)--> rank 2:  decoded partial sum of host 0
-//!   host 1   parts of its ranks -> partial sum of rank 2's chunk -----(f32)------->  + partial sum of host 1, as it is
+//!   host 1   parts of its ranks -> partial sum of rank 2's chunk -----(f32)------->  + partial sum of host 1, exact
 //!   host 2   parts of its ranks -> partial sum of rank 2's chunk --(code)-------->  + decoded partial sum of host 2
 //! ```
 //!
-//! A host sends each owner on another host one chunk of codes, however many ranks it has. Of its ranks each adds up its own
-//! chunk, and chunks of ranks of other hosts: the one that has the same place on its host, where hosts have as many ranks.
-//! The owner adds the hosts' sums in their order, in f32, and rounds once. So with one rank on each host the bits are those of
-//! parts that are coded one by one, and on one host those of exact ones.
+//! A host sends each owner on another host one encoded chunk, however many ranks it has. Each of its ranks adds up its
+//! own chunk, and chunks of ranks of other hosts: those of the ranks at the same position on their hosts, if hosts have
+//! the same number of ranks. The owner adds the hosts' sums in host order, in f32, and rounds once. With one rank on
+//! each host the bits are thus those of parts that are encoded individually, and on one host those of exact parts.
 //!
-//! # Blocks on their way
+//! # Blocks in flight
 //!
-//! A block is the same piece of every chunk. Its codes are sent when it has been added up on this host; those of the other
-//! hosts are awaited when [`AHEAD`] blocks have been: hosts and their cables do not wait for one message to cross. The partial
-//! sums of a block that a rank makes take at most [`HELD`] bytes, and their codes half as many. It holds those of one block, the
-//! codes of AHEAD and one that go and of 2 AHEAD that come, and AHEAD blocks of its own chunk's sums: less than 20 MiB, whatever
-//! is summed. What that costs on the cables stands in [`super::traffic`].
+//! A block is the same piece of every chunk. It is sent, encoded, once it has been added up on this host. The blocks of
+//! the other hosts are awaited when [`AHEAD`] further blocks have been added up: hosts and their network links do not
+//! wait for one message to arrive. The partial sums of a block that a rank computes take at most [`HELD`] bytes, and
+//! their encoded form half of that. A rank holds the partial sums of one block, the encoded form of AHEAD + 1 outgoing
+//! and 2 AHEAD incoming blocks, and AHEAD blocks of its own chunk's sums: less than 20 MiB, whatever the size of the
+//! sum. [`super::traffic`] gives the cost on the network.
 
 use super::inter_host::{AHEAD, InterHostExchange, Result, message_bytes};
 use super::intra_host::IntraHostSum;
@@ -32,22 +33,22 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The most bytes of a block's partial sums that a rank has, unless they are one block of integers each.
+/// The maximum number of bytes of a block's partial sums on a rank, unless these are one block of integers each.
 const HELD: usize = 2 << 20;
-/// Blocks of a sum that is long enough: some are added up while others cross.
+/// The number of blocks of a sum that is long enough: some are added up while others are in flight.
 const BLOCKS: usize = 8;
 
-/// What one rank does.
+/// The role of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct HostSumRole {
-    /// The owners of the chunks of which this rank adds up its host's parts, itself among them, in order.
+    /// The owners of the chunks for which this rank adds up its host's parts, itself included, in order.
     owners: Vec<usize>,
     /// The rank of each other host that adds up this rank's chunk there, in order.
     givers: Vec<usize>,
 }
 
 impl HostSumRole {
-    /// That of `rank`, which is on this host.
+    /// Returns the role of `rank`, which is on this host.
     fn of(hosts: &HostTopology, rank: usize) -> Self {
         let here = hosts.here();
         let giver = |host: &Range<usize>, place: usize| host.start + place % host.len();
@@ -61,7 +62,7 @@ impl HostSumRole {
         }
     }
 
-    /// The ranks of other hosts with which this one exchanges messages, in order: each is told of by the other.
+    /// Returns the ranks of other hosts with which this one exchanges messages, in order. The relation is symmetric.
     fn partners(&self, rank: usize) -> Vec<usize> {
         let mut partners = [&self.owners[..], &self.givers].concat();
         partners.sort_unstable();
@@ -71,13 +72,13 @@ impl HostSumRole {
     }
 }
 
-/// The most chunks that a rank of any host adds up.
+/// Returns the maximum number of chunks that a rank of any host adds up.
 fn most_chunks(hosts: &HostTopology) -> usize {
     let of = |here: &Range<usize>| hosts.each().iter().map(|host| host.len().div_ceil(here.len())).sum();
     hosts.each().iter().map(of).max().unwrap_or(1)
 }
 
-/// Elements of every chunk in one block: a message has those of one chunk. The same on all ranks.
+/// Returns the number of elements of every chunk in one block; a message has those of one chunk. The same on all ranks.
 pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk: usize) -> usize {
     let chunks = most_chunks(hosts);
     let bytes = (code.encoded_len(chunk) / BLOCKS).max(LEAST_MESSAGE).min(message_bytes(chunks));
@@ -86,8 +87,8 @@ pub(super) fn block_elements(hosts: &HostTopology, code: InterHostFormat, chunk:
     (code.elements_in(bytes).min(held) / align * align).max(align)
 }
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place of
-/// the first chunk or of this rank's.
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the
+/// position of the first chunk or of this rank's.
 pub(super) fn reduce(
     inter_host: &mut InterHostExchange,
     code: InterHostFormat,
@@ -128,16 +129,16 @@ struct HostSumReduce<'a> {
     inter_host: &'a mut InterHostExchange,
     code: InterHostFormat,
     role: HostSumRole,
-    /// Where this rank's chunk of the sum goes.
+    /// The element at which this rank's chunk of the sum is written.
     at: usize,
-    /// The codes of a block from each other host, in order; oldest block first.
+    /// The incoming encoded blocks from each other host, in order; oldest block first.
     coming: VecDeque<Vec<MpiTransfer>>,
-    /// This host's partial sums of this rank's chunk, of blocks whose codes are awaited.
+    /// This host's partial sums of this rank's chunk, for blocks that are still awaited from other hosts.
     kept: VecDeque<(Range<usize>, Vec<f32>)>,
 }
 
 impl HostSumReduce<'_> {
-    /// Begins to receive the other hosts' codes of a block.
+    /// Begins to receive a block's encoded partial sums from the other hosts.
     fn expect(&mut self, block: &Range<usize>) -> Result<()> {
         let bytes = self.code.encoded_len(block.len());
         self.coming.push_back(self.inter_host.receive_each(&self.role.givers, MessageTag::Data, bytes)?);
@@ -161,7 +162,7 @@ impl HostSumReduce<'_> {
         self.inter_host.hold(AHEAD * sent)
     }
 
-    /// Takes the other hosts' codes of the oldest block, and writes the sums of this rank's chunk.
+    /// Receives the other hosts' partial sums of the oldest block, and writes the sums of this rank's chunk.
     fn take(&mut self, input: &mut Flat) -> Result<()> {
         let (Some((block, own)), Some(coming)) = (self.kept.pop_front(), self.coming.pop_front()) else {
             return Ok(());
@@ -178,10 +179,11 @@ impl HostSumReduce<'_> {
     }
 }
 
-/// The sum of all hosts' partial sums in their order: codes of the others, and this host's `own`, in `place` among them.
+/// Returns the sum of all hosts' partial sums in host order: the decoded ones of the others, and this host's `own` at
+/// position `place` among them.
 fn sum_of(code: InterHostFormat, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> {
     if own.is_empty() {
-        // An empty message is aligned to nothing.
+        // An empty message has no alignment.
         return Vec::new();
     }
     let read = |codes| match code.ints_or_dtype() {
@@ -219,7 +221,7 @@ mod tests {
         (0..counts.iter().sum()).map(of).collect()
     }
 
-    /// Numbers whose sums depend on their order.
+    /// Returns numbers whose sums depend on their order.
     fn values(rank: usize, len: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 7 + rank * 13) % 101) as f32 * 0.37 + 1.0 / (1 + i % 17 + rank) as f32 - 20.0).collect()
     }
@@ -257,7 +259,7 @@ mod tests {
         let own = values(0, 300);
         for code in CODES {
             assert_eq!(sum_of(code, &[], &own, 0), own);
-            // What others send is zeros: codes of those are exact.
+            // The others send zeros, whose encoding is exact.
             let zeros = encoded(code, &[0.0; 300]);
             for place in 0..3 {
                 assert_eq!(sum_of(code, &[zeros.clone(), zeros.clone()], &own, place), own, "{code:?}");

@@ -1,8 +1,9 @@
-//! One rank's side of a collective across hosts: its host's ranks, its messages to others, and its waits.
+//! One rank's side of a collective across hosts: the ranks of its host, its messages to other hosts, and its waits.
 //!
-//! A message is a header, which names the collective that a rank is in, or data. Everything is sent and received beside
-//! other work; a wait for a message ends with an error when a rank has failed or left, or when the time limit is over. Waits
-//! for this host's ranks move messages on too: what this rank has sent may be what they wait for, through other hosts.
+//! A message is a header, which names the collective that a rank is in, or data. All sends and receives are
+//! non-blocking; a wait for a message ends with an error if a rank has failed or left, or if the time limit is over.
+//! Waits for this host's ranks make progress on messages too: those ranks may, through other hosts, depend on what this
+//! rank has sent.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::peer_status::PeerStatus;
@@ -19,43 +20,43 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The most bytes of a message.
+/// The maximum number of bytes of a message.
 pub(super) const MESSAGE_BYTES: usize = 1 << 18;
-/// The most bytes of a rank's messages that go to all others at a time.
+/// The maximum number of bytes that a rank sends to all others at a time.
 const SENT_BYTES: usize = 16 << 20;
-/// Messages that are on their way to and from each other rank: a cable is not idle while a message that has come is worked
-/// on, nor while a library asks the other side whether it may send one.
+/// The number of messages in flight to and from each other rank: the network is not idle while a received message is
+/// processed, nor while a library asks the other side for permission to send.
 pub(super) const AHEAD: usize = 4;
-/// How long a thread sleeps between looks at a message that is awaited, when its spin_limits is over.
+/// How long a thread sleeps between checks of an awaited message, once its spin limit is exceeded.
 const NAP: Duration = Duration::from_micros(50);
-/// How much later than its echo in this host the failure of a rank of another host may be heard of.
+/// How much later than its consequence on this host the failure of a rank of another host may be noticed.
 const ECHO: Duration = Duration::from_millis(100);
-/// How often a wait looks for ranks that have failed, and after how many looks at the message it looks at a clock.
+/// How often a wait checks for failed ranks, and after how many checks of the message it reads a clock.
 const WATCH: Duration = Duration::from_millis(20);
 const LOOKS: u32 = 200;
 pub(super) type Result<T> = std::result::Result<T, CommError>;
 
-/// The most bytes of a message where a rank sends one to each of `peers` ranks at a time.
+/// Returns the maximum number of bytes of a message if a rank sends one to each of `peers` ranks at a time.
 pub(super) fn message_bytes(peers: usize) -> usize {
     MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12))
 }
 
-/// One rank's side.
+/// One rank's side of collectives across hosts.
 pub(super) struct InterHostExchange {
-    /// The ranks of this host, counted from 0.
+    /// The exchange with the ranks of this host, counted from 0.
     pub(super) local: ShmExchange,
     pub(super) link: Arc<MpiLink>,
     pub(super) hosts: Arc<HostTopology>,
     peer_status: Arc<PeerStatus>,
     timeout: Duration,
-    /// The present collective, and the engine's call in which it was launched.
+    /// The current collective, and the engine call in which it was launched.
     current: Option<CollectiveFingerprint>,
     sequence: u64,
     call: u64,
-    /// Bytes from other hosts in the present collective, as they travelled and as they are in memory.
+    /// Bytes from other hosts in the current collective, as sent; `exact_bytes` counts them as decoded in memory.
     wire_bytes: usize,
     exact_bytes: usize,
-    /// What is being sent, oldest first.
+    /// The messages being sent, oldest first.
     sending: VecDeque<(usize, MpiTransfer)>,
 }
 
@@ -96,14 +97,14 @@ impl InterHostExchange {
         self.local.called_in(call);
     }
 
-    /// Bytes that came from other ranks in the present collective.
+    /// Returns the bytes received from other ranks in the current collective.
     pub(super) fn bytes(&self) -> ReceivedBytes {
         let local = self.local.bytes();
         let (wire, exact) = (local.wire + self.wire_bytes, local.exact + self.exact_bytes);
         ReceivedBytes { wire, exact, between_hosts: self.wire_bytes }
     }
 
-    /// Counts bytes that came from another host: as they travelled, and as they are in memory.
+    /// Counts bytes that came from another host: as sent, and as decoded in memory.
     pub(super) fn count(&mut self, wire: usize, exact: usize) {
         self.wire_bytes += wire;
         self.exact_bytes += exact;
@@ -117,14 +118,14 @@ impl InterHostExchange {
         (self.wire_bytes, self.exact_bytes) = (0, 0);
     }
 
-    /// Ends a collective, which came to `result`, when everything that this rank sends in it has been sent: the process may
+    /// Ends a collective with this `result`, once everything that this rank sends in it has been sent: the process may
     /// end before the next one.
     pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
         result.and_then(|result| self.hold(0).map(|()| result)).map_err(|error| self.at_first(error))
     }
 
-    /// The failure of which this one is the echo, if it is: a rank of this host may have been told of a rank of another host
-    /// before this one was.
+    /// Returns the original failure if `error` is only its consequence: a rank of this host may have been notified of a
+    /// failure on another host before this rank was.
     fn at_first(&self, error: CommError) -> CommError {
         if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
             return error;
@@ -139,7 +140,7 @@ impl InterHostExchange {
         }
     }
 
-    /// Tells the ranks with which data will be exchanged which collective this is, and looks that theirs is the same.
+    /// Tells the ranks with which data will be exchanged which collective this is, and checks that theirs is the same.
     pub(super) fn greet(&mut self, peers: &[usize]) -> Result<()> {
         let mine = self.current.expect("a collective has begun");
         let arriving = self.receive_each(peers, MessageTag::Header, 8 * (CollectiveFingerprint::WORDS + 1))?;
@@ -172,7 +173,7 @@ impl InterHostExchange {
         self.link.receive(peer, tag, len)
     }
 
-    /// Begins to send; what was sent before is freed where it is done.
+    /// Begins to send. Earlier messages are freed once they are done.
     pub(super) fn send(&mut self, peer: usize, tag: MessageTag, bytes: Vec<u8>) -> Result<()> {
         while let Some((_, oldest)) = self.sending.front_mut() {
             if !oldest.is_done()? {
@@ -184,7 +185,7 @@ impl InterHostExchange {
         Ok(())
     }
 
-    /// Waits until at most `messages` of those that were sent are on their way, the newest.
+    /// Waits until at most the newest `messages` of the sent messages are in flight.
     pub(super) fn hold(&mut self, messages: usize) -> Result<()> {
         while self.sending.len() > messages
             && let Some((peer, sent)) = self.sending.pop_front()
@@ -194,7 +195,7 @@ impl InterHostExchange {
         Ok(())
     }
 
-    /// Waits for a message of a rank of another host.
+    /// Waits for a message from a rank of another host.
     pub(super) fn finish(&mut self, peer: usize, mut transfer: MpiTransfer) -> Result<Vec<u8>> {
         let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
         let SpinLimits { spins, yields } = self.local.spin_limits();
@@ -223,7 +224,7 @@ impl InterHostExchange {
         Ok(transfer.into_bytes())
     }
 
-    /// Looks for ranks that have failed, while `peer` is awaited.
+    /// Checks for failed ranks while `peer` is awaited.
     fn watch(&mut self, peer: usize) -> Result<()> {
         if let Some(error) = self.local.failed_peer() {
             return Err(error);
@@ -238,13 +239,13 @@ impl InterHostExchange {
         Ok(())
     }
 
-    /// The error where rank `from` of another host has given up.
+    /// Returns the error for when rank `from` of another host has given up.
     fn aborted(&self, from: usize, why: &str) -> CommError {
         let why = format!("on host {}: {why}", self.hosts.name_of(from));
         CommError::RankAborted { rank: self.rank(), peer: from, why, op: self.op() }
     }
 
-    /// The present collective, for messages.
+    /// Returns the name of the current collective, for messages.
     fn op(&self) -> String {
         self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! What the ranks of this host add to partial sums: they show each other their parts, and each adds up some of the chunks.
+//! The contribution of this host's ranks to partial sums: they share their parts, and each adds up some of the chunks.
 
 use super::inter_host::{InterHostExchange, Result};
 use super::partial_sum::{SlotLayout, Summand, add};
@@ -8,23 +8,24 @@ use crate::comm::wire::format::WireFormat;
 use crate::precision::{Flat, FlatRef};
 use std::ops::Range;
 
-/// One rank's work on a sum inside of its host.
+/// One rank's work on a sum within its host.
 pub(super) struct IntraHostSum<'a> {
-    /// How the parts lie in a slot.
+    /// The layout of the parts in a slot.
     pub layout: SlotLayout,
     /// This rank's parts: world size x `chunk` elements.
     pub input: &'a Flat,
-    /// Elements of a chunk.
+    /// The number of elements of a chunk.
     pub chunk: usize,
     /// The owners of the chunks that this rank adds up, in order. Each chunk is added up by one rank of the host.
     pub owners: &'a [usize],
-    /// Whether sums begin with the parts of this host's first rank; else they hold those of other hosts.
+    /// Whether sums start with the parts of this host's first rank; otherwise they already contain those of other
+    /// hosts.
     pub begins: bool,
 }
 
 impl IntraHostSum<'_> {
-    /// Adds the elements `block` of the chunks of this host's ranks to `partial`, owner after owner. All ranks of the host take
-    /// part, with the same block.
+    /// Adds the elements `block` of the chunks of this host's ranks to `partial`, owner after owner. All ranks of the
+    /// host take part, with the same block.
     pub(super) fn add_parts(
         &self,
         inter_host: &mut InterHostExchange,
@@ -32,7 +33,7 @@ impl IntraHostSum<'_> {
         block: &Range<usize>,
     ) -> Result<()> {
         let (layout, rank, here) = (self.layout, inter_host.rank(), inter_host.hosts.here());
-        // A rank alone shows nobody anything.
+        // A single rank has no one to share its parts with.
         let alone = here.len() == 1;
         let step = if alone { block.len().max(1) } else { layout.elements_in(SLOT_BYTES) };
         let mut own_codes = Vec::new();

@@ -1,4 +1,4 @@
-//! The MPI library of this machine, found and loaded when the program runs: nothing of it is needed to build.
+//! The MPI library of this machine, found and loaded at run time: building needs nothing of it.
 
 use super::abi::{AbiHandle, MpiAbi, MpiHandle};
 use crate::comm::rank_env::SHM_FD;
@@ -8,9 +8,9 @@ use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// The file to load in place of what is found.
+/// The variable that names the file to load instead of the library that is found.
 const LIBRARY: &str = "CANDLE_ZERO_MPI_LIBRARY";
-/// Bytes of the longest text that any of the libraries writes.
+/// The size in bytes of a buffer for the longest text that any of the libraries writes.
 const TEXT: usize = 8192;
 
 type InitThreadFn = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
@@ -27,9 +27,9 @@ type FinalizeFn = unsafe extern "C" fn() -> c_int;
 
 /// A loaded library: its functions, and its handles and constants.
 ///
-/// Handles are passed as [`MpiHandle`] to every library. One that takes a number of 32 bits finds it in the low half of the
-/// register (System V on x86-64, AAPCS64), which is all that these conventions promise it, and one that writes a request of
-/// 32 bits writes the low half of a `u64`.
+/// Handles are passed as [`MpiHandle`] to every library. A library that expects a 32-bit number finds it in the low
+/// half of the register (System V on x86-64, AAPCS64), which is all that these conventions guarantee, and a library
+/// that writes a 32-bit request writes the low half of a `u64`.
 pub(super) struct MpiLibrary {
     path: PathBuf,
     abi: MpiAbi,
@@ -49,16 +49,16 @@ pub(super) struct MpiLibrary {
     version: Symbol<LibraryVersionFn>,
     pub(super) abort: Symbol<AbortFn>,
     pub(super) finalize: Symbol<FinalizeFn>,
-    // Unloaded never: the library has threads and handlers of its own.
+    // Never unloaded: the library has its own threads and handlers.
     _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
 impl MpiLibrary {
-    /// The library that the variable names, or the first that is found: where the system looks, then beside the `mpirun` that
-    /// started this process or that is on the PATH.
+    /// Loads the library that the variable names, or the first one found: in the system's search path, then next to the
+    /// `mpirun` that started this process or that is on the PATH.
     ///
     /// # Errors
-    /// None is found, with all places; one that cannot be loaded; one without a function that is needed.
+    /// No library is found (the error lists all places), it cannot be loaded, or it lacks a required function.
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
@@ -98,7 +98,7 @@ impl MpiLibrary {
         };
         macro_rules! symbol {
             ($name:literal) => {
-                // SAFETY: the function has this type in MPI's standard, with handles as this type's text says.
+                // SAFETY: the function has this type in MPI's standard, with handles as described for this type.
                 unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
             };
         }
@@ -135,10 +135,10 @@ impl MpiLibrary {
         })
     }
 
-    /// Begins MPI, with errors as values: this process' rank, and the number of ranks.
+    /// Initializes MPI, with errors as return values, and returns this process' rank and the number of ranks.
     ///
     /// # Errors
-    /// The library's own, or it is not the launcher's, or grants too little to threads.
+    /// MPI failed, the library is not the launcher's, or it grants too low a thread level.
     pub(super) fn init(&self) -> Result<(usize, usize), CommError> {
         let name = self.name();
         if under_open_mpi() && !under_zerorun() && !name.contains("Open MPI") {
@@ -146,41 +146,41 @@ impl MpiLibrary {
         }
         let wanted = self.abi.constants().serialized;
         let mut granted = 0;
-        // SAFETY: MPI allows null for the program's arguments; `granted` is a place for a number.
+        // SAFETY: MPI allows null for the program's arguments; `granted` has room for a number.
         let code = unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), wanted, &mut granted) };
         self.check("MPI_Init_thread", code)?;
         if granted < wanted {
             return Err(CommError::MpiThreads { library: self.name() });
         }
-        // SAFETY: handles of this library.
+        // SAFETY: the handles are this library's.
         let code = unsafe { (self.set_errhandler)(self.world, self.errors_return) };
         self.check("MPI_Comm_set_errhandler", code)?;
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: as above, and places for numbers.
+        // SAFETY: the handles are this library's; the pointers point to numbers.
         let codes = unsafe { [(self.comm_rank)(self.world, &mut rank), (self.comm_size)(self.world, &mut size)] };
         self.check("MPI_Comm_rank", codes[0])?;
         self.check("MPI_Comm_size", codes[1])?;
         Ok((rank.max(0) as usize, size.max(1) as usize))
     }
 
-    /// An error where a function has returned one.
+    /// Returns an error if the return code of a function is one.
     pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<(), CommError> {
         if code == 0 {
             return Ok(());
         }
         let mut text = vec![0u8; TEXT];
         let mut len = 0;
-        // SAFETY: there is more room than any library needs.
+        // SAFETY: the buffer is larger than any library needs.
         let told = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) } == 0;
         let why = if told { of_text(&text) } else { format!("code {code}") };
         Err(CommError::Mpi { call, why })
     }
 
-    /// The file and the first line of what the library says of its version.
+    /// Returns the file and the first line of the library's version text.
     pub(super) fn name(&self) -> String {
         let mut text = vec![0u8; TEXT];
         let mut len = 0;
-        // SAFETY: there is more room than any library needs; MPI allows the call at any time.
+        // SAFETY: the buffer is larger than any library needs; MPI allows the call at any time.
         let told = unsafe { (self.version)(text.as_mut_ptr().cast(), &mut len) } == 0;
         let version = if told { of_text(&text) } else { String::new() };
         let first = version.lines().next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
@@ -188,7 +188,7 @@ impl MpiLibrary {
     }
 }
 
-/// The text before the first zero.
+/// Returns the text before the first zero byte.
 fn of_text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
@@ -198,15 +198,16 @@ fn none(tried: String) -> CommError {
     CommError::NoMpi { tried }
 }
 
-/// Loads a library so that the parts which it loads itself find its symbols, as Open MPI's do.
+/// Loads a library so that the components which it loads itself find its symbols, as Open MPI's require.
 fn open(path: &Path) -> Result<Loaded, String> {
-    // SAFETY: MPI libraries begin their work in MPI_Init_thread; loading them runs nothing that this program could disturb.
+    // SAFETY: MPI libraries start their work in MPI_Init_thread; loading them runs nothing that could disturb this
+    // program.
     let opened = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
-    // The error itself says no more than that it was this call; the system's words are its source.
+    // The error itself only names the failed call; its source has the system's message.
     opened.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
 }
 
-/// Whether the loader's words say that the file itself is not there, and not one that it needs.
+/// Returns whether the loader's message reports that the file itself is missing, rather than one of its dependencies.
 fn is_missing(why: &str, library: &str) -> bool {
     why.strip_prefix(library).is_some_and(|rest| rest.starts_with(": cannot open shared object file: No such file"))
 }
@@ -219,18 +220,18 @@ fn under_zerorun() -> bool {
     std::env::var_os(SHM_FD).is_some()
 }
 
-/// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
+/// Returns the ABIs in the order in which they are searched: under Open MPI's mpirun its own first.
 fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
-        // Zerorun lets ranks meet as MPICH's process managers do, and Open MPI's library knows its own alone.
+        // Zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only its own.
         (true, _) => vec![MpiAbi::Standard, MpiAbi::Mpich],
         (_, true) => vec![MpiAbi::OpenMpi, MpiAbi::Standard, MpiAbi::Mpich],
         _ => MpiAbi::ALL.to_vec(),
     }
 }
 
-/// `lib` beside the folders in which programs called mpirun or mpiexec are: that of the process that started this one, then
-/// those on the PATH.
+/// Returns the `lib` folders next to the folders that contain programs named mpirun or mpiexec: that of the process
+/// that started this one, then those on the PATH.
 fn beside_mpirun() -> Vec<PathBuf> {
     let parent = rustix::process::getppid().map(|pid| format!("/proc/{}/exe", pid.as_raw_nonzero()));
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -1,7 +1,7 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
-//! Everything is sent and received without blocking and looked after in turns, so that a wait can end with an error when a
-//! rank is gone: no call here waits for another process, but for [`MpiLink::gather`] at the start.
+//! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
+//! error when a rank is gone: no call here waits for another process, except [`MpiLink::gather`] at the start.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;
@@ -12,24 +12,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What a message is. Messages of one kind between two ranks arrive in the order in which they were sent.
+/// The kind of a message. Messages of one kind between two ranks arrive in the order in which they were sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageTag {
-    /// Which collective a rank is in.
+    /// The collective that a rank is in.
     Header = 1,
     /// Elements.
     Data = 2,
-    /// A rank that gives up or leaves.
+    /// A notice that a rank gives up or leaves.
     Status = 3,
-    /// A host that lives.
+    /// A heartbeat of a host.
     Beat = 4,
-    /// Elements, where MPI's own large messages are measured.
+    /// Elements in MPI's own large messages, for measurements.
     Plain = 5,
 }
 
 impl MessageTag {
-    /// The most bytes that go as one message of MPI's. Libraries send up to 64 KiB at once; a longer message they announce, and
-    /// send when the other side, which may be busy, has asked for it.
+    /// Returns the maximum number of bytes sent as one MPI message. Libraries send up to 64 KiB at once; they announce
+    /// a longer message, and send it when the other side, which may be busy, has asked for it.
     fn packet_bytes(self) -> usize {
         match self {
             Self::Plain => c_int::MAX as usize,
@@ -40,27 +40,27 @@ impl MessageTag {
 
 /// How long the other ranks may take to end after one has failed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How much later than the rank before it a rank ends them all, up to so many: Open MPI's mpirun may hang where several do so
-/// at once, and where one does, the next is ended before its turn.
+/// The additional delay per rank, for up to [`TURNS`] ranks, before a rank aborts a failed job: Open MPI's mpirun may
+/// hang if several ranks abort at once; once one rank aborts, the next is ended before its turn.
 const TURN: Duration = Duration::from_millis(500);
 const TURNS: usize = 8;
 
-/// This process among those that MPI joins.
+/// This process among those that MPI connects.
 pub(super) struct MpiLink {
     library: MpiLibrary,
     rank: usize,
     size: usize,
-    /// Held during each call: the library is promised one thread at a time.
+    /// The lock held during each call: the library is used by one thread at a time.
     calling: Mutex<()>,
-    /// Whether any rank has failed, this one included: MPI is then not ended in good order.
+    /// Whether any rank has failed, this one included. MPI is then not finalized normally.
     failed: AtomicBool,
 }
 
 impl MpiLink {
-    /// Finds and begins MPI. Once per process.
+    /// Finds and initializes MPI. Called once per process.
     ///
     /// # Errors
-    /// Those of [`MpiLibrary::find`] and [`MpiLibrary::init`].
+    /// The errors of [`MpiLibrary::find`] and [`MpiLibrary::init`].
     pub(super) fn start() -> Result<Self, CommError> {
         let library = MpiLibrary::find()?;
         let (rank, size) = library.init()?;
@@ -79,8 +79,8 @@ impl MpiLink {
         self.library.name()
     }
 
-    /// Everybody's bytes, of which each gives the same number, in rank order. Blocks: for the start, when nobody waits for
-    /// anything else.
+    /// Returns the bytes of all ranks, in rank order. All ranks pass the same number of bytes. Blocks: for use at the
+    /// start, when no rank waits for anything else.
     pub(super) fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut all = vec![0u8; own.len() * self.size];
         let (count, byte, world) = (own.len() as c_int, self.library.byte, self.library.world);
@@ -121,13 +121,13 @@ impl MpiLink {
         let peer = c_int::try_from(peer).expect("a rank of MPI");
         let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
         let _calling = lock(&self.calling);
-        // Both sides cut a message alike; one of no bytes is a packet too.
+        // Both sides split a message in the same way; an empty message is a packet too.
         let len = memory.len();
         for start in (0..len.max(1)).step_by(tag.packet_bytes()) {
             let count = (len - start).min(tag.packet_bytes()) as c_int;
             let mut request = 0u64;
-            // SAFETY: `memory` holds `count` bytes from `start` on, and nobody else touches them until the request is done, as
-            // `MpiTransfer` gives them back only then and never frees them before.
+            // SAFETY: `memory` holds `count` bytes from `start` on, and nothing else accesses them until the request is
+            // done, as `MpiTransfer` returns them only then and never frees them before.
             let code = unsafe {
                 let packet = memory.cast::<u8>().add(start);
                 call(packet.cast(), count, byte, peer, tag as c_int, world, &mut request)
@@ -138,51 +138,52 @@ impl MpiLink {
         Ok(transfer)
     }
 
-    /// A rank has failed.
+    /// Records that a rank has failed.
     pub(super) fn fail(&self) {
         self.failed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a rank has.
+    /// Returns whether a rank has failed.
     pub(super) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// The end of the process: MPI is ended in good order, which waits for the others to come here too, or, if a rank has
-    /// failed, for all of them at once.
+    /// Ends MPI at the end of the process: finalizes it, which waits for the other ranks to get here too, or, if a rank
+    /// has failed, aborts all of them at once.
     pub(super) fn end(&self) {
         let failed = self.has_failed();
         if failed {
-            // The others have been told, and end by themselves with their own words.
+            // The others have been notified, and end on their own with their own error messages.
             std::thread::sleep(LAST_WORDS + TURN * self.rank.min(TURNS) as u32);
         }
-        // A thread that is in a call now is not waited for for ever: it may be the one that ends the process.
+        // Do not wait forever for a thread that is in a call now: it may be the one that ends the process.
         let _calling = self.calling.try_lock();
-        // SAFETY: nothing of MPI's is called after this.
+        // SAFETY: no MPI function is called after this.
         unsafe { if failed { (self.library.abort)(self.library.world, 1) } else { (self.library.finalize)() } };
     }
 }
 
-/// A message on its way.
+/// A message in flight.
 pub(super) struct MpiTransfer {
     link: Arc<MpiLink>,
-    /// Those of its packets that are not done, in order.
+    /// The requests of its unfinished packets, in order.
     requests: VecDeque<u64>,
-    /// Made from a box. Where a transfer is dropped on its way, which only happens after a failure, it is left to MPI for good.
+    /// The message's memory, made from a box. If a transfer is dropped in flight, which only happens after a failure,
+    /// its memory is left to MPI permanently.
     memory: *mut [u8],
 }
 
-// SAFETY: the memory is this value's, and MPI's calls are made under the link's lock.
+// SAFETY: this value owns the memory, and MPI is called under the link's lock.
 unsafe impl Send for MpiTransfer {}
 
 impl MpiTransfer {
-    /// Whether it has been done. To ask also moves all others on.
+    /// Returns whether the transfer is done. The call also makes progress on all other transfers.
     pub(super) fn is_done(&mut self) -> Result<bool, CommError> {
         while let Some(request) = self.requests.front_mut() {
             let mut flag = 0;
             let library = &self.link.library;
             let _calling = lock(&self.link.calling);
-            // SAFETY: a request of this library that is not done.
+            // SAFETY: the request is this library's and not done.
             let code = unsafe { (library.test)(request, &mut flag, library.status_ignore) };
             library.check("MPI_Test", code)?;
             if flag == 0 {
@@ -193,10 +194,10 @@ impl MpiTransfer {
         Ok(true)
     }
 
-    /// What was received, or sent.
+    /// Returns the bytes that were received or sent.
     ///
     /// # Panics
-    /// If it is not done.
+    /// The transfer is not done.
     pub(super) fn into_bytes(self) -> Vec<u8> {
         assert!(self.requests.is_empty(), "a message is taken when it is there");
         // SAFETY: made from a box, and MPI is done with it.

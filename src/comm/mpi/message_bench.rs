@@ -1,4 +1,4 @@
-//! What MPI itself gives between hosts: messages without any collective of this library.
+//! The network performance of MPI itself between hosts: messages without any collective of this library.
 
 use super::MpiRank;
 use super::link::{MessageTag, MpiTransfer};
@@ -6,23 +6,23 @@ use crate::error::CommError;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Bytes of a message: large, as a program that only wants to move bytes would choose.
+/// The size of a message in bytes: large, as a program that only moves bytes would choose.
 const MESSAGE_BYTES: usize = 4 << 20;
-/// Messages to and from a rank that are on their way at a time.
+/// The number of messages in flight to and from a rank.
 const AHEAD: usize = 3;
-/// Messages of a few bytes, there and back.
+/// The number of round trips with messages of a few bytes.
 const ROUNDS: usize = 200;
-/// How often a wait looks for ranks that have failed.
+/// How often a wait checks for failed ranks.
 const WATCH: Duration = Duration::from_millis(20);
 
 type Result<T> = std::result::Result<T, CommError>;
 
 impl MpiRank {
-    /// Sends `bytes` from this host to the next one, and receives as many from the one before, all ranks of a host
-    /// together. All ranks call it at a time, and no collective is under way.
+    /// Sends `bytes` from this host to the next one, and receives as many from the previous one, all ranks of a host
+    /// together. All ranks call it at the same time, while no collective is in progress.
     ///
     /// # Errors
-    /// MPI's, and a rank that has given up.
+    /// MPI failed, or a rank has given up.
     pub(in crate::comm) fn send_around(&self, bytes: usize) -> Result<()> {
         let (lanes, lane) = (self.hosts.lanes(), self.link.rank() - self.hosts.here().start);
         if lane >= lanes {
@@ -45,11 +45,11 @@ impl MpiRank {
         coming.into_iter().chain(going).try_for_each(|transfer| self.finish(Some(transfer)))
     }
 
-    /// How long a few bytes take from the first host's first rank to the second's: the median of half of the way there and
-    /// back. `None` on all other ranks.
+    /// Returns the latency of a few bytes from the first host's first rank to the second's: the median of half the
+    /// round trip. `None` on all other ranks.
     ///
     /// # Errors
-    /// As [`MpiRank::send_around`].
+    /// The errors of [`MpiRank::send_around`].
     pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
         let (rank, hosts) = (self.link.rank(), self.hosts.each());
         let (first, second) = (hosts[0].start, hosts[1].start);

@@ -1,15 +1,17 @@
-//! Ranks of several hosts: shared memory inside of each host, MPI between them.
+//! Ranks on several hosts: shared memory within each host, MPI between them.
 //!
 //! ```text
-//!   mpirun, srun or zerorun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
-//!   queue -> hierarchical -> direct_reduce, chain_reduce, host_sum_reduce, all_gather -> inter_host: exchange of this host's ranks + messages of link to other hosts
-//!   end of the process: the others are told, MPI ends
+//!   start   mpirun, srun or zerorun starts every rank
+//!           -> find library -> MPI_Init_thread -> find the host of each rank -> create each host's memory
+//!   run     queue -> hierarchical -> direct_reduce, chain_reduce, host_sum_reduce, all_gather
+//!           -> inter_host: exchange of this host's ranks + messages of link to other hosts
+//!   end     notify the other ranks, finalize MPI
 //! ```
 //!
-//! Where no launcher of this library watches the hosts, the ranks do: see [`heartbeat`].
+//! If no launcher of this library watches the hosts, the ranks do: see [`heartbeat`].
 //!
-//! The library is loaded only where an MPI launcher has started the ranks. Whatever MPI reports is an error value here; a
-//! rank that waits for another host looks meanwhile for ranks that have given up.
+//! The library is loaded only if an MPI launcher has started the ranks. Every error that MPI reports is an error value
+//! here; a rank that waits for another host also checks for ranks that have given up.
 
 mod abi;
 mod all_gather;
@@ -46,10 +48,10 @@ use peer_status::PeerStatus;
 use std::sync::{Arc, Mutex, OnceLock};
 use topology::HostTopology;
 
-/// The library that would be used here: its file, and what it says of its version.
+/// Returns the library that would be used here: its file and its version text.
 ///
 /// # Errors
-/// None is found, it cannot be loaded, or it lacks a function.
+/// No library is found, it cannot be loaded, or it lacks a required function.
 #[doc(hidden)]
 pub fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::MpiLibrary::find()?.name())
@@ -62,7 +64,7 @@ pub(super) struct MpiRank {
     hosts: Arc<HostTopology>,
     peer_status: Arc<PeerStatus>,
     region: Arc<SharedMemoryRegion>,
-    /// Where this rank watches other hosts.
+    /// The heartbeat, if this rank watches other hosts.
     heartbeat: Arc<Mutex<Option<HostHeartbeat>>>,
 }
 
@@ -70,10 +72,11 @@ pub(super) struct MpiRank {
 static ENTERED: OnceLock<MpiRank> = OnceLock::new();
 
 impl MpiRank {
-    /// Begins MPI and meets the other ranks: this rank, and the memory of this host's ranks. Once per process.
+    /// Initializes MPI, connects to the other ranks, and returns this rank and the memory of this host's ranks. Called
+    /// once per process.
     ///
     /// # Errors
-    /// No library, another one than that of the launcher, hosts whose ranks are mixed, MPI's and the system's.
+    /// No library is found, it is not the launcher's, the ranks of hosts are mixed, or MPI or the system failed.
     pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<SharedMemoryRegion>)> {
         let link = MpiLink::start()?;
         if (link.rank(), link.size()) != (env.rank, env.world_size) {
@@ -90,14 +93,14 @@ impl MpiRank {
             Ok(hosts)
         });
         let hosts = hosts.inspect_err(|error| {
-            // Every rank finds these, of what all have told. One that ended outside MPI's order would take others with it before
-            // they have been told themselves.
+            // Every rank finds these errors in the data of all ranks. A rank that ended without finalizing MPI would
+            // take others down before they have been notified themselves.
             if matches!(error, Error::Comm(CommError::HostsMixed { .. } | CommError::ProgramsDiffer { .. })) {
                 link.end();
             }
         })?;
         let region = match env.shm_fd {
-            // Zerorun's, which it has made for the ranks that it starts on this host.
+            // The memory that zerorun has made for the ranks that it starts on this host.
             Some(fd) => Arc::new(SharedMemoryRegion::inherit(fd, hosts.here().len())?),
             None => topology::share_region(&link, &hosts, env.rank)?,
         };
@@ -110,18 +113,18 @@ impl MpiRank {
         let heartbeat = Arc::new(Mutex::new(watches.then(start).transpose()?));
         let mpi = Self { link, hosts, peer_status, region: region.clone(), heartbeat };
         if ENTERED.set(mpi.clone()).is_ok() {
-            // SAFETY: the function unwinds nowhere, and only calls MPI.
+            // SAFETY: the function never unwinds, and only calls MPI.
             unsafe { atexit(leave) };
         }
         Ok((mpi, region))
     }
 
-    /// The first rank of this host.
+    /// Returns the first rank of this host.
     pub(super) fn first(&self) -> usize {
         self.hosts.here().start
     }
 
-    /// All ranks.
+    /// Returns the number of all ranks.
     pub(super) fn world_size(&self) -> usize {
         self.hosts.world_size()
     }
@@ -136,7 +139,7 @@ impl MpiRank {
         ))
     }
 
-    /// Waits until those of other hosts have left too, as MPI's end would, unless one of them gives up.
+    /// Waits until the ranks of other hosts have left too, as finalizing MPI would, unless one of them gives up.
     fn wait_for_others(&self) {
         while !self.link.has_failed() {
             match (self.peer_status.all_told(), self.peer_status.failure()) {
@@ -147,12 +150,12 @@ impl MpiRank {
         }
     }
 
-    /// Tells the ranks of other hosts that this one gives up.
+    /// Notifies the ranks of other hosts that this one gives up.
     pub(super) fn abort(&self, why: &str) {
         self.link.fail();
-        // Others are told of the first failure, not of its echo.
+        // The others are notified of the first failure, not of its consequence.
         match self.region.first_failure() {
-            // Only of these there is a text; what a rank says of others' failures names them.
+            // Only these faults have a text; a rank's report about the failure of another rank names that rank.
             Some((rank, fault @ (RankFault::Died | RankFault::GaveUp))) if self.first() + rank != self.link.rank() => {
                 self.peer_status.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
             }
@@ -161,17 +164,17 @@ impl MpiRank {
     }
 }
 
-/// This process, once it has joined.
+/// Returns this process' MPI rank, once it has joined.
 pub(super) fn entered() -> Option<&'static MpiRank> {
     ENTERED.get()
 }
 
 unsafe extern "C" {
-    /// The C library's: the function is called when the process ends by `exit` or by returning from `main`.
+    /// The C library's `atexit`: the function is called when the process ends by `exit` or by returning from `main`.
     fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
 }
 
-/// Tells the others that this rank leaves, and ends MPI.
+/// Notifies the other ranks that this rank leaves, and ends MPI.
 extern "C" fn leave() {
     if let Some(mpi) = ENTERED.get() {
         mpi.region.finish(mpi.link.rank() - mpi.first());
@@ -179,7 +182,7 @@ extern "C" fn leave() {
         mpi.wait_for_others();
         let heartbeat = crate::util::lock(&mpi.heartbeat).take();
         if !mpi.link.has_failed() {
-            // Nothing of MPI's may be called while it ends.
+            // No MPI function may be called while MPI ends.
             heartbeat.into_iter().for_each(|heartbeat| heartbeat.stop(&mpi.link));
         }
         mpi.link.end();

@@ -1,27 +1,28 @@
-//! Partial sums: those of the first ranks so far, in f32, to which the parts of the next ranks are added in rank order.
+//! Partial sums: f32 sums of the first ranks so far, to which the parts of the next ranks are added in rank order.
 //!
-//! On one machine a sum begins with the part of rank 0, widened; the part of each rank after it is added in f32; and what
-//! comes out is rounded once. A part that travels as integers counts as what these stand for, but to the rank that owns the
-//! sum its own part is exact. Here the same additions are made in the same order, some of them on each host.
+//! On one machine a sum starts with the part of rank 0, widened; the part of each following rank is added in f32; and
+//! the result is rounded once. A part that is sent as integers counts with its decoded values, except that the rank
+//! that owns the sum adds its own part exactly. Here the same additions are made in the same order, some of them on
+//! each host.
 
 use crate::comm::wire::format::WireFormat;
 use crate::kernels::simd::{SimdLoop, level};
 use crate::precision::cast::{accumulate, widen};
 use crate::precision::{BLOCK, FlatRef, IntFormat};
 
-/// Elements that are added up together, whole blocks of integers.
+/// The number of elements that are added up together: complete blocks of integers.
 const STRETCH: usize = 8 * BLOCK;
 
 /// One rank's part of a sum.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Summand<'a> {
-    /// Elements as they are.
+    /// Exact elements.
     Exact(FlatRef<'a>),
     /// Blocks of integers, from the start of a block on.
     Blocks(IntFormat, &'a [u8]),
 }
 
-/// Adds `parts` to `sum` in their order. Where the sum `begins` with the first of them, it holds nothing yet.
+/// Adds `parts` to `sum` in their order. If the sum `begins` with the first part, its initial content is ignored.
 pub(super) fn add(sum: &mut [f32], begins: bool, parts: &[Summand<'_>]) {
     level().run(AddSummands { sum, begins, parts });
 }
@@ -64,18 +65,19 @@ impl SimdLoop for AddSummands<'_> {
     }
 }
 
-/// How the parts of a piece for all owners lie in one rank's slot: those for others as they travel, then that for itself as
-/// it is in memory.
+/// The layout of the parts of a piece for all owners in one rank's slot: those for others in the wire format, then the
+/// rank's own as in memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SlotLayout {
     pub wire: WireFormat,
-    /// Bytes of an element.
+    /// The number of bytes of an element.
     pub size: usize,
     pub world: usize,
 }
 
 impl SlotLayout {
-    /// The most elements of each owner's chunk for which a slot of `bytes` has room, whole blocks of them; may be 0.
+    /// Returns the maximum number of elements of each owner's chunk that fit in a slot of `bytes`, in complete blocks;
+    /// may be 0.
     pub(super) fn elements_in(self, bytes: usize) -> usize {
         match self.wire {
             WireFormat::Exact | WireFormat::BetweenHosts(_) => bytes / (self.world * self.size),
@@ -83,17 +85,17 @@ impl SlotLayout {
         }
     }
 
-    /// Bytes of `len` elements for every owner.
+    /// Returns the number of bytes of `len` elements for every owner.
     pub(super) fn bytes(self, len: usize) -> usize {
         (self.world - 1) * self.stride(len) + len * self.size
     }
 
-    /// Bytes of `len` elements of rank `of` for `owner`.
+    /// Returns the number of bytes of `len` elements of rank `of` for `owner`.
     pub(super) fn part(self, of: usize, owner: usize, len: usize) -> usize {
         if owner == of { len * self.size } else { self.encoded(len) }
     }
 
-    /// Where in the slot of rank `of` its part for `owner` begins. Elements are aligned.
+    /// Returns the offset in the slot of rank `of` of its part for `owner`. Elements are aligned.
     pub(super) fn offset(self, of: usize, owner: usize, len: usize) -> usize {
         let place = match owner {
             owner if owner < of => owner,
@@ -128,7 +130,7 @@ mod tests {
     const WIRES: [WireFormat; 3] =
         [WireFormat::Exact, WireFormat::Blocks(IntFormat::Int8), WireFormat::Blocks(IntFormat::Int4)];
 
-    /// Numbers whose sums depend on their order; zeros of both signs among them.
+    /// Returns numbers whose sums depend on their order, including zeros of both signs.
     fn part(rank: usize, len: usize, dtype: DType) -> Flat {
         let value = |i: usize| match i % 29 {
             3 => -0.0,

@@ -1,4 +1,4 @@
-//! What ranks tell those of other hosts of themselves: once, that they leave or give up.
+//! Status notices between ranks of different hosts: each rank sends one, that it leaves or gives up.
 
 use super::link::{MessageTag, MpiLink, MpiTransfer};
 use super::topology::HostTopology;
@@ -8,16 +8,16 @@ use crate::util::lock;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-/// Bytes of a notice: what it is, the rank that it is about, the length of its text, and the text.
+/// The number of bytes of a notice: its kind, the rank that it is about, the length of its text, and the text.
 const BYTES: usize = 12 + TEXT;
 const TEXT: usize = 1024;
 
-/// What a rank tells.
+/// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// It gives up: because of this rank of its host, which may be itself, and why that one did.
+    /// The rank gives up because of this rank of its host, which may be itself, for the reason that the latter gave.
     GivesUp(usize, String),
-    /// It leaves in good order.
+    /// The rank leaves in good order.
     Leaves,
 }
 
@@ -49,19 +49,19 @@ impl StatusNotice {
 /// The notices of this rank and of those of other hosts.
 pub(super) struct PeerStatus {
     link: Arc<MpiLink>,
-    /// In which zerorun, or the first rank's heartbeat, says that a host is gone.
+    /// The region in which zerorun, or the first rank's heartbeat, records that a host is gone.
     region: Arc<SharedMemoryRegion>,
     state: Mutex<PeerStatusRecord>,
 }
 
 #[derive(Default)]
 struct PeerStatusRecord {
-    /// Of the ranks that have told nothing yet.
+    /// The pending receives from the ranks that have sent nothing yet.
     awaited: Vec<(usize, MpiTransfer)>,
     left: BTreeSet<usize>,
-    /// The first that failed, with its reason.
+    /// The first rank that failed, with its reason.
     failure: Option<(usize, String)>,
-    /// What this rank has told, on its way to each.
+    /// The notice of this rank, in flight to each of the others.
     told: Option<Vec<MpiTransfer>>,
 }
 
@@ -69,7 +69,7 @@ impl PeerStatus {
     /// Begins to listen to every rank of other hosts.
     ///
     /// # Errors
-    /// MPI's.
+    /// MPI failed.
     pub(super) fn listen(
         link: Arc<MpiLink>,
         hosts: &HostTopology,
@@ -82,12 +82,12 @@ impl PeerStatus {
         Ok(Self { link, region, state: Mutex::new(PeerStatusRecord { awaited, ..PeerStatusRecord::default() }) })
     }
 
-    /// Tells the others that this rank gives up, because of `rank` of this host.
+    /// Notifies the others that this rank gives up, because of `rank` of this host.
     pub(super) fn give_up(&self, hosts: &HostTopology, rank: usize, why: &str) {
         self.tell(hosts, &StatusNotice::GivesUp(rank, why.to_string()));
     }
 
-    /// Tells the others that this rank leaves, unless it has given up.
+    /// Notifies the others that this rank leaves, unless it has given up.
     pub(super) fn leave(&self, hosts: &HostTopology) {
         self.tell(hosts, &StatusNotice::Leaves);
     }
@@ -95,17 +95,17 @@ impl PeerStatus {
     fn tell(&self, hosts: &HostTopology, notice: &StatusNotice) {
         let mut state = lock(&self.state);
         if state.told.is_none() {
-            // As well as that goes: a rank that is gone cannot take it.
+            // Best effort: a rank that is gone cannot receive it.
             let sent =
                 hosts.remote().filter_map(|peer| self.link.send(peer, MessageTag::Status, notice.to_bytes()).ok());
             state.told = Some(sent.collect());
         }
     }
 
-    /// The first rank of another host that has failed, with its reason, as far as was heard.
+    /// Returns the first rank of another host that is known to have failed, with its reason.
     ///
     /// # Errors
-    /// MPI's.
+    /// MPI failed.
     pub(super) fn failure(&self) -> Result<Option<(usize, String)>, CommError> {
         let mut state = lock(&self.state);
         for (peer, mut transfer) in std::mem::take(&mut state.awaited) {
@@ -118,26 +118,26 @@ impl PeerStatus {
                 StatusNotice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
             }
         }
-        // A rank that has told why it gives up knows more than the launcher.
+        // A rank that has reported why it gives up knows more than the launcher.
         Ok(state.failure.clone().or_else(|| self.region.elsewhere()))
     }
 
-    /// Moves all messages of this rank on, whatever they are, if any other rank is still awaited.
+    /// Makes progress on all messages of this rank, of any kind, if any other rank is still awaited.
     pub(super) fn progress(&self) {
-        // Errors are found again where notices are read.
+        // Errors occur again when notices are read.
         let mut state = lock(&self.state);
         _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
     }
 
-    /// Whether a rank has left, of what [`PeerStatus::failure`] has heard.
+    /// Returns whether a rank is known to have left, as of the last call of [`PeerStatus::failure`].
     pub(super) fn has_left(&self, rank: usize) -> bool {
         lock(&self.state).left.contains(&rank)
     }
 
-    /// Whether all ranks of other hosts have told something, and everything that this rank had to tell is on its way.
+    /// Returns whether all ranks of other hosts have sent their notice, and that of this rank has been sent to them.
     ///
     /// # Errors
-    /// MPI's.
+    /// MPI failed.
     pub(super) fn all_told(&self) -> Result<bool, CommError> {
         self.failure()?;
         let mut state = lock(&self.state);

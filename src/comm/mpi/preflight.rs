@@ -1,4 +1,5 @@
-//! Whether the hosts run the same program at the same time, where no launcher of this library has compared them.
+//! A check that the hosts run the same program and have similar clocks, if no launcher of this library has compared
+//! them.
 
 use super::link::MpiLink;
 use super::topology::HostTopology;
@@ -9,22 +10,23 @@ use std::hash::Hasher;
 use std::io::Read;
 use twox_hash::XxHash3_64;
 
-/// What the first rank of a host tells: a hash of its program, 0 where that cannot be read, and its clock.
+/// The data that the first rank of a host reports: a hash of its program, 0 if that cannot be read, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HostPreflight {
     program: u64,
     clock: u64,
 }
 
-/// Collective, right after another: an error where a host runs another program. Rank 0 says whose clock is far from its own.
+/// Collective, directly after another one: returns an error if a host runs a different program. Rank 0 warns about
+/// clocks that differ much from its own.
 ///
 /// # Errors
-/// MPI's, and that programs differ.
+/// MPI failed, or programs differ.
 pub(super) fn check(link: &MpiLink, hosts: &HostTopology) -> Result<(), CommError> {
     if hosts.each().len() < 2 {
         return Ok(());
     }
-    // Before a program is read, which may take some time on one host.
+    // The clock is read before the program, which may take some time on one host.
     let clock = clock_skew::seconds();
     let program = if link.rank() == hosts.here().start { own_program().unwrap_or(0) } else { 0 };
     let all = link.gather(&[program, clock].map(u64::to_le_bytes).concat())?;
@@ -58,7 +60,7 @@ fn difference(facts: &[(&str, HostPreflight)]) -> Result<(), CommError> {
     }
 }
 
-/// A hash of the program of this process.
+/// Returns a hash of the program of this process.
 fn own_program() -> std::io::Result<u64> {
     let (mut file, mut hash, mut buffer) =
         (std::fs::File::open("/proc/self/exe")?, XxHash3_64::new(), vec![0; 1 << 20]);

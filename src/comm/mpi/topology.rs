@@ -1,4 +1,4 @@
-//! Which ranks share a host, and the memory that these share.
+//! The assignment of ranks to hosts, and the memory that the ranks of a host share.
 
 use super::link::MpiLink;
 use crate::comm::rank_env::SHM_FD;
@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Bytes of a host's name and of all that tells two hosts apart.
+/// The number of bytes for a host's name, and for the text that distinguishes hosts.
 const TEXT: usize = 256;
 
 /// The ranks of each host, which are consecutive, in order.
@@ -16,20 +16,20 @@ const TEXT: usize = 256;
 pub(super) struct HostTopology {
     ranks: Vec<Range<usize>>,
     names: Vec<String>,
-    /// This rank's.
+    /// The index of this rank's host.
     own: usize,
 }
 
-/// What a rank tells of its host.
+/// The data that a rank reports about its host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct HostIdentity {
     name: String,
-    /// Equal where memory can be shared.
+    /// A key that is equal if memory can be shared.
     key: String,
 }
 
 impl HostIdentity {
-    /// This host: its name, this start of its system, and the namespaces in which processes and addresses are.
+    /// Identifies this host: its name, its boot ID, and the namespaces of processes and network addresses.
     fn here() -> Self {
         let kernel = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}")).unwrap_or_default();
         let (name, boot) = (kernel("hostname").trim().to_string(), kernel("random/boot_id"));
@@ -37,7 +37,7 @@ impl HostIdentity {
             let link = std::fs::read_link(format!("/proc/self/ns/{kind}"));
             link.map(|link| link.display().to_string()).unwrap_or_default()
         };
-        // Under zerorun the ranks that one launcher has started share its memory, and no others.
+        // Under zerorun the ranks that one launcher has started share its memory, and no others do.
         let node = match std::env::var_os(SHM_FD) {
             Some(_) => std::env::var("CROSS_RANK").unwrap_or_default(),
             None => String::new(),
@@ -56,7 +56,7 @@ impl HostIdentity {
     }
 }
 
-/// A text in TEXT bytes, cut off or with zeros behind it.
+/// Returns a text as TEXT bytes, truncated or padded with zeros.
 fn fixed(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(TEXT, 0);
@@ -64,10 +64,10 @@ fn fixed(text: &str) -> Vec<u8> {
 }
 
 impl HostTopology {
-    /// Asks all ranks.
+    /// Exchanges the identities of hosts among all ranks.
     ///
     /// # Errors
-    /// MPI's; ranks of one host that are not consecutive.
+    /// MPI failed, or the ranks of one host are not consecutive.
     pub(super) fn meet(link: &MpiLink) -> Result<Self> {
         let all = link.gather(&HostIdentity::here().to_bytes())?;
         Self::of(&all.iter().map(|bytes| HostIdentity::from_bytes(bytes)).collect::<Vec<_>>(), link.rank())
@@ -90,13 +90,13 @@ impl HostTopology {
         Ok(Self { ranks, names, own })
     }
 
-    /// `hosts` hosts with `each` ranks each, for estimates.
+    /// Returns a topology of `hosts` hosts with `each` ranks each, for estimates.
     pub(super) fn even(hosts: usize, each: usize) -> Self {
         let ranks = (0..hosts).map(|host| host * each..(host + 1) * each).collect();
         Self { ranks, names: Vec::new(), own: 0 }
     }
 
-    /// Hosts with so many ranks each, as `rank` sees them.
+    /// Returns a topology with these numbers of ranks on each host, as seen by `rank`.
     #[cfg(test)]
     pub(super) fn with(counts: &[usize], rank: usize) -> Self {
         let starts = (0..=counts.len()).map(|host| counts[..host].iter().sum::<usize>());
@@ -105,53 +105,55 @@ impl HostTopology {
         Self { names: vec![String::new(); ranks.len()], ranks, own }
     }
 
-    /// The ranks of all hosts.
+    /// Returns the number of ranks on all hosts.
     pub(super) fn world_size(&self) -> usize {
         self.ranks.last().map_or(0, |ranks| ranks.end)
     }
 
-    /// The ranks of this host.
+    /// Returns the ranks of this host.
     pub(super) fn here(&self) -> Range<usize> {
         self.ranks[self.own].clone()
     }
 
-    /// The ranks of each host, in order.
+    /// Returns the ranks of each host, in order.
     pub(super) fn each(&self) -> &[Range<usize>] {
         &self.ranks
     }
 
-    /// The number of this host among all.
+    /// Returns the index of this host.
     pub(super) fn number(&self) -> usize {
         self.own
     }
 
-    /// The ranks of each of the other hosts.
+    /// Returns the ranks of each of the other hosts.
     pub(super) fn elsewhere(&self) -> impl Iterator<Item = Range<usize>> {
         let own = self.own;
         self.ranks.iter().enumerate().filter(move |(host, _)| *host != own).map(|(_, ranks)| ranks.clone())
     }
 
-    /// The ranks of all other hosts, in order.
+    /// Returns the ranks of all other hosts, in order.
     pub(super) fn remote(&self) -> impl Iterator<Item = usize> {
         self.elsewhere().flatten()
     }
 
-    /// The fewest ranks of any host: as many of each send and receive what goes from host to host as a whole.
+    /// Returns the smallest number of ranks on any host: this many ranks of each host send and receive data that goes
+    /// from host to host as a unit.
     pub(super) fn lanes(&self) -> usize {
         self.ranks.iter().map(Range::len).min().unwrap_or(1)
     }
 
-    /// The host of a rank.
+    /// Returns the name of the host of a rank.
     pub(super) fn name_of(&self, rank: usize) -> &str {
         let host = self.ranks.iter().position(|ranks| ranks.contains(&rank));
         host.map_or("?", |host| &self.names[host])
     }
 }
 
-/// The memory that this host's ranks share, made by the first of them. The others open it through that process' descriptor.
+/// Returns the memory that this host's ranks share, created by the first of them. The others open it through that
+/// process' descriptor.
 ///
 /// # Errors
-/// MPI's and the system's.
+/// MPI or the system failed.
 pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) -> Result<Arc<SharedMemoryRegion>> {
     let here = hosts.here();
     let made = if rank == here.start { Some(SharedMemoryRegion::create(here.len())?) } else { None };

@@ -1,20 +1,20 @@
-//! How many bytes go between hosts, and which algorithm a sum takes for that reason.
+//! The number of bytes sent between hosts, and the reduce algorithm chosen because of it.
 //!
-//! Of W ranks on H hosts, L are on a host; a chunk has c elements of s bytes, which take e bytes as they travel (c s, or the integers
-//! that stand for them). All hosts' cables carry both directions at a time.
+//! Of W ranks on H hosts, L are on one host; a chunk has c elements of s bytes, which take e bytes when sent (c s, or
+//! the size of their integer encoding). The network links of all hosts carry both directions at the same time.
 //!
 //! | | into a host | out of it |
 //! | --- | --- | --- |
 //! | sum, direct | L (W - L) e | L (W - L) e |
 //! | sum, chain | 4 W c, but for the first; L c s, but for the last | 4 W c; for the last (W - L) c s |
-//! | sum, hosts' sums as codes | (H - 1) L e | (W - L) e |
+//! | sum, encoded host sums | (H - 1) L e | (W - L) e |
 //! | gather | (W - L) e | L e for each other host |
 //!
-//! Of a direct sum parts cross a cable once per rank that owns or has one, L times as often as necessary. A chain carries each
-//! element once, but as a partial sum in f32, and the sums come back from the last host. Two hosts with 8 ranks each (W = 16):
-//! direct 256 c bytes of f32, 128 c of bf16, 66 c as eight and 34 c as four bits; a chain 64 c, whatever travels. What is coded
-//! between hosts alone ([`WireFormat::BetweenHosts`]) goes as hosts' sums, in one way: 16 c as bf16, 8.25 c as eight and 4.25 c as
-//! four bits.
+//! In a direct sum parts cross a link once for each rank that owns or has one, L times as often as necessary. A chain
+//! carries each element once, but as an f32 partial sum, and the sums come back from the last host. With two hosts of 8
+//! ranks each (W = 16), a direct sum sends 256 c bytes in f32, 128 c in bf16, 66 c as 8-bit and 34 c as 4-bit integers;
+//! a chain sends 64 c in any format. A format that is encoded only between hosts ([`WireFormat::BetweenHosts`]) is
+//! always sent as host sums: 16 c as bf16, 8.25 c as 8-bit and 4.25 c as 4-bit integers.
 
 use super::inter_host::MESSAGE_BYTES;
 use super::partial_sum::SlotLayout;
@@ -24,27 +24,28 @@ use crate::comm::wire::format::WireFormat;
 use crate::comm::wire::inter_host::InterHostFormat;
 use std::ops::Range;
 
-/// Sums of fewer bytes, of all chunks together, go as raw parts: they are there after one message.
+/// Sums of fewer bytes, of all chunks together, are sent as raw parts, which arrive after a single message.
 const SHORT_BYTES: usize = 256 << 10;
-/// Bytes of a partial sum of one element.
+/// The number of bytes of a partial sum of one element.
 const PARTIAL: usize = size_of::<f32>();
-/// Blocks of a sum for each host that it passes, where it is long enough: hosts work on different ones at a time.
+/// The number of blocks of a sum per host that it passes, if it is long enough: hosts work on different blocks at a
+/// time.
 const BLOCKS_A_HOST: usize = 8;
-/// The least bytes of a message for which a sum is cut into more blocks.
+/// The minimum number of bytes of a message for which a sum is split into more blocks.
 pub(super) const LEAST_MESSAGE: usize = 16 << 10;
 
-/// How parts become sums.
+/// The algorithm by which parts are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReduceAlgorithm {
     /// Every part goes to the owner of the sum.
     Direct,
-    /// Sums of the first hosts go on to the next.
+    /// The sums of the first hosts are passed to the next.
     Chain,
-    /// Each host's sum goes to the owner, as codes.
+    /// Each host's sum goes to the owner, encoded.
     HostSums(InterHostFormat),
 }
 
-/// Bytes into the host that gets most, and out of the one that sends most.
+/// The bytes into the host that receives most, and out of the host that sends most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeakHostTraffic {
     pub into: usize,
@@ -57,14 +58,14 @@ impl PeakHostTraffic {
         hosts.fold(Self { into: 0, out: 0 }, most)
     }
 
-    /// Bytes of the busier direction.
+    /// Returns the bytes of the busier direction.
     fn most(self) -> usize {
         self.into.max(self.out)
     }
 }
 
-/// The algorithm of a sum whose chunks have `chunk` elements of `size` bytes, which travel as `wire`: the one with fewer bytes in
-/// the busiest direction of any host, where the bits leave a choice. The same on all ranks.
+/// Returns the algorithm of a sum whose chunks have `chunk` elements of `size` bytes, sent in the format `wire`: the
+/// one with fewer bytes in the busiest direction of any host, if both give the same bits. The same on all ranks.
 pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chunk: usize) -> ReduceAlgorithm {
     if let WireFormat::BetweenHosts(code) = wire {
         return ReduceAlgorithm::HostSums(code);
@@ -76,16 +77,16 @@ pub(super) fn algorithm(hosts: &HostTopology, wire: WireFormat, size: usize, chu
     if fits && long && fewer { ReduceAlgorithm::Chain } else { ReduceAlgorithm::Direct }
 }
 
-/// Where raw parts go.
+/// Returns the traffic if raw parts are sent.
 pub(super) fn direct_bytes(hosts: &[Range<usize>], wire: WireFormat, size: usize, chunk: usize) -> PeakHostTraffic {
     let world = hosts.last().map_or(0, |ranks| ranks.end);
     let encoded = wire.encoded_len(chunk, size);
-    // An estimate may be of more bytes than can be counted.
+    // An estimate may count more bytes than fit in the type.
     let either = |ranks: &Range<usize>| (ranks.len() * (world - ranks.len())).saturating_mul(encoded);
     PeakHostTraffic::of(hosts.iter().map(|ranks| PeakHostTraffic { into: either(ranks), out: either(ranks) }))
 }
 
-/// Where partial sums go.
+/// Returns the traffic if partial sums are sent.
 pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> PeakHostTraffic {
     let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
     let partials = PARTIAL * world * chunk;
@@ -96,7 +97,7 @@ pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> 
     PeakHostTraffic::of(hosts.iter().enumerate().map(of))
 }
 
-/// Where each host's sums go as codes.
+/// Returns the traffic if each host's sums are sent encoded.
 pub(super) fn host_sum_bytes(hosts: &[Range<usize>], code: InterHostFormat, chunk: usize) -> PeakHostTraffic {
     let (world, encoded) = (hosts.last().map_or(0, |ranks| ranks.end), code.encoded_len(chunk));
     let of = |ranks: &Range<usize>| PeakHostTraffic {
@@ -106,7 +107,7 @@ pub(super) fn host_sum_bytes(hosts: &[Range<usize>], code: InterHostFormat, chun
     PeakHostTraffic::of(hosts.iter().map(of))
 }
 
-/// Where a gather has `part` bytes of each rank.
+/// Returns the traffic of a gather with `part` bytes from each rank.
 pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraffic {
     let world = hosts.last().map_or(0, |ranks| ranks.end);
     let of = |ranks: &Range<usize>| PeakHostTraffic {
@@ -116,7 +117,8 @@ pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraff
     PeakHostTraffic::of(hosts.iter().map(of))
 }
 
-/// Elements of every chunk in one block of a chain: a message from host to host has those of a lane's chunks.
+/// Returns the number of elements of every chunk in one block of a chain: a message from host to host has those of a
+/// lane's chunks.
 pub(super) fn block_elements(hosts: &HostTopology, wire: WireFormat, chunk: usize) -> usize {
     let of_each = PARTIAL * hosts.world_size().div_ceil(hosts.lanes());
     let bytes = (of_each * chunk / (BLOCKS_A_HOST * hosts.each().len())).clamp(LEAST_MESSAGE, MESSAGE_BYTES);
@@ -143,7 +145,7 @@ mod tests {
         assert_eq!(bytes(&[8, 8], INT8, 2), (64 * 1320, 64 * 1280));
         assert_eq!(bytes(&[8, 8], INT4, 2), (64 * 680, 64 * 1280));
         assert_eq!(bytes(&[1, 1], WireFormat::Exact, 4), (4 * 1280, 8 * 1280));
-        // A host in the middle gets partial sums and its own.
+        // A host in the middle receives partial sums and its own sums.
         assert_eq!(bytes(&[8, 8, 8, 8], WireFormat::Exact, 4), (8 * 24 * 4 * 1280, (32 * 4 + 8 * 4) * 1280));
         assert_eq!(bytes(&[3, 1], WireFormat::Exact, 4), (12 * 1280, 16 * 1280));
         let coded = |counts: &[usize], code| host_sum_bytes(HostTopology::with(counts, 0).each(), code, 1280);
@@ -158,7 +160,7 @@ mod tests {
                 "four owners get, eight are sent to"
             );
         }
-        // The host of one rank gets most, that of three sends most.
+        // The host of one rank receives most, that of three ranks sends most.
         let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).each(), 100);
         assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
         assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });
@@ -189,11 +191,11 @@ mod tests {
         // A slot has no room for a block for every rank.
         assert_eq!(algorithm(&[600, 600], WireFormat::Exact, 4, 1 << 20), ReduceAlgorithm::Chain);
         assert_eq!(algorithm(&[600, 600], INT8, 4, 1 << 20), ReduceAlgorithm::Direct);
-        // However short, a sum of which the bits depend on the way takes that way.
+        // However short, a sum whose bits depend on the algorithm uses that algorithm.
         for wire in [InterHostFormat::Bf16, InterHostFormat::Blocks(IntFormat::Int4)] {
             assert_eq!(algorithm(&[8, 8], WireFormat::BetweenHosts(wire), 4, 1), ReduceAlgorithm::HostSums(wire));
         }
-        // All ranks find the same.
+        // All ranks choose the same.
         let counts = [3, 4, 2, 5];
         assert!((0..14).all(|rank| super::algorithm(&HostTopology::with(&counts, rank), WireFormat::Exact, 4, 9999)
             == ReduceAlgorithm::Chain));

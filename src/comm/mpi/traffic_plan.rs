@@ -1,4 +1,4 @@
-//! What a collective sends between hosts, for estimates: the plan of [`super::hierarchical`] without ranks.
+//! The traffic of a collective between hosts, for estimates: the plan of [`super::hierarchical`] without ranks.
 
 use super::direct_reduce::message_elements;
 use super::hierarchical::sum_of;
@@ -12,35 +12,36 @@ use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::wire::format::WireFormat;
 use candle_core::DType;
 
-/// Hosts with as many ranks each.
+/// Hosts with the same number of ranks each.
 #[derive(Debug, Clone)]
 pub(crate) struct UniformHosts(HostTopology);
 
-/// Messages between hosts that follow one another: a sum or a gather. Before them, headers are exchanged.
+/// Consecutive messages between hosts for one sum or gather. Headers are exchanged before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct InterHostTransfer {
-    /// Bytes into the host that gets most.
+    /// The bytes into the host that receives most.
     pub into: usize,
-    /// Bytes out of the host that sends most.
+    /// The bytes out of the host that sends most.
     pub out: usize,
-    /// Messages from one rank to another.
+    /// The number of messages from one rank to another.
     pub messages: usize,
-    /// Messages of these that are on their way at a time.
+    /// The number of these messages in flight at a time.
     pub window: usize,
-    /// Messages that wait for one another before the first result is there: 1, or for partial sums as many as hosts.
+    /// The number of messages that wait for one another before the first result arrives: 1, or for partial sums the
+    /// number of hosts.
     pub hops: usize,
-    /// Bytes that cross a cable in the hops after the first, while the cable of the first hop is idle.
+    /// The bytes that cross a link in the hops after the first, while the link of the first hop is idle.
     pub behind: usize,
 }
 
 impl UniformHosts {
-    /// `hosts` hosts with `each` ranks each.
+    /// Returns `hosts` hosts with `each` ranks each.
     pub(crate) fn new(hosts: usize, each: usize) -> Self {
         Self(HostTopology::even(hosts, each))
     }
 
-    /// What a collective sends between hosts whose argument has `elements` elements: nothing on one host, and one transfer
-    /// or, for an all-reduce, two.
+    /// Returns the transfers between hosts of a collective whose argument has `elements` elements: none on one host,
+    /// and otherwise one or, for an all-reduce, two.
     pub(crate) fn transfers(
         &self,
         kind: CollectiveKind,
@@ -85,7 +86,7 @@ impl UniformHosts {
                 let PeakHostTraffic { into, out } = chain_bytes(hosts.each(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
                 let (count, ranks) = (hosts.each().len(), hosts.here().len());
-                // The first block through the hosts between, and the sums of the last block.
+                // The first block through the hosts in between, and the sums of the last block.
                 let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
                 InterHostTransfer { into, out, messages, window: AHEAD, hops: count, behind }
@@ -93,7 +94,7 @@ impl UniformHosts {
         }
     }
 
-    /// A gather of `part` bytes of each rank.
+    /// Returns a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransfer {
         let PeakHostTraffic { into, out } = gather_bytes(self.0.each(), part);
         let step = message_bytes(self.0.each().len() - 1);
@@ -159,7 +160,7 @@ mod tests {
             assert!(of_message <= MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
             assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
-            // The sums of an all-reduce travel as they are.
+            // The sums of an all-reduce are sent exact.
             let both = all.transfers(CollectiveKind::AllReduce, wire, DType::F32, chunk * world);
             assert_eq!(both, [sum, all.transfers(CollectiveKind::AllGather, WireFormat::Exact, DType::F32, chunk)[0]]);
         }

@@ -1,4 +1,4 @@
-//! A rank other than 0: finds rank 0, and gets the memory from it.
+//! The side of a rank other than 0: finds rank 0, and receives the shared memory from it.
 
 use super::messages::{self, JoinReply, JoinRequest};
 use super::peer_credentials::PeerCredentials;
@@ -11,15 +11,15 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Between two looks for rank 0.
+/// The time between two attempts to find rank 0.
 const NAP: Duration = Duration::from_millis(50);
-/// How much later than rank 0, which knows who is missing, this rank gives up.
+/// How much later than rank 0, which knows the missing ranks, this rank gives up.
 const LATER: Duration = Duration::from_secs(5);
 
-/// The memory, and the connection to rank 0.
+/// Returns the shared memory, and the connection to rank 0.
 ///
 /// # Errors
-/// As [`super::meet`].
+/// The errors of [`super::meet`].
 pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream)> {
     let stream = find(env)?;
     let (rank, world) = (env.rank, env.world_size);

@@ -1,4 +1,4 @@
-//! The ranks that have come to rank 0, and what is heard of each.
+//! The ranks that have connected to rank 0, and the events of their connections.
 
 use super::messages::{self, JoinRequest};
 use super::peer_credentials::PeerCredentials;
@@ -21,26 +21,26 @@ pub(super) struct RendezvousMembers {
 struct MemberConnection {
     stream: UnixStream,
     process: i32,
-    /// Once it has said so.
+    /// The rank, once the process has sent it.
     rank: Option<usize>,
 }
 
-/// What rank 0 learns of the other ranks.
+/// An event concerning the other ranks, as seen by rank 0.
 #[derive(Debug)]
 pub(super) enum MembershipEvent {
-    /// A rank has come.
+    /// A rank has connected.
     Came,
-    /// Nothing more will be heard of a rank: its process has ended.
+    /// The process of a rank has ended: it will send nothing more.
     Gone(usize),
     /// A process cannot take part.
     Unfit(CommError),
 }
 
 impl RendezvousMembers {
-    /// Begins to listen.
+    /// Starts listening.
     ///
     /// # Errors
-    /// Another process does at this port; the system's.
+    /// Another process listens at this port, or the system failed.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
@@ -49,7 +49,7 @@ impl RendezvousMembers {
         Ok(Self { listener, port, world, connections: Vec::new() })
     }
 
-    /// Which of the other ranks are there.
+    /// Returns for each rank whether it has connected.
     fn there(&self) -> Vec<bool> {
         (0..self.world)
             .map(|rank| rank == 0 || self.connections.iter().any(|connection| connection.rank == Some(rank)))
@@ -60,7 +60,7 @@ impl RendezvousMembers {
         self.there().into_iter().all(|there| there)
     }
 
-    /// The error that some have not come within the limit.
+    /// Returns the error for ranks that have not connected within the limit.
     pub(super) fn incomplete(&self, limit: Duration) -> CommError {
         let there = self.there();
         let missing: Vec<String> = (0..self.world).filter(|rank| !there[*rank]).map(|rank| rank.to_string()).collect();
@@ -71,7 +71,7 @@ impl RendezvousMembers {
     /// Waits for events, up to `limit`.
     ///
     /// # Errors
-    /// The system's.
+    /// The system failed.
     pub(super) fn next(&mut self, limit: Option<Duration>) -> Result<Vec<MembershipEvent>> {
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut watched: Vec<PollFd<'_>> =
@@ -91,7 +91,7 @@ impl RendezvousMembers {
         if comes
             && let Ok((stream, _)) = self.listener.accept()
             && let Ok(peer) = PeerCredentials::of(&stream)
-            // Whoever else finds the name has no business here.
+            // Connections of other users are ignored.
             && peer.is_own()
         {
             self.connections.push(MemberConnection { stream, process: peer.process, rank: None });
@@ -99,10 +99,10 @@ impl RendezvousMembers {
         Ok(events)
     }
 
-    /// Reads what a rank says over its connection, which is then kept or not.
+    /// Reads what a rank sends over its connection, and keeps or drops the connection.
     fn read_request(&mut self, mut connection: MemberConnection) -> Option<MembershipEvent> {
         if let Some(rank) = connection.rank {
-            // A rank says nothing more: its end of the connection is closed.
+            // A rank sends nothing more: its end of the connection is closed.
             return Some(MembershipEvent::Gone(rank));
         }
         let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;
@@ -117,15 +117,15 @@ impl RendezvousMembers {
             self.connections.push(connection);
             return Some(MembershipEvent::Came);
         };
-        // One that is gone already needs no reason.
+        // A process that is already gone needs no reason.
         _ = messages::turn_away(&connection.stream, &error.to_string());
         Some(MembershipEvent::Unfit(error))
     }
 
-    /// Gives all ranks the memory.
+    /// Gives all ranks the shared memory.
     ///
     /// # Errors
-    /// One is gone.
+    /// A rank is gone.
     pub(super) fn welcome(&self, memory: BorrowedFd<'_>) -> Result<(), CommError> {
         for connection in &self.connections {
             if let (Some(rank), Err(_)) = (connection.rank, messages::welcome(&connection.stream, memory)) {
@@ -135,7 +135,7 @@ impl RendezvousMembers {
         Ok(())
     }
 
-    /// Tells all why nothing comes of it.
+    /// Tells all ranks why the rendezvous failed.
     pub(super) fn turn_away(self, why: &str) {
         for connection in &self.connections {
             _ = messages::turn_away(&connection.stream, why);

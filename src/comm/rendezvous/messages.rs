@@ -11,16 +11,16 @@ use std::os::unix::net::UnixStream;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a6d; // "candlezm"
 const VERSION: u64 = 1;
-/// Bytes of a [`JoinRequest`]: few enough to arrive whole or not at all.
+/// The number of bytes of a [`JoinRequest`]: few enough to arrive completely or not at all.
 const JOIN_REQUEST_BYTES: usize = 32;
-/// The most bytes of a reason.
+/// The maximum number of bytes of a reason.
 const TEXT: usize = 4096;
 
-/// What a rank sends to join.
+/// The request that a rank sends to join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct JoinRequest {
     pub(super) rank: usize,
-    /// How many ranks there are, by its own variables.
+    /// The number of ranks according to the sender's variables.
     pub(super) world: usize,
 }
 
@@ -29,7 +29,7 @@ impl JoinRequest {
         to.write_all(&[MAGIC, VERSION, self.rank as u64, self.world as u64].map(u64::to_le_bytes).concat())
     }
 
-    /// What has come over a connection that has something to read; `None` where it is no rank of this version.
+    /// Reads a request from a connection that has data; returns `None` if the sender is not a rank of this version.
     pub(super) fn take(mut from: &UnixStream) -> Option<Self> {
         let mut bytes = [0; JOIN_REQUEST_BYTES];
         if from.read(&mut bytes).ok()? != JOIN_REQUEST_BYTES {
@@ -41,7 +41,7 @@ impl JoinRequest {
     }
 }
 
-/// Lets a rank in: it gets the descriptor of the memory.
+/// Admits a rank: sends it the descriptor of the shared memory.
 pub(super) fn welcome(to: &UnixStream, memory: BorrowedFd<'_>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -51,22 +51,22 @@ pub(super) fn welcome(to: &UnixStream, memory: BorrowedFd<'_>) -> io::Result<()>
     Ok(())
 }
 
-/// Tells a rank why it is not let in.
+/// Tells a rank why it is not admitted.
 pub(super) fn turn_away(mut to: &UnixStream, why: &str) -> io::Result<()> {
     let text = &why.as_bytes()[..why.floor_char_boundary(TEXT)];
     to.write_all(&[&(text.len() as u32).to_le_bytes(), text].concat())
 }
 
-/// Rank 0's reply.
+/// The reply of rank 0.
 #[derive(Debug)]
 pub(super) enum JoinReply {
-    /// The descriptor of the memory.
+    /// The descriptor of the shared memory.
     Welcome(OwnedFd),
-    /// Why there is none.
+    /// The reason why there is no descriptor.
     TurnedAway(String),
 }
 
-/// Waits for rank 0's answer, for as long as the connection's time limit says. `None`: it has ended without one.
+/// Waits for rank 0's reply, up to the connection's time limit. Returns `None` if rank 0 has ended without one.
 pub(super) fn receive_reply(from: &UnixStream) -> io::Result<Option<JoinReply>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -1,16 +1,17 @@
-//! Rendezvous of the ranks of one host that were started one by one, by hand or by torchrun: how they meet, and who notices that one is gone.
+//! Rendezvous of the ranks of one host that were started individually, by hand or by torchrun: how they meet, and how
+//! the end of one is noticed.
 //!
 //! ```text
 //!   rank 0: listens at a socket named by MASTER_PORT <-- JoinRequest -- rank r
-//!           all are there: makes the memory            -- its descriptor, or why there will be none --> rank r
-//!   then:   each connection stays open for as long as its processes live; a hang-up means that one has died
+//!           all connected: creates the memory          -- its descriptor, or why there is none --> rank r
+//!   then:   each connection stays open while its processes live; a hang-up means that one has died
 //! ```
 //!
-//! There is no launcher that would watch the ranks: rank 0 watches the others, and they watch rank 0. Where rank 0 has ended in
-//! good order, heartbeats are what is left.
+//! No launcher watches these ranks: rank 0 watches the others, and they watch rank 0. If rank 0 has ended in good
+//! order, only heartbeats remain.
 //!
-//! The socket has a name in the kernel's own (abstract) space, which is gone with its process and which only processes of this
-//! network namespace see. Who connects is asked for its user.
+//! The socket has a name in the kernel's abstract namespace, which disappears with its process and which only processes
+//! of this network namespace see. The user of each connecting process is checked.
 
 mod client;
 mod members;
@@ -25,11 +26,11 @@ use super::shm::region::SharedMemoryRegion;
 use crate::error::Result;
 use std::sync::{Arc, OnceLock};
 
-/// Meets the other ranks, and lets this one be watched and watch from now on: the memory that they share.
+/// Meets the other ranks, starts the mutual watch, and returns the memory that the ranks share.
 ///
 /// # Errors
-/// A rank that does not come in time or that two processes claim, ranks that differ about how many they are, a port that
-/// another job has, the system's.
+/// A rank does not connect in time, two processes claim one rank, ranks disagree about their number, another job uses
+/// the port, or the system failed.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;
@@ -41,7 +42,7 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
         region
     };
     if ENTERED.set((region.clone(), env.rank)).is_ok() {
-        // SAFETY: the function unwinds nowhere, and only stores to memory that stays mapped.
+        // SAFETY: the function never unwinds, and only stores to memory that stays mapped.
         unsafe { atexit(leave) };
     }
     Ok(region)
@@ -51,11 +52,11 @@ pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
 static ENTERED: OnceLock<(Arc<SharedMemoryRegion>, usize)> = OnceLock::new();
 
 unsafe extern "C" {
-    /// The C library's: the function is called when the process ends by `exit` or by returning from `main`.
+    /// The C library's `atexit`: the function is called when the process ends by `exit` or by returning from `main`.
     fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
 }
 
-/// Tells the others that this rank leaves in good order, unless it has given up.
+/// Notifies the others that this rank leaves in good order, unless it has given up.
 extern "C" fn leave() {
     if let Some((region, rank)) = ENTERED.get() {
         region.finish(*rank);
@@ -70,7 +71,7 @@ mod tests {
     use std::sync::atomic::{AtomicU16, Ordering};
     use std::time::Duration;
 
-    /// A port that no other test of this process has; other processes have ports of other tens.
+    /// Returns a port that no other test of this process uses; other processes use other blocks of ten ports.
     fn port() -> u16 {
         static NEXT: AtomicU16 = AtomicU16::new(0);
         20_000 + (std::process::id() % 4_000) as u16 * 10 + NEXT.fetch_add(1, Ordering::Relaxed)
@@ -90,7 +91,7 @@ mod tests {
         }
     }
 
-    /// Ranks as threads that meet, each with its own variables: what each is told.
+    /// Runs the rendezvous of ranks as threads, each with its own variables, and returns each rank's result.
     fn told<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
         let met = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));
         met.map(|rank| rank.join().unwrap().err().map_or("met".to_string(), |error| error.to_string()))

@@ -1,19 +1,19 @@
-//! Whose process is at the other end of a socket.
+//! The credentials of the process at the other end of a socket.
 
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// `SOL_SOCKET` and `SO_PEERCRED` of Linux, and its `struct ucred`.
+/// Linux's `SOL_SOCKET` and `SO_PEERCRED`, and its `struct ucred`.
 const SOCKET: c_int = 1;
 const PEER: c_int = 17;
 
-/// The process at the other end, as the kernel knows it.
+/// The credentials of the process at the other end, according to the kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct PeerCredentials {
-    /// Its number; 0 where it is in another namespace of processes.
+    /// The process ID; 0 if the process is in another PID namespace.
     pub(super) process: i32,
     pub(super) user: u32,
     group: u32,
@@ -24,19 +24,19 @@ unsafe extern "C" {
 }
 
 impl PeerCredentials {
-    /// Asks the kernel.
+    /// Asks the kernel for the credentials.
     ///
     /// # Errors
-    /// The system's.
+    /// The system failed.
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
         let mut peer = Self::default();
         let mut len = size_of::<Self>() as u32;
-        // SAFETY: an open socket, and memory of `len` bytes in which any bytes are a value.
+        // SAFETY: the socket is open, and any bytes are a valid value for the memory of `len` bytes.
         let code = unsafe { getsockopt(stream.as_raw_fd(), SOCKET, PEER, (&raw mut peer).cast(), &raw mut len) };
         if code == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Whether it is this user's.
+    /// Returns whether the process belongs to this user.
     pub(super) fn is_own(self) -> bool {
         self.user == rustix::process::geteuid().as_raw()
     }

@@ -1,4 +1,4 @@
-//! Who is gone: rank 0 watches the others, and they watch rank 0, by the connection between them.
+//! Detection of dead ranks: rank 0 watches the others, and they watch rank 0, through the connections between them.
 
 use super::members::{MembershipEvent, RendezvousMembers};
 use super::socket::system;
@@ -9,16 +9,16 @@ use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-/// What is known of the end of a rank that has not told of it.
+/// The cause of death recorded for a rank that has reported none.
 const WHY: &str = "its process has ended without a word";
 
-/// On rank 0: watches the others, and turns away who comes too late.
+/// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
 /// # Errors
-/// The system's.
+/// The system failed.
 pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
-        // An error of the system's: then heartbeats are what is left.
+        // After an error of the system only heartbeats remain.
         while let Ok(all) = members.next(None) {
             for event in all {
                 if let MembershipEvent::Gone(rank) = event {
@@ -29,14 +29,14 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
     })
 }
 
-/// On another rank: watches rank 0.
+/// Runs on the other ranks: watches rank 0.
 ///
 /// # Errors
-/// The system's.
+/// The system failed.
 pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait at a socket for"))?;
     watch(move || {
-        // Rank 0 says nothing: this returns when it is gone.
+        // Rank 0 sends nothing: this returns when it is gone.
         while stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::Interrupted) {}
         lost(&region, 0);
     })
@@ -47,10 +47,10 @@ fn watch(run: impl FnOnce() + Send + 'static) -> Result<(), CommError> {
     spawned.map(drop).map_err(system("start a thread for"))
 }
 
-/// The process of a rank has ended: whoever waits for it is told, unless it has left or given up before.
+/// Handles the end of a rank's process: notifies the ranks that wait for it, unless it has left or given up before.
 fn lost(region: &SharedMemoryRegion, rank: usize) {
     let told = matches!(region.state(rank), RankState::Finished | RankState::Aborted(_) | RankState::Dead(_));
-    // Of rank 0 all others see it.
+    // All others notice the end of rank 0.
     if !told && region.claims_cause(rank) {
         region.mark_dead(rank, WHY);
     }

@@ -1,4 +1,4 @@
-//! Rank 0: waits for the others, and makes the memory.
+//! The side of rank 0: waits for the others, and creates the shared memory.
 
 use super::members::{MembershipEvent, RendezvousMembers};
 use super::socket::system;
@@ -8,15 +8,15 @@ use crate::error::{CommError, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The memory, which all ranks have been given.
+/// Returns the shared memory, once all ranks have received it.
 ///
 /// # Errors
-/// As [`super::meet`]. Ranks that are there are told the same.
+/// The errors of [`super::meet`]. The ranks that are connected receive the same error.
 pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, RendezvousMembers)> {
     let mut members = RendezvousMembers::open(env.master_port, env.world_size)?;
     let met = await_all(&mut members, env).and_then(|()| {
         let region = SharedMemoryRegion::create(env.world_size)?;
-        // Helpers that a rank starts must not keep it.
+        // Child processes of a rank must not keep it.
         rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
             .map_err(|error| system("open")(error.into()))?;
         region.let_in();

@@ -1,4 +1,4 @@
-//! The collectives, as sequences of pieces.
+//! The collectives in shared memory, as sequences of pieces.
 
 use super::exchange::ShmExchange;
 use super::partition::{RankGroup, by_rank, give_each, given, others, pieces};
@@ -14,16 +14,16 @@ use candle_core::DType;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// An all-reduce of two ranks up to this size travels whole, in one exchange. That moves as many bytes as two exchanges
-/// of halves; with more ranks it would move more.
+/// The maximum size of an all-reduce of two ranks that is sent in one exchange. That moves as many bytes as two
+/// exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// A gathered buffer of this size or more is written past the caches, which it would fill.
+/// The size from which a gathered buffer is written with stores that bypass the caches, which it would fill.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
 
-/// The sum lies where `input` lay.
+/// Sums `input` in place: the result is in the memory of `input`.
 pub(in crate::comm) fn reduce_scatter(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -41,13 +41,13 @@ pub(in crate::comm) fn reduce_scatter(
     Ok(input)
 }
 
-/// Where `shard` has room for the whole, that is where the whole will lie.
+/// Gathers the shards. The result lies in the memory of `shard` if its capacity suffices.
 pub(in crate::comm) fn all_gather(ex: &mut ShmExchange, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
     gather_of(ex, wire, RankGroup::all(ex.size()), shard)
 }
 
-/// The same of the ranks of this rank's group: of `ranks` neighbours, who are as many in each group.
+/// Gathers the shards of this rank's group of `ranks` consecutive ranks. All groups have the same size.
 pub(in crate::comm) fn all_gather_within(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -60,8 +60,8 @@ pub(in crate::comm) fn all_gather_within(
     gather_of(ex, wire, RankGroup::neighbours(ex.rank(), ranks), shard)
 }
 
-/// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups. All of
-/// it in the memory of `input`.
+/// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
+/// groups, all in the memory of `input`.
 pub(in crate::comm) fn reduce_to_groups(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -72,11 +72,11 @@ pub(in crate::comm) fn reduce_to_groups(
     assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
     by_rank(&mut input, ranks, ex.size());
     let sum = reduce_scatter(ex, wire, input, tag)?;
-    // Every group has to have the same sums, so they travel as they are.
+    // Every group must have the same sums, so they are sent exact.
     gather_of(ex, WireFormat::Exact, RankGroup::across(ex.rank(), ranks, ex.size()), sum)
 }
 
-/// Joins the shards of the ranks of a group. The other ranks take part, among themselves.
+/// Concatenates the shards of the ranks of a group. The other ranks take part, in their own groups.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -97,13 +97,13 @@ pub(in crate::comm) fn gather_of(
     for range in pieces(bytes, SLOT_BYTES) {
         gather_piece(ex, group, room, own, range)?;
     }
-    // SAFETY: the pieces of all ranks of the group cover the whole.
+    // SAFETY: the pieces of all ranks of the group cover the complete buffer.
     unsafe { shard.set_len(whole) };
     Ok(shard)
 }
 
-/// A reduce-scatter and an all-gather under one name, piece by piece in the memory of `input`. The sums are those of
-/// [`reduce_scatter`], bit for bit.
+/// Runs a reduce-scatter and an all-gather as one collective, piece by piece in the memory of `input`. The sums are
+/// those of [`reduce_scatter`], bit for bit.
 pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
     ex.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
     let (len, size) = (input.len(), input.dtype().size_in_bytes());
@@ -114,7 +114,7 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
     let chunk = len.div_ceil(ex.size());
     input.extend_zeros(chunk * ex.size() - len);
     let own = ex.rank() * chunk;
-    // The sums are gathered as they are, in the same pieces.
+    // The sums are gathered exact, in the same pieces.
     let (wire, step) = piece_of(ex.size(), wire, input.dtype());
     for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
@@ -149,8 +149,8 @@ pub(in crate::comm) fn barrier(ex: &mut ShmExchange) -> Result<()> {
     ex.piece(0, |_| {})
 }
 
-/// How the elements of a reduction travel, and how many of every peer's chunk in one piece. Where a slot has no room for
-/// a block for each peer (Int8, from 994 ranks on) they travel as they are.
+/// Returns the wire format of a reduction's elements, and how many elements of every peer's chunk are in one piece. If
+/// a slot has no room for a block for each peer (Int8, from 994 ranks on), they are sent exact.
 pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) -> (WireFormat, usize) {
     let bytes = SLOT_BYTES / (world - 1).max(1);
     let blocks = if let WireFormat::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };
@@ -158,8 +158,8 @@ pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) ->
 }
 
 /// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
-/// `at + range` of `input`, where `at` is the place of the first chunk or that of this rank's: what was there has been
-/// published by then, or is this rank's.
+/// `at + range` of `input`, where `at` is the position of the first chunk or that of this rank's: the previous content
+/// has been published by then, or is this rank's.
 fn reduce_piece(
     ex: &mut ShmExchange,
     wire: WireFormat,
@@ -181,7 +181,7 @@ fn reduce_piece(
     Ok(())
 }
 
-/// The sum of all ranks' `input`, when all of it fits into one piece.
+/// Returns the sum of all ranks' `input`, if all of it fits into one piece.
 fn reduce_whole(ex: &mut ShmExchange, input: &mut Flat) -> Result<()> {
     let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
     let bytes = input.size_in_bytes();
@@ -202,7 +202,7 @@ pub(in crate::comm) fn sum_exact(
     level().run(RankOrderSum { values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
-/// Elements `own ..` of `values` and the peers' parts, summed in rank order in f32, rounded once and written to
+/// A loop that sums elements `own ..` of `values` and the peers' parts in rank order in f32, rounds once and writes to
 /// elements `sum ..`, block by block through the first-level cache.
 struct RankOrderSum<'a> {
     values: FlatMut<'a>,
@@ -237,17 +237,18 @@ impl SimdLoop for RankOrderSum<'_> {
     }
 }
 
-/// Where a rank's own part of a gather lies.
+/// The location of a rank's own part of a gather.
 #[derive(Clone, Copy)]
 enum OwnShardLocation<'a> {
-    /// In the buffer that is filled, from this byte on: in its place, or at the start.
+    /// In the buffer to be filled, from this byte on: at its final position, or at the start.
     At(usize),
-    /// The bytes are in memory of their own.
+    /// In separate memory.
     Apart(&'a [u8]),
 }
 
-/// Writes bytes `range` of the parts of a group's ranks, this one among them, to their places in `whole`. Pieces must come in
-/// order: one that lies at the start, in the place of the first rank's, is moved to its own before that one arrives.
+/// Writes bytes `range` of the parts of a group's ranks, this one included, to their positions in `whole`. Pieces must
+/// come in order: a part that lies at the start, in the first rank's position, is moved to its own position before the
+/// first rank's part arrives.
 fn gather_piece(
     ex: &mut ShmExchange,
     group: RankGroup,

@@ -1,11 +1,11 @@
-//! The one primitive under every collective: each rank shows the others one piece of data.
+//! The primitive under every collective: each rank shows the others one piece of data.
 //!
-//! How pieces go through shared memory is in [`super::pieces`]. Here each gets the fingerprint of its collective, and a
-//! wait gets its limits.
+//! [`super::pieces`] describes how pieces go through shared memory. Here each piece gets the fingerprint of its
+//! collective, and each wait its limits.
 //!
-//! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time
-//! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
-//! it has not published. The failure that came first is the one that every rank is told.
+//! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time limit
+//! is exceeded. It never hangs. Everything that can be completed is completed: a peer's failure counts only for a piece
+//! that it has not published. Every rank reports the failure that came first.
 
 use super::pieces::{PieceSlots, SpinLimits};
 use super::rank_state::{PeerFailure, RankFault};
@@ -22,17 +22,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Words of a piece's header: the fingerprint, and the engine's call, for messages alone.
+/// The number of words of a piece's header: the fingerprint, and the engine call, which is only for messages.
 const HEADER: usize = CollectiveFingerprint::WORDS + 1;
-/// The spins of the comm thread, which takes time from the thread that computes.
+/// The spin limits of the comm thread, which takes CPU time from the thread that computes.
 const BESIDE_WORK: SpinLimits = SpinLimits { spins: 500, yields: 20 };
-/// The spins of a thread that has nothing else to do.
+/// The spin limits of a thread that has nothing else to do.
 const IDLE: SpinLimits = SpinLimits { spins: 500, yields: 500 };
-/// Where ranks share cores, and the awaited rank may need this one.
+/// The spin limits if ranks share cores, and the awaited rank may need this one.
 const CROWDED: SpinLimits = SpinLimits { spins: 20, yields: 20 };
-/// Silence of a heartbeat, which beats four times a second, that counts as death.
+/// The length of heartbeat silence after which a rank counts as dead. A heartbeat beats four times a second.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
-/// The most that one turn of a wait, which naps and looks, can have lasted. See [`PeerWaitTimer`].
+/// The maximum time counted for one turn of a wait, which consists of a nap and a check. See [`PeerWaitTimer`].
 const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 /// The thread that runs a collective.
@@ -48,20 +48,20 @@ pub(in crate::comm) enum CollectiveThread {
 pub(in crate::comm) struct ShmExchange {
     pieces: PieceSlots,
     timeout: Duration,
-    /// The number in the whole job of this world's rank 0, for messages.
+    /// The number of this world's rank 0 in the complete job, for messages.
     first: usize,
-    /// Collectives begun so far.
+    /// The number of collectives begun so far.
     sequence: u64,
     current: Option<CollectiveFingerprint>,
-    /// The call of the engine in which the coming collective was launched: see [`crate::comm::engine_call`].
+    /// The engine call in which the next collective was launched: see [`crate::comm::engine_call`].
     call: u64,
     /// Bytes read from peers in the current collective.
     wire_bytes: Cell<usize>,
-    /// Their number without any encoding.
+    /// The size of these bytes in memory, without any encoding.
     exact_bytes: Cell<usize>,
-    /// What to do between naps while this rank waits.
+    /// A function to call between naps while this rank waits.
     beside: Option<Box<dyn Fn() + Send>>,
-    /// Whether each rank has a core to itself.
+    /// Whether each rank has its own core.
     roomy: bool,
     spin_limits: SpinLimits,
 }
@@ -86,12 +86,12 @@ impl ShmExchange {
         }
     }
 
-    /// Rank 0 of this world is rank `first` of the job.
+    /// Sets the number that rank 0 of this world has in the job.
     pub(in crate::comm) fn numbered_from(self, first: usize) -> Self {
         Self { first, ..self }
     }
 
-    /// Waits call `beside` about once a millisecond.
+    /// Sets a function that waits call about once a millisecond.
     pub(in crate::comm) fn waiting_with(mut self, beside: impl Fn() + Send + 'static) -> Self {
         self.pieces.nap_at_most(1);
         Self { beside: Some(Box::new(beside)), ..self }
@@ -105,7 +105,8 @@ impl ShmExchange {
         self.pieces.region().world_size()
     }
 
-    /// Who runs the next collective: the thread that needs its result, or one beside a thread that computes.
+    /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread next to a
+    /// thread that computes.
     pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThread) {
         self.spin_limits = match (self.roomy, runner) {
             (false, _) => CROWDED,
@@ -114,17 +115,17 @@ impl ShmExchange {
         };
     }
 
-    /// How long waits of the present collective go on without sleep.
+    /// Returns how long waits of the current collective continue without sleep.
     pub(in crate::comm) fn spin_limits(&self) -> SpinLimits {
         self.spin_limits
     }
 
-    /// The coming collectives were launched in `call`.
+    /// Sets the engine call in which the following collectives were launched.
     pub(in crate::comm) fn called_in(&mut self, call: u64) {
         self.call = call;
     }
 
-    /// Begins a collective; its fingerprint goes out with every piece.
+    /// Begins a collective; its fingerprint is sent with every piece.
     pub(in crate::comm) fn begin(
         &mut self,
         kind: CollectiveKind,
@@ -139,26 +140,26 @@ impl ShmExchange {
         self.exact_bytes.set(0);
     }
 
-    /// Bytes read from peers since [`ShmExchange::begin`], and what they would have been as they are in memory.
+    /// Returns the bytes read from peers since [`ShmExchange::begin`], and their size in memory.
     pub(in crate::comm) fn bytes(&self) -> ReceivedBytes {
         ReceivedBytes { wire: self.wire_bytes.get(), exact: self.exact_bytes.get(), between_hosts: 0 }
     }
 
-    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`ShmExchange::await_peers`] comes
-    /// next.
+    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. A call of
+    /// [`ShmExchange::await_peers`] must follow.
     pub(in crate::comm) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         let mut header = [self.call; HEADER];
         header[..CollectiveFingerprint::WORDS].copy_from_slice(&self.fingerprint().words());
         self.pieces.publish(header, len, fill);
     }
 
-    /// Waits until every peer has published its own piece. They can be read with [`ShmExchange::peer`] until this rank
-    /// publishes the next one.
+    /// Waits until every peer has published its piece. Peers' pieces can be read with [`ShmExchange::peer`] until this
+    /// rank publishes the next one.
     pub(in crate::comm) fn await_peers(&mut self) -> Result<(), CommError> {
         let fingerprint = self.fingerprint();
         let mut clock = None;
-        // The last first: ranks mostly come in their order, and who waits for the last sleeps once rather than once for
-        // each.
+        // The last one first: ranks mostly arrive in order, and a rank that waits for the last one sleeps once rather
+        // than once for each.
         for peer in (0..self.size()).rev().filter(|r| *r != self.rank()) {
             self.wait_for(peer, &mut clock)?;
             self.compare(peer, &fingerprint)?;
@@ -170,25 +171,25 @@ impl ShmExchange {
         self.current.expect("a piece belongs to a collective that was begun")
     }
 
-    /// Both halves, with nothing to do in between.
+    /// Publishes a piece and waits for the peers, with nothing in between.
     pub(in crate::comm) fn piece(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<(), CommError> {
         self.publish(len, fill);
         self.await_peers()
     }
 
-    /// Bytes of the current piece of `peer` (not of this rank).
+    /// Returns bytes of the current piece of `peer` (not of this rank).
     pub(in crate::comm) fn peer(&self, peer: usize, offset: usize, len: usize) -> &[u8] {
         self.coded(peer, offset, len, len)
     }
 
-    /// The same, where what takes `len` bytes here takes `exact` in memory.
+    /// Returns bytes of the current piece of `peer`, if `len` bytes here encode `exact` bytes in memory.
     pub(in crate::comm) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
         self.wire_bytes.set(self.wire_bytes.get() + len);
         self.exact_bytes.set(self.exact_bytes.get() + exact);
         self.pieces.bytes(peer, offset, len)
     }
 
-    /// Waits for the present piece of `peer`. `clock` goes on over all peers of one piece.
+    /// Waits for the current piece of `peer`. `clock` keeps running over all peers of one piece.
     fn wait_for(&self, peer: usize, clock: &mut Option<PeerWaitTimer>) -> Result<(), CommError> {
         if self.pieces.spin_for(peer, self.spin_limits) {
             return Ok(());
@@ -212,19 +213,19 @@ impl ShmExchange {
         self.pieces.sleep_for(peer, overdue).map_err(|failure| self.error(failure))
     }
 
-    /// The failure as this rank reports it.
+    /// Returns the failure as this rank reports it.
     fn error(&self, failure: PeerFailure) -> CommError {
         failure.error(self.first, self.rank(), self.op(), self.timeout)
     }
 
-    /// The failure of a peer that can take part no more, while this rank waits for something else.
+    /// Returns the failure of a peer that can no longer take part, while this rank waits for something else.
     pub(in crate::comm) fn failed_peer(&self) -> Option<CommError> {
         let region = self.pieces.region();
         let (peer, fault) = region.first_failure().filter(|(peer, _)| *peer != self.rank())?;
         Some(self.error(PeerFailure { peer, fault, why: region.explained(peer, fault) }))
     }
 
-    /// The present collective, for messages.
+    /// Returns the name of the current collective, for messages.
     fn op(&self) -> String {
         self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
     }
@@ -241,7 +242,8 @@ impl ShmExchange {
 }
 
 impl PeerFailure {
-    /// The failure as rank `rank` reports it, that waits in `op` for at most `limit`. Rank 0 of its world is rank `first` of the job.
+    /// Returns the failure as reported by rank `rank`, which waits in `op` for at most `limit`. Rank 0 of its world is
+    /// rank `first` of the job.
     pub(in crate::comm) fn error(self, first: usize, rank: usize, op: String, limit: Duration) -> CommError {
         let Self { peer, fault, why } = self;
         let (rank, peer) = (first + rank, first + peer);
@@ -255,10 +257,10 @@ impl PeerFailure {
     }
 }
 
-/// How long a wait lasts, and how long the awaited heart has been silent.
+/// The duration of a wait, and of the silence of the awaited heartbeat.
 ///
-/// Both count the turns of the waiting loop rather than the hands of a clock: when the whole job was stopped for an
-/// hour (Ctrl-Z) and goes on, nobody has waited for an hour.
+/// Both count turns of the waiting loop rather than clock time: if the complete job was stopped for an hour (Ctrl-Z)
+/// and resumes, no rank has waited for an hour.
 struct PeerWaitTimer {
     last_turn: Instant,
     waited: Duration,
@@ -271,12 +273,13 @@ impl PeerWaitTimer {
         Self { last_turn: now, waited: Duration::ZERO, beat: 0, silence: Duration::ZERO }
     }
 
-    /// Another heart is listened to from now on.
+    /// Switches to another rank's heartbeat.
     fn watch(&mut self, beat: u64) {
         (self.beat, self.silence) = (beat, Duration::ZERO);
     }
 
-    /// A turn of the loop is over. A beat of 0 is that of a rank without a heart: a thread, or not there yet.
+    /// Counts a turn of the loop. A beat of 0 belongs to a rank without a heartbeat: a thread, or a rank that has not
+    /// started yet.
     fn turn(&mut self, now: Instant, beat: u64) {
         let passed = now.duration_since(self.last_turn).min(LONGEST_TURN);
         self.last_turn = now;

@@ -1,12 +1,12 @@
 //! Collectives of the ranks of one host, through memory that they share.
 //!
-//! | file | what it has |
+//! | file | content |
 //! | --- | --- |
 //! | `region.rs` | the shared memory and its layout |
-//! | `pieces.rs` | pieces of data in it: who writes and reads what, and in which order |
-//! | `rank_state.rs` | how each rank stands in the job, and the first failure |
+//! | `pieces.rs` | pieces of data in it: which rank writes and reads what, and in which order |
+//! | `rank_state.rs` | the state of each rank in the job, and the first failure |
 //! | `exchange.rs` | one exchange of a piece between all ranks, with its fingerprint and its limits |
-//! | `partition.rs` | how buffers are split into pieces and chunks |
+//! | `partition.rs` | the division of buffers into pieces and chunks |
 //! | `collectives.rs`, `quantized.rs` | the collectives as sequences of exchanges: of exact elements, of integers |
 //! | `streaming_copy.rs` | copies that bypass the cache |
 

@@ -1,23 +1,23 @@
-//! How a buffer is split: what of it travels in one exchange, and who gives which part to whom.
+//! The division of a buffer: the part that is sent in one exchange, and the part that each rank gives to each other.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;
 use crate::precision::Flat;
 use std::ops::Range;
 
-/// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
-/// meets its peers at least once.
+/// Returns ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every
+/// collective meets its peers at least once.
 pub(in crate::comm) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     let count = len.div_ceil(step).max(1);
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
-/// The ranks but `rank`, counted.
+/// Returns the ranks other than `rank`, enumerated.
 pub(in crate::comm) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..world).filter(move |r| *r != rank).zip(0..)
 }
 
-/// Ranks that gather among themselves: every `step`-th from `first` on.
+/// Ranks that gather among themselves: every `step`-th rank from `first` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) struct RankGroup {
     first: usize,
@@ -30,17 +30,17 @@ impl RankGroup {
         Self { first: 0, step: 1, count: world }
     }
 
-    /// The group of `ranks` neighbours that a rank belongs to.
+    /// Returns the group of `ranks` consecutive ranks to which a rank belongs.
     pub(in crate::comm) fn neighbours(rank: usize, ranks: usize) -> Self {
         Self { first: rank / ranks * ranks, step: 1, count: ranks }
     }
 
-    /// The ranks of all groups of `ranks` neighbours that have the same place as `rank`.
+    /// Returns the ranks that have the same position as `rank` in their groups of `ranks` consecutive ranks.
     pub(in crate::comm) fn across(rank: usize, ranks: usize, world: usize) -> Self {
         Self { first: rank % ranks, step: ranks, count: world / ranks }
     }
 
-    /// How many.
+    /// Returns the number of ranks.
     pub(in crate::comm) fn len(self) -> usize {
         self.count
     }
@@ -49,13 +49,13 @@ impl RankGroup {
         (0..self.count).map(move |place| self.first + place * self.step)
     }
 
-    /// The place of one of its ranks.
+    /// Returns the position of one of its ranks.
     pub(in crate::comm) fn place(self, rank: usize) -> usize {
         (rank - self.first) / self.step
     }
 }
 
-/// The shards of a group, of `len` elements each, out of those of all ranks.
+/// Returns the shards of a group, of `len` elements each, out of those of all ranks.
 pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -> Flat {
     let bytes = len * whole.dtype().size_in_bytes();
     for (place, rank) in group.ranks().enumerate() {
@@ -65,22 +65,22 @@ pub(in crate::comm) fn of_group(mut whole: Flat, group: RankGroup, len: usize) -
     whole
 }
 
-/// Puts the chunks of `input`, one for each rank of a `world`, in the order of ranks: before, the chunks of the ranks of a
-/// place in groups of `ranks` neighbours lie beside one another.
+/// Sorts the chunks of `input`, one for each rank of a `world`, in rank order. Before, the chunks of ranks with the
+/// same position in groups of `ranks` consecutive ranks are adjacent.
 pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);
     if ranks == 1 || copies == 1 || bytes == 0 {
         return;
     }
     let chunk = |chunk: usize| chunk * bytes..(chunk + 1) * bytes;
-    // Where the chunk of each rank lies.
+    // The current position of each rank's chunk.
     let mut from: Vec<usize> = (0..world).map(|rank| rank % ranks * copies + rank / ranks).collect();
     let (all, mut first) = (input.as_bytes_mut(), vec![0; bytes]);
     for start in 0..world {
         if from[start] == start {
             continue;
         }
-        // Round a cycle: each chunk goes to the place that has become free.
+        // Follow a cycle: each chunk moves to the position that has become free.
         first.copy_from_slice(&all[chunk(start)]);
         let mut to = start;
         loop {
@@ -95,7 +95,7 @@ pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
     }
 }
 
-/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.
+/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes the piece for one rank.
 pub(in crate::comm) fn give_each(
     ex: &mut ShmExchange,
     bytes: usize,
@@ -107,10 +107,11 @@ pub(in crate::comm) fn give_each(
     })
 }
 
-/// The bytes that the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
+/// Returns the bytes that the peers gave to this rank in [`give_each`], in rank order; each part has `exact` bytes in
+/// memory.
 pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
-    // Among the others, as rank r counts them.
+    // This rank's index among the others, as rank r counts them.
     let place = move |r: usize| if rank < r { rank } else { rank - 1 };
     others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
 }

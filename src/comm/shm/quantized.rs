@@ -1,7 +1,8 @@
-//! Collectives whose elements travel as small integers with a scale per block.
+//! Collectives whose elements are sent as small integers with a scale per block.
 //!
-//! A rank that sends makes the blocks in its slot, a rank that receives reads them there: no buffer of them is kept.
-//! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces that it travels in.
+//! A sending rank makes the blocks in its slot, and a receiving rank reads them there: no buffer of blocks is kept.
+//! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces in which it is
+//! sent.
 
 use super::exchange::ShmExchange;
 use super::partition::{RankGroup, give_each, given, pieces};
@@ -12,7 +13,7 @@ use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, IntFormat};
 use std::ops::Range;
 
-/// As the reduction of a piece of exact elements, with a peer's part as [`IntFormat`]. This rank's is added as it is.
+/// Reduces a piece like the exact version, with the peers' parts as [`IntFormat`]. This rank's part is added exactly.
 pub(in crate::comm) fn reduce_piece(
     ex: &mut ShmExchange,
     ints: IntFormat,
@@ -29,8 +30,8 @@ pub(in crate::comm) fn reduce_piece(
     Ok(())
 }
 
-/// Concatenates what the ranks of a group send of their `shard`s, in rank order; this rank's own too. The other ranks
-/// take part, among themselves.
+/// Concatenates the encoded `shard`s of the ranks of a group, in rank order, this rank's included. The other ranks take
+/// part, in their own groups.
 pub(in crate::comm) fn gather_of(
     ex: &mut ShmExchange,
     ints: IntFormat,
@@ -43,7 +44,7 @@ pub(in crate::comm) fn gather_of(
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
         let at = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
-        // The shard lies at the start, in the place of rank 0's, and is coded before that one arrives.
+        // The shard lies at the start, in the position of rank 0's, and is encoded before rank 0's arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);
             ints.decode(slot, shard.slice_mut(at(rank)));
@@ -69,7 +70,7 @@ pub(in crate::comm) fn sum_blocks(
     level().run(QuantizedRankSum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
-/// Elements `own ..` of `values` and the peers' blocks, summed in rank order in f32, rounded once and written to
+/// A loop that sums elements `own ..` of `values` and the peers' blocks in rank order in f32, rounds once and writes to
 /// elements `sum ..`.
 struct QuantizedRankSum<'a> {
     ints: IntFormat,

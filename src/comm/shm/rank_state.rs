@@ -1,42 +1,43 @@
-//! How each rank stands in the job, and which failure came first.
+//! The state of each rank in the job, and the failure that came first.
 //!
 //! # Orderings
 //!
 //! `state` is stored with Release after the text that explains it, and loaded with Acquire before the text is read. The
-//! first failure is set between the two, in the same way, so that the echo of a failure, which follows from that
-//! state, cannot be taken for the first, and whoever finds the first failure can read its text. Loom checks both: see [`super::pieces`].
+//! first failure is set between the two, in the same way. The consequences of a failure, which follow from that state,
+//! therefore cannot be taken for the first failure, and a rank that finds the first failure can read its text. Loom
+//! checks both: see [`super::pieces`].
 
 use super::region::{FailureText, SharedMemoryRegion, TEXT_BYTES, wake};
 use std::sync::atomic::Ordering;
 
-/// How a rank stands in the job.
+/// The state of a rank in the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum RankState {
-    /// Has not opened the region yet.
+    /// The rank has not opened the region yet.
     Absent,
-    /// Takes part.
+    /// The rank takes part.
     Running,
-    /// Has left in good order.
+    /// The rank has left in good order.
     Finished,
-    /// Gave up, with its last words.
+    /// The rank gave up, for the reason in this text.
     Aborted(String),
-    /// Its process ended, as the launcher saw it.
+    /// The rank's process ended, with this cause of death as the launcher saw it.
     Dead(String),
 }
 
-/// The action of the first rank to fail.
+/// The fault of the first rank to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[doc(hidden)]
 pub enum RankFault {
-    /// Its process ended badly.
+    /// The rank's process ended abnormally.
     Died = 1,
-    /// It gave up after an error of its own.
+    /// The rank gave up after its own error.
     GaveUp = 2,
-    /// It left in good order while others needed it.
+    /// The rank left in good order while others needed it.
     Left = 3,
-    /// Its heartbeat stopped.
+    /// The rank's heartbeat stopped.
     Silent = 4,
-    /// It lived, but others waited for it longer than their limit.
+    /// The rank was alive, but others waited for it longer than their limit.
     Late = 5,
 }
 
@@ -44,7 +45,7 @@ impl RankFault {
     const ALL: [Self; 5] = [Self::Died, Self::GaveUp, Self::Left, Self::Silent, Self::Late];
 }
 
-/// Why a wait ended without the piece.
+/// The reason why a wait ended without the piece.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PeerFailure {
     /// The rank to blame.
@@ -61,19 +62,20 @@ const ABORTED: u32 = 3;
 const DEAD: u32 = 4;
 
 impl SharedMemoryRegion {
-    /// The launcher's word that the process of `rank` has ended badly. Every waiting rank returns an error with `why`.
+    /// Records, called by the launcher, that the process of `rank` has ended abnormally. Every waiting rank returns an
+    /// error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::Cause, why);
         self.blame(rank, RankFault::Died);
         self.leave(rank, DEAD);
     }
 
-    /// The launcher's word that the process of `rank` has ended with exit code 0.
+    /// Records, called by the launcher, that the process of `rank` has ended with exit code 0.
     pub fn mark_left(&self, rank: usize) {
         self.leave(rank, FINISHED);
     }
 
-    /// From absent to running. The error is the state that the rank is in already.
+    /// Changes the state from absent to running. The error is the state that the rank already has.
     pub(crate) fn start(&self, rank: usize) -> Result<(), RankState> {
         let taken = self.state_word(rank).compare_exchange(ABSENT, RUNNING, Ordering::AcqRel, Ordering::Acquire);
         taken.map(drop).map_err(|_| self.state(rank))
@@ -83,7 +85,7 @@ impl SharedMemoryRegion {
         self.leave(rank, FINISHED);
     }
 
-    /// The word of `rank` that it gives up, and why. Once per rank: others may be reading the text from then on.
+    /// Records that `rank` gives up, and why. Called once per rank, because others may read the text from then on.
     pub(crate) fn abort(&self, rank: usize, why: &str) {
         self.write_text(rank, FailureText::LastWords, why);
         if matches!(self.state(rank), RankState::Absent | RankState::Running) {
@@ -98,7 +100,7 @@ impl SharedMemoryRegion {
         let _ = self.first_failure_word().compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The failure from which all others follow, if there is one: the rank, and what it did.
+    /// Returns the failure from which all others follow, if there is one: the rank and its fault.
     #[doc(hidden)]
     pub fn first_failure(&self) -> Option<(usize, RankFault)> {
         let value = self.first_failure_word().load(Ordering::Acquire);
@@ -107,12 +109,12 @@ impl SharedMemoryRegion {
         (rank < self.world_size()).then_some((rank, fault))
     }
 
-    /// The text of the first failure, which was recorded after it was written.
+    /// Returns the text of the first failure, which was written before the failure was recorded.
     pub(crate) fn explained(&self, rank: usize, fault: RankFault) -> String {
         self.read_text(rank, if fault == RankFault::Died { FailureText::Cause } else { FailureText::LastWords })
     }
 
-    /// Why `rank` has given up, in its own words.
+    /// Returns the reason that `rank` gave for giving up.
     #[doc(hidden)]
     pub fn last_words(&self, rank: usize) -> Option<String> {
         match self.state(rank) {
@@ -132,7 +134,7 @@ impl SharedMemoryRegion {
         }
     }
 
-    /// From a living state to `state`, once; what came first stays. Wakes whoever waits for the rank.
+    /// Changes a living state to `state`, once; the first change remains. Wakes all threads that wait for the rank.
     fn leave(&self, rank: usize, state: u32) {
         let living = |now| (now <= RUNNING).then_some(state);
         let _ = self.state_word(rank).fetch_update(Ordering::AcqRel, Ordering::Acquire, living);
@@ -145,7 +147,7 @@ impl SharedMemoryRegion {
             end -= 1;
         }
         // SAFETY: the area is TEXT_BYTES long and written by one process, before the state that publishes it is stored
-        // with Release; a second text of the same kind is the same writer's.
+        // with Release; a second text of the same kind comes from the same writer.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), self.text_mut(rank, which), end) };
         self.text_len(rank, which).store(end as u32, Ordering::Release);
     }

@@ -1,36 +1,37 @@
 //! The memory that the ranks of one machine share.
 //!
 //! ```text
-//!   page 0            magic, version, world size, the first failure, whether all ranks are started, a failure elsewhere
-//!   page 1 + r        control block of rank r: published pieces, state, heartbeat, headers, last words
+//!   page 0            magic, version, world size, first failure, whether all ranks are started, failure elsewhere
+//!   page 1 + r        control block of rank r: published pieces, state, heartbeat, headers, failure texts
 //!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
 //! ```
 //!
-//! `zerorun` makes the region as a memfd and the ranks inherit it, or rank 0 makes it and hands it to the others: it has no name,
-//! needs no /dev/shm, and is gone with the last process. Ranks as threads share the same layout in anonymous memory.
+//! `zerorun` creates the region as a memfd and the ranks inherit it, or rank 0 creates it and hands it to the others.
+//! It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads share the same layout in
+//! anonymous memory.
 //!
-//! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher or, where there
-//! is none, by the one rank that has claimed it).
-//! Here is where each word lies; the order in which they are written and read is in [`super::pieces`] and
-//! [`super::rank_state`].
+//! A rank's block is written only by that rank, with an exception: `cause` and the transition from a living state to
+//! DEAD are written by the launcher or, if there is none, by the one rank that has claimed them. This file defines
+//! where each word lies; [`super::pieces`] and [`super::rank_state`] define the order in which words are written and
+//! read.
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-// Loom has its own of these: see `super::pieces`.
+// Loom has its own versions of these: see `super::pieces`.
 pub(in crate::comm) use std::hint::spin_loop;
 pub(in crate::comm) use std::thread::yield_now;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
 const VERSION: u64 = 5;
 const PAGE: usize = 4096;
-/// Bytes of one rank's data in one piece; two such slots per rank. Small enough to stay in cache.
+/// The number of bytes of one rank's data in one piece; each rank has two such slots. Small enough to stay in cache.
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
-/// How long a rank sleeps before it looks by itself whether all ranks are started.
+/// How long a rank sleeps before it checks on its own whether all ranks are started.
 const ENTRY_NAP_MILLIS: u32 = 900;
-/// Bytes of a rank's last words, and of the cause of its death.
+/// The maximum number of bytes of a rank's reason for giving up, and of the cause of its death.
 pub(in crate::comm) const TEXT_BYTES: usize = 1024;
 
 // Offsets inside page 0.
@@ -40,7 +41,7 @@ const ELSEWHERE: usize = 40;
 const ELSEWHERE_LEN: usize = 48;
 const ELSEWHERE_TEXT: usize = 2048;
 
-// Offsets inside a control block. The futex word has a cache line of its own.
+// Offsets inside a control block. The futex word has its own cache line.
 const PUBLISHED: usize = 0;
 const SLEEPERS: usize = 4;
 const STATE: usize = 64;
@@ -52,16 +53,16 @@ const HEADERS: usize = 192; // two, of 64 bytes
 const TEXT: usize = 1024;
 const CAUSE: usize = 2048;
 
-/// A text of a rank's control block.
+/// A failure text in a rank's control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum FailureText {
-    /// Why the rank has given up, in its own words.
+    /// The rank's reason for giving up.
     LastWords,
-    /// Why it died, in the launcher's.
+    /// The cause of the rank's death, as the launcher saw it.
     Cause,
 }
 
-/// Shared memory of one job: a control block and two data slots per rank.
+/// The shared memory of one job: a control block and two data slots per rank.
 pub struct SharedMemoryRegion {
     map: MmapRaw,
     fd: Option<OwnedFd>,
@@ -69,7 +70,8 @@ pub struct SharedMemoryRegion {
 }
 
 impl SharedMemoryRegion {
-    /// Makes a region that child processes inherit (the memfd is not closed on exec). Called by the launcher, or by a rank.
+    /// Creates a region that child processes inherit (the memfd is not closed on exec). Called by the launcher, or by a
+    /// rank.
     pub fn create(world_size: usize) -> Result<Self> {
         let system = |source| CommError::Region { action: "create", source: Arc::new(source) };
         let fd = rustix::fs::memfd_create("candle-zero", rustix::fs::MemfdFlags::empty())
@@ -82,11 +84,11 @@ impl SharedMemoryRegion {
         Ok(region)
     }
 
-    /// Opens the region that the launcher passed on as file descriptor `fd`, which this takes over: it may be called
+    /// Opens the region that the launcher passed on as file descriptor `fd`, and takes ownership of it: may be called
     /// once per process.
     pub(in crate::comm) fn inherit(fd: RawFd, world_size: usize) -> Result<Self> {
         let foreign = |found: String| Error::from(CommError::ForeignRegion { fd, found });
-        // SAFETY: fcntl only looks at the number; a closed descriptor gives an error.
+        // SAFETY: fcntl only inspects the number; a closed descriptor gives an error.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         let stat = rustix::fs::fstat(borrowed).map_err(|e| foreign(format!("a closed descriptor ({e})")))?;
         let bytes = Self::bytes(world_size);
@@ -94,14 +96,14 @@ impl SharedMemoryRegion {
             return Err(foreign(format!("{} bytes where {bytes} belong to {world_size} ranks", stat.st_size)));
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
-        // caller, comes here no more once it has succeeded. So nothing else here owns it.
+        // caller, does not get here again once it has succeeded. So nothing else here owns it.
         Self::open(unsafe { OwnedFd::from_raw_fd(fd) }, world_size)
     }
 
-    /// Opens the region behind a descriptor, which was made for as many ranks.
+    /// Opens the region behind a descriptor, which was created for the same number of ranks.
     pub(in crate::comm) fn open(fd: OwnedFd, world_size: usize) -> Result<Self> {
         let (number, bytes) = (fd.as_raw_fd(), Self::bytes(world_size));
-        // Ranks that start helpers of their own must not keep the region alive through them.
+        // Ranks that start their own child processes must not keep the region alive through them.
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|e| CommError::Region { action: "open", source: Arc::new(e.into()) })?;
         let map = MmapOptions::new()
@@ -116,7 +118,7 @@ impl SharedMemoryRegion {
         Ok(region)
     }
 
-    /// A region of this process alone, for ranks as threads.
+    /// Creates a region of this process only, for ranks as threads.
     pub fn anonymous(world_size: usize) -> Result<Self> {
         let map = MmapOptions::new()
             .len(Self::bytes(world_size))
@@ -134,20 +136,20 @@ impl SharedMemoryRegion {
         self.word(16).store(self.world_size as u64, Ordering::Release);
     }
 
-    /// Number of ranks that the region was made for.
+    /// Returns the number of ranks for which the region was created.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// The descriptor to hand to child processes.
+    /// Returns the descriptor to hand to child processes.
     ///
     /// # Panics
-    /// For a region made by [`SharedMemoryRegion::anonymous`], which has none.
+    /// The region was made by [`SharedMemoryRegion::anonymous`] and has no descriptor.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_ref().expect("an anonymous region has no descriptor").as_fd()
     }
 
-    /// Whether ranks are processes (a memfd) rather than threads (anonymous memory).
+    /// Returns whether ranks are processes (a memfd) rather than threads (anonymous memory).
     pub(in crate::comm) fn is_shared_between_processes(&self) -> bool {
         self.fd.is_some()
     }
@@ -162,32 +164,32 @@ impl SharedMemoryRegion {
         Ok(())
     }
 
-    /// The launcher's word that it has started all ranks that it will start. Those that are there wait for it asleep:
-    /// of many ranks on few cores the first would otherwise take the time in which the last are started.
+    /// Records, called by the launcher, that all ranks are started. The ranks that have started sleep until then: of
+    /// many ranks on few cores, the first would otherwise take the time in which the last are started.
     pub fn let_in(&self) {
         let all_started = self.word32(ALL_STARTED);
         all_started.store(1, Ordering::Release);
         wake(all_started);
     }
 
-    /// Pieces that `rank` has published, modulo 2^32; the word that waiting ranks sleep on.
+    /// Returns the number of pieces that `rank` has published, modulo 2^32; the word on which waiting ranks sleep.
     pub(in crate::comm) fn published(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + PUBLISHED)
     }
 
-    /// Threads that sleep on [`published`](Self::published) of `rank`. One that is killed in its sleep counts for
-    /// good, which only makes for wakes in vain.
+    /// Returns the number of threads that sleep on [`published`](Self::published) of `rank`. A thread that is killed in
+    /// its sleep stays counted, which only causes unnecessary wakes.
     pub(in crate::comm) fn sleepers(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + SLEEPERS)
     }
 
-    /// The state of `rank`, as a number.
+    /// Returns the state of `rank`, as a number.
     pub(in crate::comm) fn state_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + STATE)
     }
 
-    /// The word, once, of the launcher, or of this host's first rank where there is none that watches other hosts: `rank` of
-    /// another host is gone, and why. The text is there before the word is.
+    /// Records, once, that `rank` of another host is gone, and why. Called by the launcher or, if there is none that
+    /// watches other hosts, by this host's first rank. The text is written before the word.
     pub fn mark_elsewhere(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {
@@ -196,14 +198,14 @@ impl SharedMemoryRegion {
         if self.word(ELSEWHERE).load(Ordering::Acquire) != 0 {
             return;
         }
-        // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it, once: before the word that
-        // publishes it is stored with Release.
+        // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it, once: before the
+        // word that publishes it is stored with Release.
         unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(ELSEWHERE_TEXT), end) };
         self.word(ELSEWHERE_LEN).store(end as u64, Ordering::Relaxed);
         self.word(ELSEWHERE).store(rank as u64 + 1, Ordering::Release);
     }
 
-    /// The rank of another host that is said to be gone, and why.
+    /// Returns the rank of another host that is recorded as gone, and why.
     pub(in crate::comm) fn elsewhere(&self) -> Option<(usize, String)> {
         let rank = self.word(ELSEWHERE).load(Ordering::Acquire).checked_sub(1)? as usize;
         let mut text = vec![0; (self.word(ELSEWHERE_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];
@@ -215,34 +217,35 @@ impl SharedMemoryRegion {
         Some((rank, String::from_utf8_lossy(&text).into_owned()))
     }
 
-    /// Whether this call is the first that claims to write the cause of death of `rank`: where no launcher does, several ranks
-    /// may see it.
+    /// Returns whether this call is the first to claim the cause of death of `rank`: without a launcher, several ranks
+    /// may notice it.
     pub(in crate::comm) fn claims_cause(&self, rank: usize) -> bool {
         self.word32(self.block(rank) + CAUSE_CLAIMED).swap(1, Ordering::AcqRel) == 0
     }
 
-    /// The first failure of the job, as a number; 0 while there is none.
+    /// Returns the first failure of the job, as a number; 0 while there is none.
     pub(in crate::comm) fn first_failure_word(&self) -> &AtomicU64 {
         self.word(FIRST_FAILURE)
     }
 
-    /// Counts up while the process of `rank` lives; stays 0 for ranks that are threads.
+    /// Returns the heartbeat of `rank`. It counts up while the rank's process lives, and stays 0 for ranks that are
+    /// threads.
     pub(in crate::comm) fn heartbeat(&self, rank: usize) -> &AtomicU64 {
         self.word(self.block(rank) + HEARTBEAT)
     }
 
-    /// Words of the header of `rank`'s even (0) or odd (1) piece.
+    /// Returns a word of the header of `rank`'s even (0) or odd (1) piece.
     pub(in crate::comm) fn header_word(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         assert!(parity < 2 && word < 8);
         self.word(self.block(rank) + HEADERS + parity * 64 + word * 8)
     }
 
-    /// Start of the even (0) or odd (1) slot of `rank`, to read; SLOT_BYTES long, aligned to a page.
+    /// Returns the start of the even (0) or odd (1) slot of `rank`, to read; SLOT_BYTES long, aligned to a page.
     pub(in crate::comm) fn slot(&self, rank: usize, parity: usize) -> *const u8 {
         self.slot_mut(rank, parity)
     }
 
-    /// The same, to write.
+    /// Returns the start of a slot, to write.
     pub(in crate::comm) fn slot_mut(&self, rank: usize, parity: usize) -> *mut u8 {
         assert!(rank < self.world_size && parity < 2);
         let offset = PAGE * (1 + self.world_size) + (rank * 2 + parity) * SLOT_BYTES;
@@ -250,12 +253,12 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
-    /// A text of `rank`, to read; TEXT_BYTES long.
+    /// Returns a text of `rank`, to read; TEXT_BYTES long.
     pub(in crate::comm) fn text(&self, rank: usize, which: FailureText) -> *const u8 {
         self.text_mut(rank, which)
     }
 
-    /// The same, to write.
+    /// Returns a text of `rank`, to write.
     pub(in crate::comm) fn text_mut(&self, rank: usize, which: FailureText) -> *mut u8 {
         let at = match which {
             FailureText::LastWords => TEXT,
@@ -265,7 +268,7 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(self.block(rank) + at) }
     }
 
-    /// Bytes of the text.
+    /// Returns the number of bytes of the text.
     pub(in crate::comm) fn text_len(&self, rank: usize, which: FailureText) -> &AtomicU32 {
         let at = match which {
             FailureText::LastWords => TEXT_LEN,
@@ -298,13 +301,13 @@ impl SharedMemoryRegion {
 
 /// Wakes every thread, of any process, that sleeps on `word`.
 pub(in crate::comm) fn wake(word: &AtomicU32) {
-    // An error can only mean that nobody is there to be woken.
+    // An error can only mean that no thread is there to be woken.
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// Sleeps until `word` is no longer `seen`, or about `millis` have passed.
 pub(in crate::comm) fn sleep_on(word: &AtomicU32, seen: u32, millis: u32) {
     let limit = rustix::thread::futex::Timespec { tv_sec: 0, tv_nsec: i64::from(millis) * 1_000_000 };
-    // Woken, changed already, interrupted, timed out: the caller looks again in every case.
+    // Woken, already changed, interrupted or timed out: the caller checks again in every case.
     let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::empty(), seen, Some(&limit));
 }

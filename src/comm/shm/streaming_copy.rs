@@ -1,14 +1,14 @@
-//! Copies of what is too big to stay in cache.
+//! Copies of data too big to stay in cache.
 
 use std::mem::MaybeUninit;
 
-/// Copies `src` to `dst` of equal length. With `past_cache` the stores go around the caches where the CPU can do that:
-/// a plain store first reads the line that it overwrites, and drives out another one that was of use.
+/// Copies `src` to `dst` of equal length. With `past_cache` the stores bypass the caches if the CPU supports it: a
+/// plain store first reads the line that it overwrites, and evicts another line that was useful.
 pub(in crate::comm) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], past_cache: bool) {
     assert_eq!(dst.len(), src.len(), "a copy between buffers of different length");
     #[cfg(target_arch = "x86_64")]
     if past_cache {
-        // SAFETY: checked above to be equally long; references do not overlap where one of them is mutable.
+        // SAFETY: checked above to have equal lengths; references do not overlap if one of them is mutable.
         return unsafe { stream(dst.as_mut_ptr().cast(), src.as_ptr(), src.len()) };
     }
     let _ = past_cache;
@@ -33,7 +33,7 @@ unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
             line.into_iter().enumerate().for_each(|(i, part)| _mm_stream_si128(to.add(i), part));
         }
         std::ptr::copy_nonoverlapping(src.add(tail), dst.add(tail), len - tail);
-        // Streaming stores are not ordered with others; who is handed `dst` must find them done.
+        // Streaming stores are not ordered with other stores; a thread that receives `dst` must find them done.
         _mm_sfence();
     }
 }

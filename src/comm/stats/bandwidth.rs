@@ -1,20 +1,20 @@
-//! Bandwidths from a collective's time: DeepSpeed's formulas.
+//! Bandwidths computed from a collective's time with DeepSpeed's formulas.
 
 use crate::comm::CollectiveKind;
 use std::fmt::Write as _;
 
-/// Gigabits per second of one collective.
+/// The bandwidth of one collective in gigabits per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Bandwidth {
     /// The bandwidth of the operation: the bytes that it moves by its definition, per second.
     pub algorithm: f64,
-    /// Of the busiest wire of an ideal algorithm: comparable between operations and numbers of ranks.
+    /// The bandwidth on the busiest link of an ideal algorithm: comparable between operations and numbers of ranks.
     pub bus: f64,
 }
 
 impl Bandwidth {
-    /// Of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), `bytes` of one rank's part
-    /// and `ms` milliseconds, between `world_size` ranks. Zeros where no time was measured.
+    /// Returns the bandwidth of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), with
+    /// `bytes` of one rank's part, `ms` milliseconds and `world_size` ranks. Zeros if no time was measured.
     pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
         if ms <= 0.0 {
             return Self::default();
@@ -36,7 +36,7 @@ impl Bandwidth {
 }
 
 impl CollectiveKind {
-    /// The kind of DeepSpeed's operation of that name, or of its own.
+    /// Returns the kind of an operation, by DeepSpeed's name or by this library's.
     pub(in crate::comm) fn of_op(op: &str) -> Option<Self> {
         Some(match op {
             "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
@@ -49,7 +49,7 @@ impl CollectiveKind {
     }
 }
 
-/// `1.5 KB`: two decimals, in steps of 1024.
+/// Formats a size, such as `1.5 KB`: two decimals, in steps of 1024.
 pub fn size_text(bytes: u64) -> String {
     const UNITS: [&str; 9] = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"];
     if bytes == 0 {
@@ -63,7 +63,7 @@ pub fn size_text(bytes: u64) -> String {
     text
 }
 
-/// The mean without the share `p` of the smallest and of the largest values; 0 of none.
+/// Returns the mean without the fraction `p` of the smallest and of the largest values; 0 if there are none.
 pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

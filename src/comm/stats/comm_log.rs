@@ -1,4 +1,4 @@
-//! `comms_logger`: every collective by kind and size.
+//! `comms_logger`: a log of every collective by kind and size.
 
 use crate::comm::{Bandwidth, CollectiveKind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
@@ -10,17 +10,17 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// The newest calls of a kind and size whose times are kept for the averages.
+/// The number of newest calls of a kind and size whose times are kept for the averages.
 const KEPT: usize = 4096;
-/// The share of the fastest and of the slowest calls that averages leave out.
+/// The fraction of the fastest and of the slowest calls that averages leave out.
 const TRIMMED: f64 = 0.1;
 
-/// The collectives of one rank, from its comm thread.
+/// The log of one rank's collectives, filled by its comm thread.
 #[derive(Debug)]
 pub struct CommLog {
     rank: usize,
     world_size: usize,
-    /// `None`: all.
+    /// The kinds to log; `None` means all.
     kinds: Option<Vec<CollectiveKind>>,
     verbose: bool,
     entries: Mutex<BTreeMap<(CollectiveKind, u64), CommLogEntry>>,
@@ -30,40 +30,41 @@ pub struct CommLog {
 struct CommLogEntry {
     calls: u64,
     total_ms: f64,
-    /// A ring of the newest.
+    /// A ring buffer of the newest times.
     times: Vec<f64>,
 }
 
 /// The cost of collectives of one kind and size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CommLogRow {
-    /// Kind of collective.
+    /// The kind of collective.
     pub kind: CollectiveKind,
-    /// Bytes of one rank's part: of what it gives to an all-gather, and gets from a reduce-scatter.
+    /// The number of bytes of one rank's part: of its input to an all-gather, and of its result of a reduce-scatter.
     pub bytes: u64,
-    /// Collectives.
+    /// The number of collectives.
     pub calls: u64,
-    /// Milliseconds of all, waiting for peers included.
+    /// The total time in milliseconds, including waits for peers.
     pub total_ms: f64,
-    /// Mean without the fastest and slowest tenth of the newest calls, as all averages here.
+    /// The mean time without the fastest and slowest tenth of the newest calls, as for all averages here.
     pub average_ms: f64,
-    /// Gigabits per second of the operation.
+    /// The bandwidth of the operation in gigabits per second.
     pub algorithm_gbps: f64,
-    /// Gigabits per second on the busiest wire of an ideal algorithm.
+    /// The bandwidth on the busiest link of an ideal algorithm in gigabits per second.
     pub bus_gbps: f64,
 }
 
 /// The table of `comms_logger`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CommSummary {
-    /// Number of ranks.
+    /// The number of ranks.
     pub world_size: usize,
-    /// Rows by kind and size.
+    /// The rows by kind and size.
     pub rows: Vec<CommLogRow>,
 }
 
 impl CommLog {
-    /// A log as the section says. Rank 0 says which of its `prof_ops` are unknown, and prints where it is verbose.
+    /// Returns a log with the settings of the section. Rank 0 reports unknown `prof_ops`, and prints collectives if the
+    /// section is verbose.
     pub(crate) fn new(config: &CommsLogger, rank: usize, world_size: usize) -> Self {
         let kind = |op: &String| {
             let kind = CollectiveKind::of_op(op);
@@ -77,7 +78,7 @@ impl CommLog {
         Self { rank, world_size, kinds, verbose: config.verbose && rank == 0, entries: Mutex::default() }
     }
 
-    /// Adds a collective with an argument of `bytes` bytes and its time.
+    /// Adds a collective with an argument of `argument` bytes and its time.
     pub(in crate::comm) fn add(&self, kind: CollectiveKind, argument: usize, took: Duration) {
         if self.kinds.as_ref().is_some_and(|kinds| !kinds.contains(&kind)) {
             return;
@@ -105,7 +106,7 @@ impl CommLog {
         entry.total_ms += ms;
     }
 
-    /// The log so far.
+    /// Returns the log so far.
     pub(crate) fn summary(&self) -> CommSummary {
         let row =
             |(&(kind, bytes), CommLogEntry { calls, total_ms, times }): (&(CollectiveKind, u64), &CommLogEntry)| {

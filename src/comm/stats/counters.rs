@@ -1,4 +1,4 @@
-//! Calls, bytes and seconds per kind of collective.
+//! Counters of calls, bytes and seconds per kind of collective.
 
 use crate::comm::CollectiveKind;
 use serde::Serialize;
@@ -7,55 +7,55 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Bytes that a rank took from others in one collective.
+/// The bytes that a rank received from others in one collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::comm) struct ReceivedBytes {
-    /// As they travelled.
+    /// The number of bytes as sent.
     pub wire: usize,
-    /// Their number without any encoding.
+    /// The number of bytes without any encoding.
     pub exact: usize,
-    /// Of those that travelled, those from other hosts.
+    /// The number of sent bytes that came from other hosts.
     pub between_hosts: usize,
 }
 
 /// The cost of one kind of collective for one rank so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CollectiveKindReport {
-    /// Collectives.
+    /// The number of collectives.
     pub calls: u64,
-    /// Elements of this rank's arguments, summed.
+    /// The number of elements of this rank's arguments, summed.
     pub elements: u64,
-    /// Bytes that this rank took from other ranks.
+    /// The number of bytes that this rank received from other ranks.
     pub wire_bytes: u64,
-    /// Their number without quantization.
+    /// The number of these bytes without quantization.
     pub exact_bytes: u64,
-    /// Of `wire_bytes`, those that came from other hosts.
+    /// The part of `wire_bytes` that came from other hosts.
     pub between_hosts_bytes: u64,
-    /// Seconds in which the comm thread worked or waited for peers.
+    /// The seconds in which the comm thread worked or waited for peers.
     pub busy_s: f64,
 }
 
-/// Communication of one rank since the start.
+/// The communication of one rank since the start.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct CommReport {
-    /// Per kind of collective; kinds that never ran are missing.
+    /// The cost per kind of collective; kinds that never ran are missing.
     pub kinds: BTreeMap<CollectiveKind, CollectiveKindReport>,
-    /// Seconds in which the training thread waited for a collective.
+    /// The seconds in which the training thread waited for a collective.
     pub waited_s: f64,
 }
 
 impl CommReport {
-    /// The cost of `kind`; zeros if it never ran.
+    /// Returns the cost of `kind`; zeros if it never ran.
     pub fn kind(&self, kind: CollectiveKind) -> CollectiveKindReport {
         self.kinds.get(&kind).copied().unwrap_or_default()
     }
 
-    /// Bytes of gradients and parameters on the wire (all kinds but control and barrier).
+    /// Returns the number of bytes of gradients and parameters as sent (all kinds but control and barrier).
     pub fn data_wire_bytes(&self) -> u64 {
         self.data().map(|k| k.wire_bytes).sum()
     }
 
-    /// The value of [`data_wire_bytes`](Self::data_wire_bytes) without quantization.
+    /// Returns the value of [`data_wire_bytes`](Self::data_wire_bytes) without quantization.
     pub fn data_exact_bytes(&self) -> u64 {
         self.data().map(|k| k.exact_bytes).sum()
     }
@@ -90,7 +90,7 @@ impl fmt::Display for CommReport {
     }
 }
 
-/// Shared between the comm thread, which adds, and the training thread, which reads.
+/// The counters shared between the comm thread, which adds, and the training thread, which reads.
 #[derive(Debug, Default)]
 pub(in crate::comm) struct CommCounters(Mutex<CommReport>);
 

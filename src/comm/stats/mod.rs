@@ -1,4 +1,4 @@
-//! What communication costs: counters, `comms_logger`, bandwidths, and measurements of the network.
+//! The cost of communication: counters, `comms_logger`, bandwidths, and measurements of the network.
 
 pub(in crate::comm) mod bandwidth;
 pub(in crate::comm) mod comm_log;

@@ -1,4 +1,4 @@
-//! What the network between hosts gives: MPI's own messages, and this library's collectives beside them.
+//! The performance of the network between hosts: MPI's own messages, compared with this library's collectives.
 
 use crate::comm::mpi::{MpiRank, entered};
 use crate::comm::{CollectiveKind, Communicator};
@@ -7,31 +7,33 @@ use crate::precision::Flat;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Rounds of each measurement; the fastest counts.
+/// The number of rounds of each measurement; the fastest counts.
 const ROUNDS: usize = 3;
 
-/// How long collectives are repeated while processors are watched, whose clocks tick a hundred times a second.
+/// How long collectives are repeated while CPU usage is measured, which the system counts in ticks of a hundredth of a
+/// second.
 const WATCHED_S: f64 = 1.0;
-/// The most rounds of them.
+/// The maximum number of these rounds.
 const MOST_ROUNDS: f64 = 200.0;
 
-/// What was measured, as all ranks know it.
+/// The results of the measurement, which all ranks know.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct NetworkMeasurement {
-    /// Ranks of each host.
+    /// The number of ranks of each host.
     pub hosts: Vec<usize>,
-    /// Seconds that a few bytes take from one host to another.
+    /// The latency in seconds of a few bytes from one host to another.
     pub one_way_s: f64,
-    /// Bytes that each host sent and received in the following.
+    /// The number of bytes that each host sent and received in the measurements below.
     pub bytes: usize,
-    /// MPI's large messages, from each host to the next.
+    /// The measurement of MPI's large messages, from each host to the next.
     pub plain: TransferMeasurement,
-    /// Collectives of buffers of `bytes`.
+    /// The measurement of a reduce-scatter of buffers of `bytes`.
     pub reduce_scatter: TransferMeasurement,
-    /// As above.
+    /// The measurement of an all-gather of buffers of `bytes`.
     pub all_gather: TransferMeasurement,
-    /// The share of a host's processors that is busy while its cable is; unknown where the system does not tell.
+    /// The fraction of a host's CPU time that is used while its network link is busy; `None` if the system does not
+    /// report it.
     pub busy: Option<f64>,
 }
 
@@ -39,23 +41,23 @@ pub struct NetworkMeasurement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[doc(hidden)]
 pub struct TransferMeasurement {
-    /// Bytes that came into the host that got the most.
+    /// The number of bytes that came into the host that received most.
     pub into_a_host: f64,
-    /// Seconds until the last rank was done.
+    /// The time in seconds until the last rank was done.
     pub seconds: f64,
 }
 
 impl TransferMeasurement {
-    /// Bytes per second into a host.
+    /// Returns the bytes per second into a host.
     pub fn rate(self) -> f64 {
         self.into_a_host / self.seconds.max(f64::MIN_POSITIVE)
     }
 }
 
-/// Measures with buffers of about `bytes`, on all ranks at a time. `None` where all are on one host.
+/// Measures with buffers of about `bytes`, on all ranks at the same time. Returns `None` if all are on one host.
 ///
 /// # Errors
-/// Those of collectives.
+/// A collective failed.
 #[doc(hidden)]
 pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
     let firsts = comm.gather_f64(vec![comm.ranks_here().start as f64]).wait()?;
@@ -71,7 +73,7 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     let bytes = chunk * comm.size() * size_of::<f32>();
     let one_way = one_way(comm, place)?;
     let plain = fastest(comm, CollectiveKind::Control, || Ok(place.send_around(bytes)?))?;
-    // Messages outside of collectives are not counted.
+    // Messages outside collectives are not counted.
     let plain = TransferMeasurement { into_a_host: bytes as f64, ..plain };
     let reduce_scatter = fastest(comm, CollectiveKind::ReduceScatter, || {
         comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1).wait().map(drop)
@@ -90,8 +92,8 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     }))
 }
 
-/// The share of processors: of the host where it is most. The collectives run on the communication threads, as beside
-/// computing.
+/// Returns the fraction of CPU time used on the host where it is largest. The collectives run on the communication
+/// threads, as during computation.
 fn busy(
     comm: &dyn Communicator,
     chunk: usize,
@@ -111,21 +113,21 @@ fn busy(
         whole.wait()?;
     }
     comm.barrier().wait()?;
-    // Seconds of all processors together, in which the cable is busy for so long.
+    // The CPU seconds of all processors during the time that the link is busy.
     let cable = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
     let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * cable));
     let all = comm.gather_f64(vec![own.unwrap_or(-1.0)]).wait()?.into_iter().flatten().fold(-1.0, f64::max);
     Ok((all >= 0.0).then_some(all.min(1.0)))
 }
 
-/// This host's processors since it was started.
+/// The CPU times of this host since it was started.
 struct CpuTimes {
     count: f64,
-    /// Seconds in which they were busy, all together.
+    /// The seconds in which the processors were busy, all together.
     busy: f64,
 }
 
-/// As Linux counts them in /proc/stat: in hundredths of a second.
+/// Reads the CPU times that Linux counts in /proc/stat, in hundredths of a second.
 fn processors() -> Option<CpuTimes> {
     processors_of(&std::fs::read_to_string("/proc/stat").ok()?)
 }
@@ -133,7 +135,8 @@ fn processors() -> Option<CpuTimes> {
 fn processors_of(stat: &str) -> Option<CpuTimes> {
     let (all, each) = stat.split_once('\n')?;
     let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
-    // user, nice, system; not idle, iowait; irq, softirq. What follows is others' time, or in user already.
+    // user, nice, system; not idle, iowait; irq, softirq. The fields after them are others' time, or already included
+    // in user.
     let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
     let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
     (count > 0).then(|| CpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
@@ -145,7 +148,8 @@ fn one_way(comm: &dyn Communicator, place: &MpiRank) -> Result<f64> {
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 
-/// Runs something on all ranks at a time, a few times: the fastest, and the bytes of `kind` that it brought into a host.
+/// Runs a function on all ranks at the same time, several times. Returns the fastest time, and the bytes of `kind` that
+/// it brought into a host.
 fn fastest(comm: &dyn Communicator, kind: CollectiveKind, run: impl Fn() -> Result<()>) -> Result<TransferMeasurement> {
     let between = || comm.report().kind(kind).between_hosts_bytes;
     let mut best = TransferMeasurement { into_a_host: 0.0, seconds: Duration::MAX.as_secs_f64() };
@@ -179,7 +183,7 @@ mod tests {
         for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
             assert!(processors_of(wrong).is_none(), "{wrong}");
         }
-        // The machine that this runs on has some, and they have worked.
+        // The machine that runs this test has processors, and they have worked.
         assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
     }
 }

@@ -1,29 +1,30 @@
-//! How elements are encoded on the way between ranks.
+//! The wire format: how elements are encoded when they are sent between ranks.
 
 use super::inter_host::InterHostFormat;
 use crate::comm::collective_kind::CollectiveKind;
 use crate::precision::{BLOCK, IntFormat};
 use candle_core::DType;
 
-/// How elements travel.
+/// The encoding in which elements are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WireFormat {
-    /// As they are in memory.
+    /// Elements as they are in memory.
     #[default]
     Exact,
-    /// As integers with a scale per [`BLOCK`] elements: ZeRO++.
+    /// Integers with a scale per [`BLOCK`] elements: ZeRO++.
     Blocks(IntFormat),
-    /// As they are inside of a host, and as codes between hosts.
+    /// Exact within a host, and encoded between hosts.
     ///
-    /// Of a sum each host adds up its ranks' parts, in rank order and in f32. What is coded is this partial sum; the owner
-    /// adds those of all hosts in their order, that of its own host as it is, and rounds once. So the bits depend on which
-    /// ranks share a host. Of a gather shards are coded, for all ranks, where it crosses between hosts. Where all ranks are on
-    /// one host, or are not known to be on several, elements travel as they are.
+    /// In a sum each host adds up its ranks' parts, in rank order and in f32. This partial sum is encoded; the owner
+    /// adds the partial sums of all hosts in host order, with the one of its own host exact, and rounds once. The bits
+    /// therefore depend on which ranks share a host. In a gather, shards are encoded, for all ranks, if the gather
+    /// crosses between hosts. If all ranks are on one host, or are not known to be on several, elements are sent exact.
     BetweenHosts(InterHostFormat),
 }
 
 impl WireFormat {
-    /// Elements that are coded together. What begins at a multiple of it in a rank's chunk has blocks of its own.
+    /// Returns the number of elements that are encoded together. Data that begins at a multiple of it in a rank's chunk
+    /// has its own blocks.
     pub fn alignment(self) -> usize {
         match self {
             Self::Exact => 1,
@@ -32,7 +33,7 @@ impl WireFormat {
         }
     }
 
-    /// How they travel inside of a host.
+    /// Returns the wire format within a host.
     pub(in crate::comm) fn inside(self) -> Self {
         match self {
             Self::BetweenHosts(_) => Self::Exact,
@@ -40,7 +41,7 @@ impl WireFormat {
         }
     }
 
-    /// What stands for shards of a gather between hosts; `None`: they travel as they are.
+    /// Returns the encoding of a gather's shards between hosts; `None` if they are sent exact.
     pub(in crate::comm) fn code(self) -> Option<InterHostFormat> {
         match self {
             Self::Exact => None,
@@ -49,7 +50,7 @@ impl WireFormat {
         }
     }
 
-    /// Bytes of `elements` of `size` bytes each, inside of a host.
+    /// Returns the number of bytes of `elements` of `size` bytes each, within a host.
     pub(in crate::comm) fn encoded_len(self, elements: usize, size: usize) -> usize {
         match self {
             Self::Exact | Self::BetweenHosts(_) => elements * size,
@@ -57,13 +58,14 @@ impl WireFormat {
         }
     }
 
-    /// Bytes that one of `world` ranks of a host takes from the others in a collective whose argument has `elements` elements.
+    /// Returns the number of bytes that one of `world` ranks of a host receives from the others in a collective whose
+    /// argument has `elements` elements.
     pub(crate) fn bytes(self, kind: CollectiveKind, elements: usize, dtype: DType, world: usize) -> usize {
         let exact = |elements: usize| elements * dtype.size_in_bytes();
         let coded = |elements: usize| self.encoded_len(elements, dtype.size_in_bytes());
         let of_each = match kind {
-            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums
-            // too, which are never coded.
+            // A reduction receives every other rank's part of this rank's chunk; an all-reduce also receives the
+            // others' sums, which are never encoded.
             CollectiveKind::ReduceScatter => coded(elements / world),
             CollectiveKind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
             CollectiveKind::AllGather | CollectiveKind::Control => coded(elements),

@@ -1,21 +1,22 @@
-//! What stands for elements where they cross between hosts.
+//! The encoding of elements that cross between hosts.
 
 use crate::precision::{BLOCK, Flat, FlatMut, FlatRef, IntFormat};
 use candle_core::DType;
 
-/// What stands for elements where they cross between hosts: see [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
+/// The encoding of elements that cross between hosts: see
+/// [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InterHostFormat {
     /// Integers with a scale per [`BLOCK`] elements: ZeRO++.
     Blocks(IntFormat),
-    /// The nearest bf16.
+    /// The nearest bf16 value.
     Bf16,
-    /// The nearest f16; infinity beyond the largest.
+    /// The nearest f16 value; infinity beyond the largest.
     F16,
 }
 
 impl InterHostFormat {
-    /// Elements that are coded together.
+    /// Returns the number of elements that are encoded together.
     pub(crate) fn alignment(self) -> usize {
         match self {
             Self::Blocks(_) => BLOCK,
@@ -23,7 +24,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Bytes of `elements`.
+    /// Returns the number of bytes of `elements`.
     pub(crate) fn encoded_len(self, elements: usize) -> usize {
         match self {
             Self::Blocks(ints) => ints.encoded_len(elements),
@@ -31,7 +32,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Elements that fit into `bytes`, in whole blocks.
+    /// Returns the number of elements that fit into `bytes`, in complete blocks.
     pub(in crate::comm) fn elements_in(self, bytes: usize) -> usize {
         match self {
             Self::Blocks(ints) => ints.whole_blocks_in(bytes),
@@ -39,7 +40,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Writes the codes of `values` to `to`, of [`encoded_len`](Self::encoded_len) bytes.
+    /// Writes the encoded `values` to `to`, of [`encoded_len`](Self::encoded_len) bytes.
     pub(in crate::comm) fn encode(self, values: FlatRef<'_>, to: &mut [u8]) {
         match self.ints_or_dtype() {
             Ok(ints) => ints.encode(values, to),
@@ -51,7 +52,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Writes the values of `codes`, which are aligned as elements are, rounded to the dtype of `to`.
+    /// Writes the decoded values of `codes`, which are aligned as elements are, rounded to the dtype of `to`.
     pub(in crate::comm) fn decode(self, codes: &[u8], to: FlatMut<'_>) {
         match self.ints_or_dtype() {
             Ok(ints) => ints.decode(codes, to),
@@ -59,7 +60,7 @@ impl InterHostFormat {
         }
     }
 
-    /// The integers, or the dtype of rounded elements.
+    /// Returns the integer format, or the dtype of rounded elements.
     pub(in crate::comm) fn ints_or_dtype(self) -> std::result::Result<IntFormat, DType> {
         match self {
             Self::Blocks(ints) => Ok(ints),

@@ -1,4 +1,4 @@
-//! How elements are encoded while they travel between ranks.
+//! The encoding of elements that are sent between ranks.
 
 pub(in crate::comm) mod format;
 pub(in crate::comm) mod inter_host;

@@ -1,4 +1,4 @@
-//! Tests of the reader.
+//! Tests of the parser.
 #![allow(clippy::unwrap_used)]
 
 use super::{read as read_any, *};
@@ -188,7 +188,7 @@ fn any_json() -> impl Strategy<Value = serde_json::Value> {
     })
 }
 
-/// The same value as Hjson: no outer braces, no quotes and no commas where they can be left out.
+/// Writes the same value as Hjson, without outer braces, quotes and commas wherever they are optional.
 fn bare(value: &serde_json::Value, indent: usize, into: &mut String) {
     use serde_json::Value;
     use std::fmt::Write;

@@ -1,58 +1,58 @@
 //! The rows of the table: keys, and sections of keys.
 
-/// The kind of value that a key takes.
+/// The type of value that a key accepts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ConfigValueKind {
     Bool,
-    /// A whole number between two bounds; `2.0` and `5e8` are whole.
+    /// An integer between two bounds; `2.0` and `5e8` are integers.
     Int(i64, i64),
-    /// As `Int`; pydantic's "true is 1" does not hold.
+    /// The same as `Int`, but without pydantic's conversion of true to 1.
     IntNoBool(i64, i64),
     /// A finite number between two bounds.
     Float(f64, f64),
-    /// As `Float`, or a list with one for each parameter group, of which there is one.
+    /// The same as `Float`, or a list with one number per parameter group (a file has one group).
     PerGroup(f64, f64),
     Str,
     /// One of these words.
     OneOf(&'static [&'static str]),
-    /// One of these words in any letter case; kept in the table's.
+    /// One of these words in any letter case. The value gets the table's spelling.
     OneOfAnyCase(&'static [&'static str]),
     /// A list of strings.
     Strings,
-    /// A list of different strings, or one string.
+    /// A list of distinct strings, or one string.
     StringsOrOne,
-    /// Adam's two decays.
+    /// The two decay rates of Adam.
     Betas,
     /// `"auto"`, or the other kind.
     AutoOr(&'static ConfigValueKind),
-    /// Whatever; not looked into.
+    /// Any value; not checked.
     Any,
-    /// An object with a table of its own; with the default `null` it may be absent.
+    /// An object with its own table. It may be absent if the default is `null`.
     Section,
 }
 
 /// The treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KeyStatus {
-    /// Does here what it does in DeepSpeed.
+    /// The key has the same effect as in DeepSpeed.
     Honoured,
-    /// As the section says.
+    /// The section's status applies.
     OfSection,
-    /// Another value than the default is noted.
+    /// A value other than the default is noted.
     NoEffect(&'static str),
-    /// Another value than the default is an error, because its silent loss would change training.
+    /// A value other than the default is an error, because ignoring it would change training.
     Refused(&'static str),
     /// A number above 1 is an error.
     RefusedAbove1(&'static str),
     /// Its presence is an error, as in DeepSpeed 0.19.8.
     Removed(&'static str),
-    /// The same unless it is switched off, which is noted.
+    /// The same as `Removed`, unless the key is switched off, which is noted.
     RemovedUnlessOff(&'static str),
-    /// Another value than the default only asks for `activation_checkpointing.every_unit`, which is noted.
+    /// A value other than the default is noted and only requests `activation_checkpointing.every_unit`.
     AsEveryUnit(&'static str),
-    /// A key of a section that is refused when it is on.
+    /// A key of a section that is refused if it is on.
     OfRefused,
-    /// Translated to another key, and noted.
+    /// The key is translated to another key, with a note.
     Moved(&'static str),
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct ConfigKey {
     pub name: &'static str,
     pub aliases: &'static [&'static str],
     pub kind: ConfigValueKind,
-    /// JSON text; [`NO_DEFAULT`] where there is none.
+    /// The default as JSON text, or [`NO_DEFAULT`].
     pub default: &'static str,
     pub status: KeyStatus,
     pub meaning: &'static str,
@@ -74,25 +74,25 @@ pub(crate) const NO_DEFAULT: &str = "-";
 /// One object of a configuration.
 #[derive(Debug)]
 pub(crate) struct ConfigSection {
-    /// Path from the root; empty for the root.
+    /// The path from the root; empty for the root.
     pub path: &'static str,
-    /// The types that this table of parameters is for; empty where there is only one.
+    /// The types that this table of parameters is for; empty if there is only one table.
     pub types: &'static [&'static str],
-    /// DeepSpeed reads it with pydantic: lax number forms, and `"auto"` means the default.
+    /// Whether DeepSpeed reads the section with pydantic: lax number forms, and `"auto"` means the default.
     pub strict: bool,
-    /// Whether its contents are looked at. False: it cannot change training and is ignored whole.
+    /// Whether the section's contents are checked. If false, it cannot change training and is ignored completely.
     pub checked: bool,
-    /// The treatment of the section when it is on.
+    /// The treatment of the section if it is on.
     pub status: KeyStatus,
-    /// The key that switches it on; without one it is on as soon as a value differs from its default.
+    /// The key that switches the section on. Without one, the section is on if any value differs from its default.
     pub switch: Option<&'static str>,
-    /// A note, given once when the section is present but not on.
+    /// A note that is printed once if the section is present but not on.
     pub when_off: Option<&'static str>,
     pub keys: &'static [ConfigKey],
 }
 
 impl ConfigSection {
-    /// A section whose keys are judged one by one.
+    /// Creates a section whose keys are judged one by one.
     pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [ConfigKey]) -> Self {
         Self {
             path,
@@ -131,31 +131,31 @@ impl ConfigSection {
         self
     }
 
-    /// The key of that name or alias.
+    /// Returns the key with that name or alias.
     pub fn key(&self, name: &str) -> Option<&'static ConfigKey> {
         self.keys.iter().find(|key| key.name == name || key.aliases.contains(&name))
     }
 
-    /// Path of one of its keys.
+    /// Returns the path of one of the section's keys.
     pub fn join(&self, name: &str) -> String {
         join(self.path, name)
     }
 }
 
-/// `section.name`, or `name` at the root.
+/// Returns `section.name`, or `name` at the root.
 pub(crate) fn join(section: &str, name: &str) -> String {
     if section.is_empty() { name.to_string() } else { format!("{section}.{name}") }
 }
 
 impl ConfigKey {
-    /// The default as a value; `None` where there is none.
+    /// Returns the default as a value, or `None` if the key has none.
     pub fn default_value(&self) -> Option<serde_json::Value> {
         (self.default != NO_DEFAULT)
             .then(|| serde_json::from_str(self.default).unwrap_or_else(|e| panic!("default of {}: {e}", self.name)))
     }
 }
 
-/// Rows of the table: `"name" | "alias": kind, default, status, meaning;`
+/// Builds rows of the table: `"name" | "alias": kind, default, status, meaning;`
 macro_rules! keys {
     ($($name:literal $(| $alias:literal)*: $kind:expr, $default:literal, $status:expr, $meaning:literal;)*) => {
         &[$(crate::config::keys::key::ConfigKey {

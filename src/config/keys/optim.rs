@@ -1,4 +1,4 @@
-//! `optimizer` and `scheduler`.
+//! The keys of `optimizer` and `scheduler`.
 
 use super::shorthand::*;
 

@@ -1,4 +1,4 @@
-//! Sections that are recorded with a note that they have no effect, or refused when they are on.
+//! Sections that are recorded with a note that they have no effect, or refused if they are on.
 
 use super::shorthand::*;
 

@@ -1,4 +1,4 @@
-//! Short names for the tables.
+//! Short names for use in the tables.
 
 pub(super) use super::key::ConfigValueKind::{
     Any, AutoOr, Betas, Bool, OneOf, OneOfAnyCase, Section as Object, Str, Strings, StringsOrOne,

@@ -1,4 +1,4 @@
-//! Top level, number formats, activation checkpointing.
+//! The keys of the top level, the number formats and activation checkpointing.
 
 use super::shorthand::*;
 

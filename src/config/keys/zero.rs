@@ -1,4 +1,4 @@
-//! `zero_optimization`.
+//! The keys of `zero_optimization`.
 
 use super::shorthand::*;
 

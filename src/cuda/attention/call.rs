@@ -1,4 +1,4 @@
-//! What the launches of one attention are given: sizes, strides and tiles.
+//! The arguments that the launches of one attention share: sizes, strides and tiles.
 
 use super::element::AttentionElement;
 use super::tile_launch::{self, TileLaunch, TileLaunches};
@@ -9,14 +9,15 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::{CudaDevice, Result};
 
-/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
+/// Queries, keys or values. They start at the first element of a view, and the next position is `stride` elements
+/// further.
 #[derive(Debug)]
 pub(super) struct DeviceHeadRows<'a, E> {
     pub values: CudaView<'a, E>,
     pub stride: usize,
 }
 
-/// kernels/attention.cuh has the same struct.
+/// The sizes of an attention. kernels/attention.cuh has the same struct.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct AttentionSizes {
@@ -41,10 +42,10 @@ pub(super) struct AttentionSizes {
     to_powers: f32,
 }
 
-// SAFETY: C's layout, with nothing between the fields, of which all bits are values.
+// SAFETY: the struct has C's layout without padding, and all bits of its fields are values.
 unsafe impl DeviceRepr for AttentionSizes {}
 
-/// What the launches of one attention have in common.
+/// The common part of the launches of one attention.
 pub(super) struct AttentionCall<'a> {
     device: &'a CudaDevice,
     rule: &'a AttentionRule<'a>,
@@ -55,7 +56,7 @@ pub(super) struct AttentionCall<'a> {
 }
 
 impl<'a> AttentionCall<'a> {
-    /// Panics if rows do not lie within their views.
+    /// Panics if rows are not within their views.
     pub fn new<E: AttentionElement>(
         device: &'a CudaDevice,
         (h, rule): (&'a AttentionShape, &'a AttentionRule<'a>),
@@ -107,7 +108,7 @@ impl<'a> AttentionCall<'a> {
         E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
     }
 
-    /// Tiles of `own` positions, which begin where a sequence begins.
+    /// Returns the tiles of `own` positions. They begin where a sequence begins.
     pub fn tiles(&self, own: usize) -> Result<TileTable> {
         let Some(_) = self.rule.starts else {
             return Ok(TileTable { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
@@ -122,15 +123,15 @@ impl<'a> AttentionCall<'a> {
     }
 }
 
-/// The tiles of own rows: {first position of the sequence, its length, first position of the tile}.
+/// The tiles of a block's own rows: {first position of the sequence, its length, first position of the tile}.
 pub(super) struct TileTable {
-    /// Nothing where each row is a sequence: kernels know those.
+    /// The list of tiles, or `None` if each row is one sequence, for which kernels compute the tiles.
     list: Option<CudaSlice<u32>>,
     pub count: usize,
 }
 
 impl TileTable {
-    /// Gives the list to a kernel, or a null pointer.
+    /// Passes the list, or a null pointer, to a kernel.
     pub fn give<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
         match &self.list {
             Some(list) => arguments.arg(list),

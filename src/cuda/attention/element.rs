@@ -1,4 +1,4 @@
-//! The formats of elements that attention has kernels for.
+//! The element formats that attention supports.
 
 use crate::cuda::flat_view::DeviceFlatRef;
 use crate::cuda::kernel_module::{KernelModule, module};
@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use half::{bf16, f16};
 
-/// A format that there are kernels for.
+/// A format for which kernels exist.
 pub(super) trait AttentionElement: DeviceRepr + Sized {
     const KERNELS: KernelModule;
     const SUFFIX: &'static str;
@@ -35,7 +35,7 @@ element_of!(f32, F32, "f32", "attention_f32");
 element_of!(bf16, BF16, "bf16", "attention_bf16");
 element_of!(f16, F16, "f16", "attention_f16");
 
-/// Runs a generic expression for the format of some elements.
+/// Evaluates a generic expression for the format of some elements.
 macro_rules! of_format {
     ($elements:expr, $E:ident => $body:expr) => {
         match $elements {

@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-//! Attention on a GPU against the host's kernels.
+//! Compares attention on a GPU with the host's kernels.
 
 use super::tile_launch::TileLaunches;
 use super::*;
@@ -34,7 +34,7 @@ struct Case<E> {
     dout: Vec<E>,
 }
 
-/// Result, log-sum-exp in powers of 2, gradient of the projection.
+/// The result, the log-sum-exp in powers of 2, and the gradient of the projection.
 type Outcome<E> = (Vec<E>, Vec<f32>, Vec<E>);
 
 impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
@@ -58,7 +58,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
         self.columns()[2].end
     }
 
-    /// On the GPU, in one buffer.
+    /// Runs on the GPU, in one buffer.
     fn run(&self, device: &CudaDevice) -> Outcome<E> {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = device.clone_htod(&self.qkv).unwrap();
@@ -71,7 +71,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
         (device.clone_dtoh(&out).unwrap(), device.clone_dtoh(&lse).unwrap(), device.clone_dtoh(&grad).unwrap())
     }
 
-    /// On the GPU, in a buffer for each.
+    /// Runs on the GPU, with a separate buffer for each part.
     fn run_apart(&self, device: &CudaDevice) -> Outcome<E> {
         let (h, rule) = (&self.h, &self.rule());
         let part = |c: &Range<usize>| -> Vec<E> {
@@ -92,7 +92,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
         (device.clone_dtoh(&out).unwrap(), device.clone_dtoh(&lse).unwrap(), grad)
     }
 
-    /// On the host, in f32.
+    /// Runs on the host, in f32.
     fn reference(&self) -> Outcome<f32> {
         let (h, rule) = (&self.h, &self.rule());
         let (qkv, dout) = (widened(&self.qkv), widened(&self.dout));
@@ -108,7 +108,7 @@ impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
     }
 }
 
-/// The largest difference, relative to the largest number; nan where one is nan and the other is not.
+/// Returns the largest difference, relative to the largest number. It is nan if exactly one number of a pair is nan.
 fn difference<E: Element>(got: &[E], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(1e-30f32, |m, x| m.max(x.abs()));
@@ -123,7 +123,7 @@ fn heads((batch, time, heads, kv_heads, head): (usize, usize, usize, usize, usiz
     AttentionShape { batch, time, heads, kv_heads, head }
 }
 
-/// Sizes for every width of the kernels, with vectors and without.
+/// Returns sizes for every width of the kernels, with and without vector access.
 fn sizes() -> Vec<AttentionShape> {
     [
         (1, 1, 1, 1, 1),
@@ -231,7 +231,7 @@ fn two_runs_have_the_same_bits_in_one_buffer_and_in_three() {
 }
 
 impl<E: Element + AttentionElement + ValidAsZeroBits> Case<E> {
-    /// Some positions, over all rows, as a sequence of their own.
+    /// Returns some positions, counted over all rows, as a separate sequence.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {
@@ -250,7 +250,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
         let h = heads((2, 90, 2, 1, 24));
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::new(h, rule, starts);
-            // A sequence that is no number spoils no other.
+            // A sequence of nans does not affect the others.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             let all = case.run(device);

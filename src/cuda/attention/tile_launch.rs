@@ -1,14 +1,15 @@
-//! How large the blocks and tiles of attention's kernels are: what kernels/attention_f32.cuh and attention_cores.cuh say too.
+//! The sizes of the blocks and tiles of attention's kernels, which must match kernels/attention_f32.cuh and
+//! attention_cores.cuh.
 
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
-/// Elements of a head that there are kernels for: a head has those of the next larger one.
+/// The head sizes for which kernels exist. A head uses the next larger one.
 pub(super) const WIDTHS: [usize; 5] = [32, 64, 96, 128, 256];
-/// Rows that a warp has to itself.
+/// The rows that belong to one warp.
 const STRIP: usize = 16;
 const WARP: usize = 32;
 
-/// The kernels' width for heads of `head` elements.
+/// Returns the kernels' width for heads of `head` elements.
 pub(super) fn width(head: usize) -> Option<usize> {
     WIDTHS.into_iter().find(|width| (1..=*width).contains(&head))
 }
@@ -16,18 +17,18 @@ pub(super) fn width(head: usize) -> Option<usize> {
 /// A block and its tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileLaunch {
-    /// Rows that a block has to itself.
+    /// The rows that belong to the block.
     pub own: usize,
-    /// Rows of a tile of the others.
+    /// The rows of a tile of the other operand.
     pub others: usize,
-    /// Shared memory.
+    /// The bytes of shared memory.
     pub bytes: usize,
-    /// Blocks for each tile and head.
+    /// The blocks for each tile and head.
     pub planes: usize,
 }
 
 impl TileLaunch {
-    /// A launch with blocks for so many tiles, heads and planes.
+    /// Returns a launch with blocks for these tiles, heads and planes.
     pub fn over(&self, [tiles, heads, planes]: [usize; 3]) -> LaunchConfig {
         let threads = self.own / STRIP * WARP;
         LaunchConfig {
@@ -38,14 +39,14 @@ impl TileLaunch {
     }
 }
 
-/// A launch with at least so many warps.
+/// Returns a launch with at least `count` warps.
 pub(super) fn warps(count: usize) -> LaunchConfig {
     const WARPS: usize = 8;
     let blocks = count.div_ceil(WARPS).max(1);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: ((WARPS * WARP) as u32, 1, 1), shared_mem_bytes: 0 }
 }
 
-/// Those of forward and of backward.
+/// The launches of forward and of backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileLaunches {
     pub forward: TileLaunch,
@@ -53,7 +54,7 @@ pub(super) struct TileLaunches {
 }
 
 impl TileLaunches {
-    /// For a width, and elements of so many bytes.
+    /// Returns the launches for a width and for elements of `element` bytes.
     pub fn of(width: usize, element: usize) -> Self {
         let (forward, backward) = match (element, width) {
             (4, 256) => ((2, 16), (2, 8)),
@@ -63,7 +64,7 @@ impl TileLaunches {
             _ => ((4, 64), (4, 32)),
         };
         let row = width + 16 / element;
-        // Weights of 16 bits lie beside the scores, those of f32 in their place.
+        // 16-bit weights are stored next to the scores, f32 weights in the scores' place.
         let strip = |others: usize| {
             let weights = if element == 4 { 0 } else { others + 8 };
             STRIP * ((others + 4) * size_of::<f32>() + weights * element)
@@ -75,13 +76,13 @@ impl TileLaunches {
         let backward_bytes = 2 * (back_warps * STRIP + back_others) * row * element
             + 2 * back_warps * strip(back_others)
             + 2 * back_others * size_of::<f32>();
-        // The sums of two gradients of wide heads are more than a warp's registers hold.
+        // For wide heads, the sums of two gradients do not fit in a warp's registers.
         let planes = if width <= 128 { 1 } else { 2 };
         Self { forward: launch(forward, forward_bytes, 1), backward: launch(backward, backward_bytes, planes) }
     }
 }
 
-/// A launch of one thread.
+/// Returns a launch of one thread.
 #[cfg(test)]
 pub(super) fn one_thread() -> LaunchConfig {
     LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 }

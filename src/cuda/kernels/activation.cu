@@ -1,4 +1,4 @@
-// Activations and what they gate, element by element: computed in f32, rounded once.
+// Activation functions and their gated forms, element by element: computed in f32, rounded once.
 #include "activations.cuh"
 #include "element_types.cuh"
 

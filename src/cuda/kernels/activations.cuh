@@ -1,8 +1,8 @@
-// GELU, its tanh approximation and SiLU of one f32, and their slopes: the formulas of src/kernels/math.rs.
+// GELU, its tanh approximation and SiLU of one f32, and their slopes, with the formulas of src/kernels/math.rs.
 #pragma once
 
-// x / (1 + exp(-u)) for a function u of x, and its slope by that of u. Beyond 68 the slope is 0 or 1, and products of
-// exponentials stay finite. Written so that nan passes.
+// x / (1 + exp(-u)) for a function u of x, and its slope from the slope of u. Beyond 68 the slope is 0 or 1, and
+// products of exponentials stay finite. Written so that nan passes.
 __device__ __forceinline__ float gated_by(float x, float u) { return x / (1.0f + expf(-u)); }
 
 __device__ __forceinline__ float slope_of_gated(float x, float u, float inner) {
@@ -30,7 +30,7 @@ struct GeluTanh {
 };
 
 struct Gelu {
-    // The part of a normal distribution that lies below x.
+    // The normal distribution function at x.
     static __device__ __forceinline__ float below(float x) { return 0.5f + 0.5f * erff(x * 0.70710678f); }
     static __device__ __forceinline__ float value(float x) { return x * below(x); }
     static __device__ __forceinline__ float slope(float x) {
@@ -40,7 +40,7 @@ struct Gelu {
     }
 };
 
-// Makes a kernel for each function.
+// Defines a kernel for each function.
 #define FOR_FUNCTIONS(MAKE, ...)                                                                               \
     MAKE(gelu_tanh, GeluTanh, __VA_ARGS__)                                                                     \
     MAKE(gelu, Gelu, __VA_ARGS__)                                                                              \

@@ -1,4 +1,4 @@
-// Casts between flat buffers and arithmetic across them, as src/precision/cast.rs does them on the host, with the same bits.
+// Casts between flat buffers and arithmetic across them, with the same bits as src/precision/cast.rs on the host.
 #include "element_types.cuh"
 
 // dst[i] = src[i] * factor

@@ -1,55 +1,56 @@
-// What all kernels of attention share: sizes, which keys a query sees, and how rows come into shared memory.
+// The common part of attention's kernels: sizes, the keys that a query sees, and loading of rows into shared memory.
 //
-// A block has OWN rows (queries in forward and in the gradients of queries, keys in the gradients of keys and values) and goes over
-// the OTHER rows that they have to do with, a tile at a time, in order. Each warp has 16 own rows of its block to itself:
+// A block has OWN rows (queries in forward and in the gradients of queries, keys in the gradients of keys and values)
+// and iterates over the related OTHER rows, a tile at a time, in order. Each warp computes 16 own rows of its block:
 //
 //     own rows    warp 0 |----------------|         per tile: scores of 16 own rows x OTHERS others, then sums over the others
-//                 warp 1 |----------------|         own, others: shared by the block, zero where there is no row or no column
-//     others      |--tile--|--tile--|--tile--|      scores: a warp's own part of shared memory, a row to two lanes
+//                 warp 1 |----------------|         own, others: shared by the block, zero for missing rows and columns
+//     others      |--tile--|--tile--|--tile--|      scores: a separate part of shared memory per warp, two lanes per row
 //
-// Tiles begin where a sequence begins, so that its results have the bits that it has alone. What the products are made with, f32
-// (attention_f32.cuh) or tensor cores (attention_cores.cuh), is a type with the same functions.
+// Tiles begin where a sequence begins, so that its results have the same bits as without other sequences in the row.
+// The products are a type parameter, f32 (attention_f32.cuh) or tensor cores (attention_cores.cuh), with the same
+// functions.
 #pragma once
 
 #include "element_types.cuh"
 
 #include <float.h>
 
-// A warp's own rows.
+// The number of own rows of a warp.
 constexpr int STRIP = 16;
 constexpr unsigned ALL_LANES = 0xFFFFFFFF;
 
-// src/cuda/attention.rs has the same struct.
+// src/cuda/attention/call.rs has the same struct.
 struct AttentionSizes {
-    uint32_t time;      // positions of a row of the batch
-    uint32_t rows;      // of all of the batch
-    uint32_t heads;     // of queries
+    uint32_t time;      // positions of the complete batch
+    uint32_t rows;      // rows of the complete batch
+    uint32_t heads;     // number of query heads
     uint32_t kv_heads;
     uint32_t head;      // elements of a head
-    uint32_t window;    // keys that a query sees at most, its own included; `time` or more: all
-    uint32_t both_ways; // it sees all of its sequence
-    uint32_t vectors;   // rows and heads begin at multiples of 16 bytes
+    uint32_t window;    // maximum number of keys that a query sees, including its own; `time` or more: all
+    uint32_t both_ways; // whether a query sees its complete sequence
+    uint32_t vectors;   // whether rows and heads start at multiples of 16 bytes
     uint32_t q_stride, k_stride, v_stride;    // elements from one position to the next
     uint32_t dq_stride, dk_stride, dv_stride;
-    float scale;        // of products
-    float capped;       // not 0: scores are bound
-    float inner, outer; // then the score in powers of 2 is outer tanh(inner product)
-    float to_powers;    // else this times the product
+    float scale;        // factor of the products
+    float capped;       // not 0: scores have a soft cap
+    float inner, outer; // with a cap, the score in powers of 2 is outer tanh(inner product)
+    float to_powers;    // without a cap, it is this times the product
 };
 
-// Memory of a block. Matrices of tensor cores begin at multiples of 32 bytes.
+// Memory of a block. Tensor core matrices start at multiples of 32 bytes.
 struct alignas(128) Line {
     unsigned char bytes[128];
 };
 
 // The block's part of a sequence.
 struct Place {
-    uint32_t first; // number of the sequence's first position, over all rows
-    int len;        // its positions
+    uint32_t first; // number of the sequence's first position, counted over all rows
+    int len;        // number of its positions
     int start;      // first own position
 };
 
-// A tile is {first, len, start}; where there are no tiles, each row of the batch is a sequence.
+// A tile is {first, len, start}. Without tiles, each row of the batch is a sequence.
 __device__ __forceinline__ Place place_of(const AttentionSizes &s, const uint32_t *tiles, uint32_t tile, int rows) {
     if (tiles != nullptr) {
         const uint32_t *of = tiles + 3 * (size_t)tile;
@@ -64,19 +65,19 @@ __device__ __forceinline__ bool sees(const AttentionSizes &s, int len, int query
     return query < len && key < len && (s.both_ways || behind);
 }
 
-// Positions from `from` to before `to`.
+// The positions from `from` to before `to`.
 struct Range {
     int from, to;
 };
 
-// The keys that some of `n` queries from `start` on see.
+// Returns the keys that some of `n` queries from `start` on see.
 __device__ __forceinline__ Range keys_of(const AttentionSizes &s, int len, int start, int n) {
     if (s.both_ways) return {0, len};
     int to = start + n < len ? start + n : len;
     return {(uint32_t)start < s.window ? 0 : start + 1 - (int)s.window, to};
 }
 
-// The queries that see some of `n` keys from `start` on.
+// Returns the queries that see some of `n` keys from `start` on.
 __device__ __forceinline__ Range queries_of(const AttentionSizes &s, int len, int start, int n) {
     if (s.both_ways) return {0, len};
     uint32_t left = (uint32_t)(len - start);
@@ -85,11 +86,11 @@ __device__ __forceinline__ Range queries_of(const AttentionSizes &s, int len, in
 
 __device__ __forceinline__ bool overlap(Range a, Range b) { return a.from < b.to && b.from < a.to; }
 
-// Puts `n` rows of a head, `stride` apart, into ROWS rows of WIDTH elements, ROW apart.
+// Loads `n` rows of a head, `stride` apart, into ROWS rows of WIDTH elements, ROW apart.
 template <int ROWS, int WIDTH, int ROW, int THREADS, class E>
 __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride, int n, const AttentionSizes &s) {
     constexpr int PIECE = 16 / sizeof(E), PIECES = WIDTH / PIECE;
-    // What wide heads have summed takes half of a lane's registers: less is on its way at once.
+    // The sums of wide heads use half of a lane's registers, so fewer loads are in flight at once.
     constexpr int AT_ONCE = WIDTH > 128 ? 1 : 4;
     if (s.vectors) {
 #pragma unroll AT_ONCE
@@ -109,7 +110,8 @@ __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride,
     }
 }
 
-// Whether the product x becomes a score by a cap: then `x` is it already, in powers of 2, and else `factor` times x.
+// The conversion of a product to a score. With a cap, `of` returns the score in powers of 2. Without one, the score is
+// `factor` times the product.
 struct Scores {
     float factor;
     bool capped;
@@ -120,7 +122,7 @@ struct Scores {
 
     __device__ __forceinline__ float of(float product) const { return capped ? outer * tanhf(inner * product) : product; }
 
-    // The gradient of the product, up to the scale.
+    // Returns the gradient of the product, up to the scale.
     __device__ __forceinline__ float slope(float score) const {
         float t = score / outer;
         return capped ? 1.0f - t * t : 1.0f;

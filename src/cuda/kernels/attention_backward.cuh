@@ -1,12 +1,14 @@
-// The gradients of attention's inputs. With weights p = 2^(score - log-sum-exp) and their gradients g = dout values^T, the scores'
-// gradients are d = p (g - along), where `along` is a query's sum of p g: the product of its result and the result's gradient.
+// The gradients of attention's inputs. With weights p = 2^(score - log-sum-exp) and their gradients g = dout values^T,
+// the scores' gradients are d = p (g - along), where `along` is a query's sum of p g, which equals the product of its
+// result and the result's gradient.
 //
 //     along      a warp for each (position, head)
 //     queries    own: queries and their dout.    over keys and values:    dq = scale sum of d keys
 //     keys       own: keys and values.           over queries and dout:   dk = scale sum of d queries, dv = sum of p dout;
 //                                                the query heads of the key head's group one after the other
 //
-// Each row of each gradient is written by one warp, which sums over the others in order: so results have the same bits in every run.
+// Each row of each gradient is written by one warp, which sums over the others in order, so results have the same bits
+// in every run.
 #pragma once
 
 #include "attention.cuh"
@@ -37,14 +39,14 @@ struct BackwardMemory {
     __device__ __forceinline__ explicit BackwardMemory(Line *memory_)
         : memory(memory_), first_products((float *)(others(1) + OTHERS) + 2 * (threadIdx.x / 32) * SCORES) {}
 
-    // 0: what makes scores and their gradients d, 1: what makes the weights' gradients, and weights p.
+    // 0: operands of scores and their gradients d. 1: operands of the weights' gradients, and weights p.
     __device__ __forceinline__ E *own(int i) const { return (E *)memory + i * OWN; }
     __device__ __forceinline__ E *others(int i) const { return own(2) + i * OTHERS; }
     __device__ __forceinline__ float *products(int i) const { return first_products + i * SCORES; }
     __device__ __forceinline__ E *weights(int i) const {
         return G::IN_PLACE ? (E *)products(i) : after_products() + (2 * (threadIdx.x / 32) + i) * WEIGHTS;
     }
-    // Of the other rows, where they are queries.
+    // The statistics of the other rows, if they are queries.
     __device__ __forceinline__ float *lse() const { return (float *)(after_products() + 2 * G::WARPS * WEIGHTS); }
     __device__ __forceinline__ float *along() const { return lse() + G::OTHERS; }
 
@@ -54,7 +56,7 @@ private:
     }
 };
 
-// From products to d in weights(0) and p in weights(1).
+// Converts products to d in weights(0) and p in weights(1).
 template <class G, class Known>
 __device__ __forceinline__ void score_gradients(const BackwardMemory<G> &of, const Scores &as, Known known) {
     int lane = threadIdx.x % 32;
@@ -123,7 +125,7 @@ __device__ __forceinline__ void attention_backward_queries(const AttentionSizes 
     G::write(sums, to, s.dq_stride, at.len - strip, s, of.products(0));
 }
 
-// Of the keys, of the values, or of both.
+// Computes the gradients of the keys, of the values, or of both.
 template <class G, bool KEYS, bool VALUES>
 __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s, const uint32_t *tiles, const typename G::E *q,
                                                         const typename G::E *k, const typename G::E *v,
@@ -165,7 +167,7 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
             __syncthreads();
             if (strip >= at.len || !overlap(of_strip, {first, first + there})) continue;
 
-            // The gradients of values need no gradients of weights: d is then nothing that anybody reads.
+            // The gradients of values do not need the gradients of weights. d is then not used.
 #pragma unroll 1
             for (int i = 0; i < 1 + KEYS; i++) G::products(of.products(i), of.own(i) + warp * STRIP * G::ROW, of.others(i));
             __syncwarp();
@@ -190,7 +192,8 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
     if (VALUES) G::write(sums[OF_VALUES], dv + row * s.dv_stride + kv_column, s.dv_stride, rows, s, of.products(0));
 }
 
-// Of both; where heads are so wide that a lane's registers hold the sums of one only, of the keys in plane 0 and of the values in 1.
+// Computes both gradients. If heads are so wide that a lane's registers hold only one of the sums, plane 0 computes the
+// keys' gradients and plane 1 the values'.
 template <class G>
 __device__ __forceinline__ void attention_backward_keys_and_values(const AttentionSizes &s, const uint32_t *tiles,
                                                                    const typename G::E *q, const typename G::E *k,

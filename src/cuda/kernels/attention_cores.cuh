@@ -1,18 +1,18 @@
-// Products of 16-bit elements for attention, by tensor cores with sums in f32. Which lane has which element of a fragment is the
-// hardware's secret: so scores and sums go through shared memory where rows matter.
+// Products of 16-bit elements for attention, by tensor cores with sums in f32. The mapping of a fragment's elements to
+// lanes is unspecified, so scores and sums go through shared memory where rows matter.
 #pragma once
 
 #include "attention.cuh"
 
 #include <mma.h>
 
-// Of heads of up to WIDTH_ elements, in blocks of WARPS_ strips, with tiles of OTHERS_ other rows.
+// Heads of up to WIDTH_ elements, in blocks of WARPS_ strips, with tiles of OTHERS_ other rows.
 template <class E_, int WIDTH_, int WARPS_, int OTHERS_>
 struct Cores {
     using E = E_;
     static constexpr int WIDTH = WIDTH_, WARPS = WARPS_, OTHERS = OTHERS_;
     static constexpr int OWN = WARPS * STRIP, THREADS = WARPS * 32;
-    // Elements from one row to the next: 16 bytes more, so that eight rows lie in different banks.
+    // The distance between rows in elements. The extra 16 bytes put eight rows in different banks.
     static constexpr int ROW = WIDTH + 8, SCORES = OTHERS + 4, WEIGHTS = OTHERS + 8;
     static constexpr bool IN_PLACE = false;
 
@@ -35,7 +35,7 @@ struct Cores {
         Square sums[OTHERS / 16];
 #pragma unroll
         for (int j = 0; j < OTHERS / 16; j++) nvcuda::wmma::fill_fragment(sums[j], 0.0f);
-        // The sums of wide heads take half of a lane's registers: less else is held at once.
+        // The sums of wide heads use half of a lane's registers, so fewer other values are held at once.
 #pragma unroll(WIDTH > 128 ? 1 : 2)
         for (int k = 0; k < WIDTH; k += 16) {
             Left a;
@@ -67,7 +67,7 @@ struct Cores {
         }
     }
 
-    // Multiplies each row by the factor that its two lanes have. `scores` are overwritten.
+    // Multiplies each row by the factor in its two lanes. `scores` are overwritten.
     static __device__ __forceinline__ void scale(Sums &sums, float factor, float *scores) {
         int lane = threadIdx.x % 32;
 #pragma unroll

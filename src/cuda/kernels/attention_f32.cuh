@@ -1,23 +1,24 @@
-// Products of f32 for attention: each lane has 4 rows of a warp's strip, and of the columns every eighth, or four of 32.
+// Products of f32 for attention. Each lane has 4 rows of a warp's strip, and either every eighth column or four columns
+// of 32.
 #pragma once
 
 #include "attention.cuh"
 
-// Of heads of up to WIDTH_ elements, in blocks of WARPS_ strips, with tiles of OTHERS_ other rows.
+// Heads of up to WIDTH_ elements, in blocks of WARPS_ strips, with tiles of OTHERS_ other rows.
 template <int WIDTH_, int WARPS_, int OTHERS_>
 struct F32 {
     using E = float;
     static constexpr int WIDTH = WIDTH_, WARPS = WARPS_, OTHERS = OTHERS_;
     static constexpr int OWN = WARPS * STRIP, THREADS = WARPS * 32;
-    // Elements from one row to the next: four more, so that eight rows lie in different banks.
+    // The distance between rows in elements. The four extra elements put eight rows in different banks.
     static constexpr int ROW = WIDTH + 4, SCORES = OTHERS + 4, WEIGHTS = SCORES;
-    // The sums of wide heads take half of a lane's registers: less else is held at once.
+    // The sums of wide heads use half of a lane's registers, so fewer other values are held at once.
     static constexpr bool WIDE = WIDTH > 128;
     static constexpr int AT_ONCE = WIDE ? 1 : 4;
-    // Weights take the place of scores.
+    // Weights overwrite the scores.
     static constexpr bool IN_PLACE = true;
 
-    // Sums of a strip: row lane / 8 + 4 i, column 32 j + 4 (lane % 8) + c.
+    // The sums of a strip: row lane / 8 + 4 i, column 32 j + 4 (lane % 8) + c.
     struct Sums {
         float of[4][WIDTH / 32][4];
     };
@@ -91,7 +92,7 @@ struct F32 {
         }
     }
 
-    // Multiplies each row by the factor that its two lanes have.
+    // Multiplies each row by the factor in its two lanes.
     static __device__ __forceinline__ void scale(Sums &sums, float factor, float *) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
                                                   const typename G::E *k, const typename G::E *v, typename G::E *out,
                                                   float *lse, Line *memory) {
     ForwardMemory<G> of(memory);
-    // The last tiles see most: they begin first.
+    // The last tiles see the most keys, so they start first.
     Place at = place_of(s, tiles, gridDim.x - 1 - blockIdx.x, G::OWN);
     int head = blockIdx.y, kv_head = head / (s.heads / s.kv_heads), n = min(G::OWN, at.len - at.start);
     uint32_t kv_column = kv_head * s.head;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
     int query = strip + lane / 2;
     Range of_strip = keys_of(s, at.len, strip, STRIP);
     Scores as(s);
-    // A number, so that where nothing has been seen yet nothing shrinks to nan.
+    // A finite number, so that nothing becomes nan before a query has seen a key.
     float largest = -FLT_MAX, total = 0.0f;
     typename G::Sums sums;
     G::zero(sums);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
         for (int j = 0; j < G::OTHERS / 2; j++) {
             int column = lane % 2 + 2 * j;
             scores[j] = as.of(of.scores[lane / 2 * G::SCORES + column]);
-            // A nan is passed over.
+            // Nan is ignored.
             if (sees(s, at.len, query, first + column)) highest = fmaxf(highest, scores[j] * as.factor);
         }
         highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));

@@ -1,5 +1,5 @@
-// The kernels of attention for elements of one format, E, whose name is `f`, and for heads of up to so many elements. The .cu file
-// gives FORWARD and BACKWARD, which name the types that make products, and shared_lines().
+// Defines the attention kernels for elements of one format, E, with the name `f`, and for heads of up to a given width.
+// The .cu file defines FORWARD and BACKWARD, the types that compute products, and shared_lines().
 #pragma once
 
 #include "attention_backward.cuh"
@@ -21,7 +21,7 @@
         attention_backward_keys_and_values<BACKWARD(WIDTH)>(s, tiles, q, k, v, dout, lse, along, dk, dv, shared_lines());     \
     }
 
-// Of a width: own rows, other rows and bytes of forward and of backward.
+// Writes the own rows, other rows and bytes of forward and of backward for a width.
 template <class Forward, class Backward>
 __device__ void write_launches(uint32_t *to) {
     const uint32_t all[] = {Forward::OWN,  Forward::OTHERS,  ForwardMemory<Forward>::BYTES,
@@ -38,7 +38,7 @@ __device__ void write_launches(uint32_t *to) {
     extern "C" __global__ void attention_along_##f(AttentionSizes s, const E *out, const E *dout, float *along) {             \
         attention_along(s, out, dout, along);                                                                                 \
     }                                                                                                                         \
-    /* For the test that compares these figures with the launches'. */                                                        \
+    /* Writes the figures that a test compares with the launches. */                                                          \
     extern "C" __global__ void attention_launches_##f(uint32_t *to) {                                                         \
         write_launches<FORWARD(32), BACKWARD(32)>(to);                                                                        \
         write_launches<FORWARD(64), BACKWARD(64)>(to + 6);                                                                    \

@@ -1,15 +1,16 @@
-// Blocks of integers with a scale, as src/precision/block_quantization.rs makes them and reads them on the host, with the same bytes and bits
-// (but that nans are alike); and sums of them over ranks, as src/comm/shm/quantized.rs has them. A warp takes a block.
+// Blocks of integers with a scale, encoded and decoded with the same bytes and bits as in
+// src/precision/block_quantization.rs on the host (except that all nans are alike), and sums of them over ranks, as in
+// src/comm/shm/quantized.rs. A warp processes a block.
 //
-// Elements come in parts, as many in each: those of one rank. A part's blocks are counted from its start, and its bytes begin at a
-// multiple of 4, so that every scale does.
+// Elements are split into parts of equal length, one for each rank. A part's blocks are counted from its start, and its
+// bytes start at a multiple of 4, so that every scale does too.
 #include "element_types.cuh"
 
 constexpr unsigned BLOCK = 128, WARP = 32, PER_LANE = BLOCK / WARP;
 // The bytes of a scale.
 constexpr unsigned SCALE = 4;
 constexpr float LEAST_NORMAL = 1.17549435e-38f;
-// Adding it leaves an integer of small magnitude, rounded to nearest even, in the low bits.
+// Adding this number leaves an integer of small magnitude, rounded to nearest even, in the low bits.
 constexpr float TO_INTEGER = 12582912.0f;
 
 struct Int8 {
@@ -17,20 +18,20 @@ struct Int8 {
     static constexpr unsigned PER_BYTE = 1, RECORD = SCALE + BLOCK;
 };
 
-// A byte has one of the first half of a block's elements in its low bits, and one of the second half.
+// A byte has an element of the first half of a block in its low bits, and one of the second half in its high bits.
 struct Int4 {
     static constexpr float LARGEST = 7.0f;
     static constexpr unsigned PER_BYTE = 2, RECORD = SCALE + BLOCK / 2;
 };
 
-// A lane's share of a block of `count` elements: elements 0 and 1 are of the block's first half, and element k + 2 shares the byte of
-// element k.
+// A lane's share of a block of `count` elements. Elements 0 and 1 are in the block's first half, and element k + 2
+// shares a byte with element k.
 struct Lane {
     unsigned lane, count, half;
 
     __device__ __forceinline__ explicit Lane(unsigned count)
         : lane(threadIdx.x % WARP), count(count), half((count + 1) / 2) {}
-    // Of elements k and k + 2, where there are two in a byte.
+    // The byte of elements k and k + 2, if there are two in a byte.
     __device__ __forceinline__ unsigned byte(unsigned k) const { return lane + k % 2 * WARP; }
     __device__ __forceinline__ unsigned element(unsigned k) const { return byte(k) + k / 2 * half; }
     __device__ __forceinline__ bool has(unsigned k) const { return byte(k) < half && element(k) < count; }
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store(T *elements, const float (&x)[PER_LANE], c
         if (own.has(k)) put(elements + own.element(k), x[k]);
 }
 
-// The low bits of the nearest multiple of the step. A nan's are 0, as those of a CPU's own nan.
+// Returns the low bits of the nearest multiple of the step. For a nan they are 0, as on a CPU.
 __device__ __forceinline__ unsigned code(float x, float inverse) {
     float shifted = x * inverse + TO_INTEGER;
     return shifted == shifted ? __float_as_uint(shifted) : 0;
@@ -57,7 +58,7 @@ __device__ __forceinline__ unsigned code(float x, float inverse) {
 
 template <class I>
 __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LANE], const Lane &own) {
-    // As integers magnitudes are ordered as they are as floats, and a nan is larger than all of them.
+    // As integers, magnitudes have the same order as floats, and a nan is larger than all of them.
     unsigned largest = 0;
 #pragma unroll
     for (unsigned k = 0; k < PER_LANE; k++) {
@@ -68,10 +69,10 @@ __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LAN
         unsigned other = __shfl_xor_sync(0xffffffff, largest, lanes);
         largest = other > largest ? other : largest;
     }
-    // Any nan is a CPU's own.
+    // Any nan is replaced by the CPU's default nan.
     float step = __uint_as_float(largest > 0x7f800000 ? 0x7fc00000 : largest) / I::LARGEST;
     float inverse = 1.0f / step;
-    // Below that, its inverse would be no number.
+    // Below this limit, the inverse would not be finite.
     if (step < LEAST_NORMAL) step = inverse = 0.0f;
     if (own.lane == 0) *(float *)record = step;
     uint8_t *codes = record + SCALE;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void encode(uint8_t *record, const float (&x)[PER_LAN
     } else {
 #pragma unroll
         for (unsigned k = 0; k < 2; k++) {
-            // Behind the last element of an odd number of them are zeros.
+            // After the last of an odd number of elements, the codes are zeros.
             unsigned high = own.has(k + 2) ? code(x[k + 2], inverse) << 4 : 0;
             if (own.has(k)) codes[own.byte(k)] = (uint8_t)((code(x[k], inverse) & 0xf) | high);
         }
@@ -106,7 +107,7 @@ __device__ __forceinline__ void decode(float (&x)[PER_LANE], const uint8_t *reco
     }
 }
 
-// Runs over the blocks of `count` elements, a warp for each.
+// Iterates over the blocks of `count` elements, a warp for each.
 #define FOR_EACH_BLOCK(block, count)                                                                           \
     for (size_t block = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / WARP; block * BLOCK < (count);       \
          block += (size_t)gridDim.x * blockDim.x / WARP)
@@ -116,8 +117,9 @@ __device__ __forceinline__ Lane lane_of(size_t block, size_t count) {
     return Lane(rest < BLOCK ? rest : BLOCK);
 }
 
-// Part `blockIdx.y` of the bytes, of the same part of the elements, or of the next one where `without` is no later: that is left
-// out. Parts lie so many bytes and elements apart.
+// Encodes to part `blockIdx.y` of the bytes. The source is the same part of the elements, or the next part if
+// `blockIdx.y` is not below `without`, because part `without` is skipped. Parts are `bytes_apart` bytes and
+// `elements_apart` elements apart.
 template <class I, class T>
 __device__ __forceinline__ void encode_part(size_t count, uint8_t *bytes, size_t bytes_apart, const T *elements,
                                             size_t elements_apart, size_t without) {
@@ -146,8 +148,8 @@ __device__ __forceinline__ void decode_part(size_t count, T *elements, size_t el
     }
 }
 
-// to[i] = the element i of rank 0 + that of rank 1 + ... in f32, rounded once: this rank's is `own[i]`, as it is; those of its
-// peers come as blocks, in rank order. `to` may be `own`.
+// to[i] = element i of rank 0 + that of rank 1 + ... in f32, rounded once. This rank's element is `own[i]`, not
+// quantized. Those of its peers are decoded from blocks in rank order. `to` may be `own`.
 template <class I, class T>
 __device__ __forceinline__ void sum_parts(size_t count, T *to, const T *own, const uint8_t *bytes, size_t bytes_apart,
                                           int rank, int ranks) {

@@ -1,4 +1,4 @@
-// Column sums, such as the gradient of a bias; see column_sums.cuh.
+// Column sums, such as the gradient of a bias. See column_sums.cuh.
 #include "column_sums.cuh"
 #include "element_types.cuh"
 
@@ -9,7 +9,7 @@
     }
 FOR_FORMATS(COLUMN_SUMS)
 
-// grad = the sum of the parts in order, or grad += it; rounded once.
+// grad = the sum of the parts in order, or grad += that sum, rounded once.
 #define SUM_PARTS(t, T)                                                                                        \
     extern "C" __global__ void sum_parts_##t(size_t width, size_t chunks, const float *parts, T *grad, int add) { \
         FOR_EACH(i, width) {                                                                                   \

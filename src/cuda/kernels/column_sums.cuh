@@ -2,13 +2,13 @@
 //
 //   rows of a chunk, by a block for 32 columns -> a part [chunks, width] -> column_sums.cu adds the parts in order
 //
-// In a block thread (column, lane) adds up rows lane, lane + 8, ...; then the lanes are added in order.
+// In a block, thread (column, lane) adds rows lane, lane + 8, ...; then the lanes are added in order.
 #pragma once
 
 #define COLUMNS 32
 #define LANES 8
 
-// The sum over a block's rows of what `term` says of (row, column), into the chunk's part.
+// Writes the sum of `term`(row, column) over a block's rows to the chunk's part.
 template <class Term>
 __device__ __forceinline__ void sum_rows(size_t rows, size_t width, size_t per_chunk, float *parts, Term term) {
     __shared__ float sums[LANES][COLUMNS];

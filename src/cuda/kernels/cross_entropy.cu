@@ -1,12 +1,12 @@
-// The cross entropy of rows of logits against one target each, and its gradient: a block takes a row, in f32. Sums have the order
-// of row_reductions.cuh; that of a mean is over 256 threads in f64.
+// The cross entropy of rows of logits, each against one target, and its gradient. A block computes a row in f32. Sums
+// are in the order of row_reductions.cuh, and a mean is computed by 256 threads in f64.
 #include "element_types.cuh"
 #include "row_reductions.cuh"
 
-// The target of a row that does not count.
+// The target of an ignored row.
 #define IGNORED 0xFFFFFFFFu
 
-// With a cap above 0: cap tanh(logit / cap).
+// Returns cap tanh(logit / cap) if the cap is above 0.
 __device__ __forceinline__ float bound(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 struct Softmax {
@@ -15,7 +15,7 @@ struct Softmax {
     __device__ __forceinline__ float loss() const { return logf(total) + (max - at_target); }
 };
 
-// Every thread gets it.
+// Every thread gets the result.
 template <class T>
 __device__ __forceinline__ Softmax softmax(size_t classes, const T *x, unsigned target, float cap) {
     Softmax of = {-INFINITY, 0.0f, bound(widen(x[target]), cap)};
@@ -26,7 +26,7 @@ __device__ __forceinline__ Softmax softmax(size_t classes, const T *x, unsigned 
     return of;
 }
 
-// losses[row] = -log softmax(row)[target], times `sign`; 0 where the row does not count.
+// losses[row] = -log softmax(row)[target] times `sign`, and 0 for ignored rows.
 #define LOSSES(t, T)                                                                                           \
     extern "C" __global__ void losses_##t(                                                                     \
         size_t classes, const T *logits, const unsigned *targets, float cap, float sign, float *losses) {      \
@@ -40,8 +40,8 @@ __device__ __forceinline__ Softmax softmax(size_t classes, const T *x, unsigned 
     }
 FOR_FORMATS(LOSSES)
 
-// The same losses, and d = (softmax - 1 at the target) * the slope of the cap * the row's scale / divisor; without logits, d
-// holds them. The row's scale is scales[row * stride], or 1 without scales.
+// Computes the same losses, and d = (softmax - 1 at the target) * the slope of the cap * the row's scale / divisor.
+// Without logits, d contains them. The row's scale is scales[row * stride], or 1 without scales.
 template <class T>
 __device__ __forceinline__ void gradient(size_t classes, const T *logits, const unsigned *targets, float cap, const float *scales,
                                          size_t stride, float divisor, T *d, float *losses) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void gradient(size_t classes, const T *logits, const 
         if (threadIdx.x == 0 && losses) losses[blockIdx.x] = 0.0f;
         return;
     }
-    // Its last step is a barrier: no thread reads another's elements after it.
+    // The last step of softmax is a barrier. No thread reads another thread's elements after it.
     Softmax of = softmax(classes, x, target, cap);
     float factor = (scales ? scales[blockIdx.x * stride] : 1.0f) / divisor / of.total;
     FOR_ROW(i, classes) {
@@ -79,7 +79,7 @@ extern "C" __global__ void mean_of_losses(size_t count, const float *losses, dou
     if (threadIdx.x == 0) *mean = (float)(sum / divisor);
 }
 
-// dst = src * scale / divisor, rounded once; the scale lies in memory.
+// dst = src * scale / divisor, rounded once. The scale is in memory.
 #define SCALED_BY(d, D, s, S)                                                                                  \
     extern "C" __global__ void scaled_by_##d##_##s(size_t count, D *dst, const S *src, const float *scale, float divisor) { \
         float factor = *scale / divisor;                                                                       \

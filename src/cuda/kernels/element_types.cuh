@@ -1,4 +1,4 @@
-// The number formats of flat buffers: arithmetic is in f32, rounded once to nearest even when it is stored.
+// The number formats of flat buffers. Arithmetic is in f32, rounded once to nearest even when it is stored.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,11 +13,11 @@ __device__ __forceinline__ void put(float *to, float v) { *to = v; }
 __device__ __forceinline__ void put(__nv_bfloat16 *to, float v) { *to = __float2bfloat16_rn(v); }
 __device__ __forceinline__ void put(__half *to, float v) { *to = __float2half_rn(v); }
 
-// Runs over `count` elements with any number of threads.
+// Iterates over `count` elements with any number of threads.
 #define FOR_EACH(i, count)                                                                                     \
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (size_t)gridDim.x * blockDim.x)
 
-// Makes a kernel for each pair of formats.
+// Defines a kernel for each pair of formats.
 #define FOR_PAIRS(MAKE)                                                                                        \
     MAKE(f32, float, f32, float)                                                                               \
     MAKE(f32, float, bf16, __nv_bfloat16)                                                                      \
@@ -29,7 +29,7 @@ __device__ __forceinline__ void put(__half *to, float v) { *to = __float2half_rn
     MAKE(f16, __half, bf16, __nv_bfloat16)                                                                     \
     MAKE(f16, __half, f16, __half)
 
-// Makes a kernel for each format.
+// Defines a kernel for each format.
 #define FOR_FORMATS(MAKE)                                                                                      \
     MAKE(f32, float)                                                                                           \
     MAKE(bf16, __nv_bfloat16)                                                                                  \

@@ -1,10 +1,10 @@
-// Lookup of a table's rows, and the gradient of the table: each row that was looked up is summed by threads of its own, in f32 and
-// in the order of its positions. No atomics.
+// Lookup of a table's rows, and the gradient of the table. Each row that was looked up is summed by separate threads,
+// in f32 and in the order of its positions, without atomics.
 #include "element_types.cuh"
 
 #define NO_ROW 0xFFFFFFFFu
 
-// y's row i = the table's row ids[i], and zeros for NO_ROW.
+// Row i of y = the table's row ids[i], or zeros for NO_ROW.
 #define LOOK_UP(d, D, s, S)                                                                                    \
     extern "C" __global__ void look_up_##d##_##s(                                                              \
         size_t count, size_t width, const unsigned *ids, const S *table, D *y) {                               \
@@ -15,7 +15,8 @@
     }
 FOR_PAIRS(LOOK_UP)
 
-// grad's row ids[r] += the sum of dy's rows positions[starts[r]], ..., positions[starts[r + 1] - 1]; rounded once.
+// Row ids[r] of grad += the sum of the rows positions[starts[r]], ..., positions[starts[r + 1] - 1] of dy, rounded
+// once.
 #define ADD_ROWS(d, D, s, S)                                                                                   \
     extern "C" __global__ void add_rows_##d##_##s(size_t width, const unsigned *ids, const unsigned *starts,   \
                                                   const unsigned *positions, const S *dy, D *grad) {           \

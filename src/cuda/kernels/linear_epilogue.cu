@@ -1,9 +1,10 @@
-// What follows a product in a linear layer, in one pass: residual + f(product + bias).
+// The epilogue of a linear layer's product in one pass: residual + f(product + bias).
 #include "activations.cuh"
 #include "element_types.cuh"
 
-// `before` holds products, rows of `width`, and then product + bias, rounded: what f is applied to. With a function the result is
-// written to `y`; without one y = before + residual replaces it. 0: no function, 1: gelu_tanh, 2: gelu, 3: silu.
+// `before` has products in rows of `width`, which are replaced by product + bias, rounded, to which f is applied. With
+// a function, the result is written to `y`. Without one, y = before + residual replaces the products. Function numbers:
+// 0: none, 1: gelu_tanh, 2: gelu, 3: silu.
 #define FOLLOW(t, T)                                                                                           \
     extern "C" __global__ void follow_##t(size_t count, size_t width, T *before, const T *bias, int function,  \
                                           const T *residual, T *y) {                                           \

@@ -1,9 +1,9 @@
-// The sum over ranks of elements that have come from them: in rank order in f32, rounded once, as src/comm/shm/collectives.rs
-// sums on the host, with the same bits.
+// The sum over ranks of received elements, in rank order in f32, rounded once, with the same bits as the sums of
+// src/comm/shm/collectives.rs on the host.
 #include "element_types.cuh"
 
-// to[i] = the element i of rank 0 + that of rank 1 + ...: this rank's are `own`, those of its peers lie in `pieces`, in rank
-// order and `stride` elements apart. `to` may be `own`.
+// to[i] = element i of rank 0 + that of rank 1 + ... This rank's elements are `own`. Those of its peers are in
+// `pieces`, in rank order and `stride` elements apart. `to` may be `own`.
 #define SUM_IN_RANK_ORDER(name, T)                                                                             \
     extern "C" __global__ void sum_in_rank_order_##name(size_t count, T *to, const T *own, const T *pieces,    \
                                                         size_t stride, int rank, int ranks) {                  \

@@ -1,9 +1,9 @@
-// The step of an optimizer, as src/optim/{adam,lion,adagrad,sgd}.rs do it on the host, with the same bits: products, sums,
-// quotients and roots are rounded one by one, in the order of those files. One launch does the steps of many arrays.
+// Optimizer steps with the same bits as in src/optim/{adam,lion,adagrad,sgd}.rs on the host: products, sums, quotients
+// and roots are rounded individually, in the order of those files. One launch computes the steps of many arrays.
 #include "element_types.cuh"
 
-// The constants of a step, in the order of src/cuda/optimizer.rs, and what it does to an element p and its states s with the
-// gradient g.
+// The constants of a step, in the order of src/cuda/optimizer.rs, and the update of an element p and its states s with
+// the gradient g.
 struct Adam {
     static constexpr int STATES = 2;
     float grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, l2, decay, step_size, root_scale, eps;
@@ -60,7 +60,7 @@ struct SgdMomentum {
     }
 };
 
-// Four neighbours, read and written together.
+// Four neighbors, read and written together.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
     T at[4];
@@ -81,12 +81,12 @@ __device__ __forceinline__ const Four<T> &four(const T *p, size_t i) {
     return ((const Four<T> *)p)[i];
 }
 
-// A step of one array. Steps are in the order of their chunks, and each has some.
+// A step of one array. Steps are in the order of their chunks, and each has at least one.
 struct Step {
-    // Where its arrays are, in global memory; 0: there is none.
+    // The addresses of its arrays in global memory, or 0 for a missing array.
     uint64_t param, grad, first, second, half;
     uint64_t count;
-    // Number of its first chunk among those of all steps.
+    // The number of its first chunk among those of all steps.
     uint64_t first_chunk;
 };
 
@@ -95,8 +95,8 @@ __device__ __forceinline__ T *at(uint64_t address, size_t start) {
     return address ? (T *)__cvta_global_to_generic(address) + start : nullptr;
 }
 
-// `count` elements of param, states and half after the step; what there is not, is null. Fours where all arrays begin with one, else
-// one by one.
+// Updates `count` elements of param, states and half. Missing arrays are null. If all arrays are aligned to four
+// elements, elements are processed in fours, otherwise one by one.
 template <class Rule, class G, class H>
 __device__ __forceinline__ void step(unsigned count, float *param, const G *grad, float *first, float *second, H *half, Rule rule) {
     bool aligned = in_fours(param) && in_fours(grad) && in_fours(first) && in_fours(second) && in_fours(half);
@@ -134,10 +134,10 @@ __device__ __forceinline__ void step(unsigned count, float *param, const G *grad
     }
 }
 
-// Each block takes the chunk of its number.
+// Each block processes the chunk of its number.
 template <class G, class H, class Rule>
 __device__ __forceinline__ void steps(size_t arrays, const uint64_t *table, size_t elements_per_chunk, Rule rule) {
-    // The last step whose first chunk is no later.
+    // The last step whose first chunk is not later.
     const Step *all = (const Step *)table;
     size_t chunk = blockIdx.x, low = 0, high = arrays;
     while (high - low > 1) {

@@ -1,8 +1,8 @@
-// Rotary positions: element i of a head's first half and element i of its second half are a pair, turned by the angle of their
-// row's position. cos and sin are [positions, half]. Backward turns by -1 times the angle.
+// Rotary positions. Element i of a head's first half and element i of its second half form a pair, which is rotated by
+// the angle of their row's position. cos and sin are [positions, half]. Backward rotates by -1 times the angle.
 #include "element_types.cuh"
 
-// Row r is at position positions[r], or else at first + r modulo time.
+// Row r is at position positions[r], or at first + r modulo time without positions.
 #define TURN(t, T)                                                                                             \
     extern "C" __global__ void turn_##t(size_t pairs, size_t half, size_t width, size_t time, size_t first,    \
                                         const unsigned *positions, const float *cos, const float *sin, float direction, \

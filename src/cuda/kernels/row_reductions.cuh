@@ -1,5 +1,5 @@
-// Reductions over a row that the threads of a block share: across lanes by shuffles, then over warps in order. The order depends
-// on the number of threads alone, so that a row has the same bits in every run. Blocks have whole warps.
+// Reductions over a row that the threads of a block share: across lanes by shuffles, then over warps in order. The
+// order depends only on the number of threads, so a row has the same bits in every run. Blocks have full warps.
 #pragma once
 
 struct Add {
@@ -7,12 +7,12 @@ struct Add {
     __device__ __forceinline__ N operator()(N a, N b) const { return a + b; }
 };
 
-// Nan is passed over.
+// Nan is ignored.
 struct Larger {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Every thread gets the result, and all of them must call.
+// Every thread gets the result, and all of them must call this.
 template <class N, class Op>
 __device__ __forceinline__ N reduce_block(N v, Op op) {
     __shared__ N parts[32];
@@ -21,10 +21,10 @@ __device__ __forceinline__ N reduce_block(N v, Op op) {
     __syncthreads();
     v = parts[0];
     for (int warp = 1; warp < blockDim.x / 32; warp++) v = op(v, parts[warp]);
-    // Before the next reduction writes there.
+    // Before the next reduction writes to the parts.
     __syncthreads();
     return v;
 }
 
-// Runs over the elements of a row.
+// Iterates over the elements of a row.
 #define FOR_ROW(i, width) for (size_t i = threadIdx.x; i < (width); i += blockDim.x)

@@ -1,19 +1,20 @@
-// Sums of squares in f64, as src/precision/grad_norm.rs has them on the host, with the same bits: element i of a chunk is added to lane
-// i % 16, then the lanes are added up in order. A square of f32 is exact in f64, so that a fused sum is rounded as the host's is.
+// Sums of squares in f64 with the same bits as in src/precision/grad_norm.rs on the host: element i of a chunk is added
+// to lane i % 16, then the lanes are added in order. A square of f32 is exact in f64, so a fused sum is rounded like
+// the host's.
 #include "element_types.cuh"
 
 constexpr unsigned LANES = 16;
-// Elements of a lane that are read while as many before them are added.
+// The number of a lane's elements that are prefetched while as many earlier ones are added.
 constexpr unsigned AHEAD = 32;
 
-// Chunks of an array. Arrays are in the order of their chunks, and each has some.
+// The chunks of an array. Arrays are in the order of their chunks, and each has at least one.
 struct Array {
-    // Where its elements are, in global memory.
+    // The address of its elements in global memory.
     uint64_t address;
     uint64_t count;
     // 0: f32, 1: bf16, 2: f16.
     uint64_t format;
-    // Number of its first chunk among those of all arrays.
+    // The number of its first chunk among those of all arrays.
     uint64_t first;
 };
 
@@ -23,7 +24,7 @@ __device__ __forceinline__ void load(float (&to)[AHEAD], const T *lane) {
     for (unsigned k = 0; k < AHEAD; k++) to[k] = widen(lane[k * LANES]);
 }
 
-// The sum of elements 0, 16, 32 ... of those that begin with the lane's own.
+// Returns the sum of the squares of elements lane, lane + 16, lane + 32, ...
 template <class T>
 __device__ __forceinline__ double lane_sum(const T *elements, unsigned count, unsigned lane) {
     constexpr unsigned TILE = LANES * AHEAD;
@@ -48,14 +49,14 @@ __device__ __forceinline__ double lane_sum(const T *elements, unsigned count, un
     return sum;
 }
 
-// sums[c] = the sum of chunk c. 16 threads take a chunk, a warp two of them.
+// sums[c] = the sum of chunk c. 16 threads process a chunk, and a warp two chunks.
 extern "C" __global__ void sums_of_squares(size_t arrays, const uint64_t *table, size_t chunks, size_t elements_per_chunk,
                                            double *sums) {
     size_t chunk = (size_t)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
     unsigned lane = threadIdx.x % LANES;
     double sum = 0.0;
     if (chunk < chunks) {
-        // The last array whose first chunk is no later.
+        // The last array whose first chunk is not later.
         const Array *of = (const Array *)table;
         size_t low = 0, high = arrays;
         while (high - low > 1) {

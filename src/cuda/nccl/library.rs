@@ -1,4 +1,4 @@
-//! NCCL of this machine, found and loaded when the program runs: nothing of it is needed to build or to start.
+//! The NCCL library of this machine, found and loaded at run time. Building and starting do not need it.
 
 use super::error::NcclError;
 use candle_core::DType;
@@ -8,42 +8,42 @@ use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// The file to load in place of what is found.
+/// The environment variable with the file to load instead of the system's library.
 const LIBRARY: &str = "CANDLE_ZERO_NCCL_LIBRARY";
-/// What the system is asked for: NCCL 2 has had this name from the beginning.
+/// The name that the system's loader searches. All versions of NCCL 2 have used it.
 const NAME: &str = "libnccl.so.2";
 
-/// ncclSuccess: the call is done.
+/// ncclSuccess: the call is complete.
 pub(super) const SUCCESS: c_int = 0;
-/// ncclInProgress: the call goes on, and ncclCommGetAsyncError says when it is done.
+/// ncclInProgress: the call continues, and ncclCommGetAsyncError reports when it is complete.
 pub(super) const IN_PROGRESS: c_int = 7;
 /// ncclSum.
 pub(super) const SUM: c_int = 0;
-/// NCCL's name for an int that is not set.
+/// NCCL's value for an int that is not set.
 const UNSET: c_int = c_int::MIN;
 
 /// A communicator of the library.
 pub(super) type RawNcclComm = *mut c_void;
 
-/// What ranks meet by: ncclUniqueId, which is passed by value.
+/// The id by which ranks find each other: ncclUniqueId, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct NcclUniqueId(pub(super) [u8; 128]);
 
-/// ncclConfig_t as NCCL 2.14 has it. Later versions read as much as `size` says and take what `version` does not have from
-/// their defaults.
+/// ncclConfig_t in the layout of NCCL 2.14. Later versions read only `size` bytes, and use their defaults for fields
+/// that `version` does not have.
 #[repr(C)]
 pub(super) struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
     blocking: c_int,
-    /// Of a later version, where this one has nothing.
+    /// A field of a later version, in the padding of this one.
     unset: c_int,
 }
 
 impl NcclConfig {
-    /// Calls return before they are done: a peer that does not come cannot hold one.
+    /// Calls return before they are complete, so a missing peer cannot block them.
     pub(super) const NOT_BLOCKING: Self =
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET };
 }
@@ -56,7 +56,7 @@ type AllGatherFn = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, 
 type ReduceFn = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, c_int, RawNcclComm, CUstream) -> c_int;
 type PeerTransferFn = unsafe extern "C" fn(CUdeviceptr, usize, c_int, c_int, RawNcclComm, CUstream) -> c_int;
 
-/// A loaded library: its functions.
+/// The functions of a loaded library.
 #[derive(Clone)]
 pub(crate) struct NcclLibrary {
     path: PathBuf,
@@ -79,25 +79,25 @@ pub(crate) struct NcclLibrary {
 }
 
 impl NcclLibrary {
-    /// The library that the variable names, or that the system finds.
+    /// Loads the library that the variable names, or that the system finds.
     ///
     /// # Errors
-    /// None is found; one that cannot be loaded; one without a function that is needed.
+    /// Returns an error if no library is found, or if it cannot be loaded or lacks a required function.
     pub(crate) fn find() -> Result<Self, NcclError> {
         let named = std::env::var_os(LIBRARY).filter(|path| !path.is_empty());
         Self::open(&named.map_or_else(|| PathBuf::from(NAME), PathBuf::from))
     }
 
-    /// The library in a file, or by a name that the system knows.
+    /// Loads the library from a file, or by a name that the system's loader knows.
     pub(super) fn open(path: &Path) -> Result<Self, NcclError> {
         let library = path.display().to_string();
-        // SAFETY: loading NCCL runs nothing that this program could disturb.
+        // SAFETY: loading NCCL runs no code that could interfere with this program.
         let loaded = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
-            // The error itself says no more than that it was this call; the system's words are its source.
+            // The error itself only names the call. The system's message is its source.
             let why = error.source().map_or(error.to_string(), ToString::to_string);
             NcclError::NotFound { library: library.clone(), why }
         })?;
-        // Unloaded never: the library has threads of its own, and its functions are copied out of it.
+        // Never unloaded: the library has its own threads, and its functions are copied out of it.
         let loaded = std::mem::ManuallyDrop::new(loaded);
         let lacks =
             |name: &CStr| NcclError::Lacks { library: library.clone(), symbol: name.to_string_lossy().into_owned() };
@@ -109,7 +109,7 @@ impl NcclLibrary {
         }
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = symbol!(c"ncclGetVersion");
         let mut version = 0;
-        // SAFETY: a place for a number.
+        // SAFETY: a pointer to a number.
         unsafe { get_version(&mut version) };
         Ok(Self {
             version,
@@ -132,15 +132,15 @@ impl NcclLibrary {
         })
     }
 
-    /// The file and the version.
+    /// Returns the file and the version.
     pub(crate) fn name(&self) -> String {
         format!("{} (NCCL {})", self.path.display(), version_text(self.version))
     }
 
-    /// What the ranks of one communicator meet by: one of them makes it and tells the others.
+    /// Returns the id of a new communicator. One rank creates it and sends it to the others.
     ///
     /// # Errors
-    /// The library's own: no network interface, say.
+    /// Returns an error if the library reports one, for example if there is no network interface.
     pub(crate) fn unique_id(&self) -> Result<[u8; 128], NcclError> {
         let mut id = NcclUniqueId([0; 128]);
         // SAFETY: the library writes 128 bytes.
@@ -149,7 +149,7 @@ impl NcclLibrary {
         Ok(id.0)
     }
 
-    /// An error where a call is neither done nor under way.
+    /// Returns an error if a call is neither complete nor in progress.
     pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<(), NcclError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -157,9 +157,9 @@ impl NcclLibrary {
         }
     }
 
-    /// What a code means, and the library's last words about it.
+    /// Returns the meaning of a code and the library's last message.
     pub(super) fn text(&self, code: c_int) -> String {
-        // SAFETY: both return texts that end with a zero, the second one that of the last error of any communicator.
+        // SAFETY: both return zero-terminated texts, the second one that of the last error of any communicator.
         let (meaning, last) =
             unsafe { (of_text((self.error_string)(code)), of_text((self.last_error)(std::ptr::null_mut()))) };
         let last = last.trim();
@@ -168,13 +168,13 @@ impl NcclLibrary {
 }
 
 /// # Safety
-/// A text that ends with a zero, or null.
+/// The pointer leads to a zero-terminated text, or is null.
 unsafe fn of_text(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
     if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() }
 }
 
-/// NCCL writes 2.30.4 as 23004, and versions before 2.9 with a digit less.
+/// Formats a version. NCCL encodes 2.30.4 as 23004, and versions before 2.9 with one digit less.
 fn version_text(version: c_int) -> String {
     let (major, rest) =
         if version < 10_000 { (version / 1000, version % 1000) } else { (version / 10_000, version % 10_000) };
@@ -184,7 +184,7 @@ fn version_text(version: c_int) -> String {
 /// ncclUint8 of ncclDataType_t.
 pub(super) const BYTES: c_int = 1;
 
-/// ncclDataType_t.
+/// Returns the ncclDataType_t of a dtype.
 pub(super) fn data_type(dtype: DType) -> c_int {
     match dtype {
         DType::F16 => 6,

@@ -1,5 +1,5 @@
-//! What a rank's collectives share: NCCL's communicator, the stream that they run on, memory for what comes from peers, and the
-//! error that has ended them.
+//! The state that a rank's collectives share: NCCL's communicator, their stream, memory for elements from peers, and
+//! the error that ended the communicator.
 
 use super::error::{CallerFailure, NcclError};
 use super::library::{IN_PROGRESS, NcclConfig, NcclLibrary, NcclUniqueId, RawNcclComm, SUCCESS, SUM};
@@ -17,27 +17,28 @@ use std::time::{Duration, Instant};
 
 type Result<T> = std::result::Result<T, NcclError>;
 
-/// How long a wait looks without a pause: a short collective is done by then.
+/// How long a wait polls without a pause. A short collective is complete by then.
 const BUSY: Duration = Duration::from_micros(200);
-/// The longest pause between two looks.
+/// The longest pause between two polls.
 const PAUSE: Duration = Duration::from_micros(200);
-/// The longest wait for the peers of a communicator that is dropped.
+/// The longest wait for peers when a communicator is dropped.
 const LEAVE: Duration = Duration::from_secs(10);
 
-/// What ends a wait for a peer that does not come.
+/// The conditions that end a wait for a missing peer.
 pub(crate) struct FailureWatch {
-    /// The longest that the host waits for one collective.
+    /// The longest time that the host waits for one collective.
     pub timeout: Duration,
-    /// The caller's own detection of failures. It is asked in turns of at most some milliseconds while the host waits.
+    /// The caller's own failure detection. While the host waits, it is called at intervals of at most some
+    /// milliseconds.
     pub is_failed: Box<dyn Fn() -> Option<CallerFailure> + Send + Sync>,
 }
 
-/// Where a collective takes another way.
+/// The sizes at which a collective changes its method.
 #[derive(Clone, Copy)]
 pub(super) struct NcclBufferLimits {
-    /// Bytes up to which an exact all-reduce is one exchange of the whole.
+    /// The bytes up to which an exact all-reduce is one exchange of all elements.
     pub short: usize,
-    /// Bytes of peers' elements, or of codes, that lie in memory at a time.
+    /// The bytes of peers' elements, or of codes, that are in memory at a time.
     pub room: usize,
 }
 
@@ -47,9 +48,9 @@ pub(super) struct NcclMember {
     pub rank: usize,
     pub size: usize,
     pub limits: NcclBufferLimits,
-    /// Collectives run here, in the order of their launches.
+    /// The stream on which collectives run, in the order of their launches.
     pub wire: Arc<CudaStream>,
-    /// Nothing runs here: it shows what time the GPU has.
+    /// A stream without work, which shows the GPU's current time.
     pub idle: Arc<CudaStream>,
     pub keeps_times: AtomicBool,
     watch: FailureWatch,
@@ -58,20 +59,21 @@ pub(super) struct NcclMember {
 
 struct NcclCommState {
     comm: Option<OwnedNcclComm>,
-    /// Why there is no communicator any more.
+    /// The reason why the communicator no longer exists.
     failure: Option<NcclError>,
-    /// What has come from peers and is not yet summed, and codes. On the wire stream alone, where one collective follows the other.
+    /// Elements from peers that have not been summed yet, and codes. Only the wire stream uses it, on which collectives
+    /// run one after the other.
     room: Option<CudaSlice<u8>>,
 }
 
 struct OwnedNcclComm(RawNcclComm);
 
-// SAFETY: NCCL's communicators belong to no thread; calls are made one at a time, under the lock of the state.
+// SAFETY: NCCL's communicators are not bound to a thread; calls are made one at a time, under the lock of the state.
 unsafe impl Send for OwnedNcclComm {}
 
 impl NcclMember {
     /// # Errors
-    /// The library's; a peer that does not come.
+    /// Returns an error if the library reports one or a peer does not join.
     pub fn join(
         library: &NcclLibrary,
         device: &CudaDevice,
@@ -80,8 +82,8 @@ impl NcclMember {
         watch: FailureWatch,
         limits: NcclBufferLimits,
     ) -> Result<Self> {
-        // A context of cudarc's own beside Candle's, of the same device and primary context: with a second stream in Candle's,
-        // cudarc would record events around every kernel of the model.
+        // A separate context of cudarc, of the same device and primary context as Candle's: with a second stream in
+        // Candle's context, cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
@@ -105,10 +107,10 @@ impl NcclMember {
         Ok(member)
     }
 
-    /// The communicator for one launch.
+    /// Returns the communicator for one launch.
     ///
     /// # Errors
-    /// There is none any more.
+    /// Returns an error if the communicator no longer exists.
     pub fn begin_launch(&self) -> Result<NcclLaunch<'_>> {
         let state = lock(&self.state);
         match (&state.failure, &state.comm) {
@@ -117,23 +119,24 @@ impl NcclMember {
         }
     }
 
-    /// A place among the work on the wire stream, where times are kept.
+    /// Records an event on the wire stream, if times are kept.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn timed_event(&self) -> Result<Option<TimedEvent>> {
         let keeps = self.keeps_times.load(Ordering::Relaxed);
         Ok(if keeps { Some(TimedEvent::behind(&self.wire)?) } else { None })
     }
 
-    /// Waits on the host for what is before an event on the wire stream.
+    /// Waits on the host for the work before an event on the wire stream.
     ///
     /// # Errors
-    /// What has failed, now or before; the time is over. The communicator is gone then.
+    /// Returns an error if the communicator has failed, now or before, or if the timeout expires. The communicator no
+    /// longer exists then.
     pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
         self.wire.context().bind_to_thread().w()?;
         let waited = self.poll(op, self.watch.timeout, || {
-            // First: what an abort has let go on is seen after its failure.
+            // Read first: work that an abort released is only seen as complete after the failure is set.
             let done = event.try_is_complete().w()?;
             let launch = self.begin_launch()?;
             if !done {
@@ -144,8 +147,8 @@ impl NcclMember {
         waited.inspect_err(|why| self.fail(why))
     }
 
-    /// Ends the communicator and all that is under way, for the reason given if there is none yet. Streams go on, without
-    /// results.
+    /// Ends the communicator and everything in progress. `why` is the reason, unless an earlier one exists. Streams
+    /// continue, without results.
     pub fn fail(&self, why: &NcclError) {
         self.fail_locked(&mut lock(&self.state), why);
     }
@@ -153,15 +156,15 @@ impl NcclMember {
     fn fail_locked(&self, state: &mut NcclCommState, why: &NcclError) {
         state.failure.get_or_insert_with(|| why.clone());
         if let Some(OwnedNcclComm(comm)) = state.comm.take() {
-            // SAFETY: a living communicator, taken out of its only place.
+            // SAFETY: an existing communicator, taken out of its only place.
             unsafe { (self.library.abort)(comm) };
         }
     }
 
-    /// Whether the communicator has done what it was called for.
+    /// Returns whether the communicator has completed its last call.
     fn state_of(&self, comm: RawNcclComm, op: &'static str) -> Result<bool> {
         let mut code = SUCCESS;
-        // SAFETY: a living communicator and a place for a number.
+        // SAFETY: an existing communicator and a pointer to a number.
         let answer = unsafe { (self.library.async_error)(comm, &mut code) };
         self.library.check("ncclCommGetAsyncError", answer)?;
         match code {
@@ -171,7 +174,7 @@ impl NcclMember {
         }
     }
 
-    /// Bytes of the memory for what comes from peers.
+    /// Returns the bytes of the memory for elements from peers.
     pub fn room_bytes(&self) -> usize {
         lock(&self.state).room.as_ref().map_or(0, CudaSlice::len)
     }
@@ -196,7 +199,7 @@ impl NcclMember {
         Ok(())
     }
 
-    /// Leaves the communicator once everything on the wire is done.
+    /// Leaves the communicator once all work on the wire stream is complete.
     fn leave(&self, comm: RawNcclComm) -> Result<()> {
         const OP: &str = "the farewell";
         self.wire.context().bind_to_thread().w()?;
@@ -209,7 +212,7 @@ impl NcclMember {
             }
             Ok(done)
         })?;
-        // SAFETY: a living communicator, for which nothing is under way.
+        // SAFETY: an existing communicator without work in progress.
         let code = unsafe { (self.library.finalize)(comm) };
         self.library.check("ncclCommFinalize", code)?;
         self.poll(OP, limit, || self.state_of(comm, OP))
@@ -219,8 +222,8 @@ impl NcclMember {
 impl Drop for NcclMember {
     fn drop(&mut self) {
         let Some(OwnedNcclComm(comm)) = lock(&self.state).comm.take() else { return };
-        // SAFETY: a living communicator, taken out of its only place. Without others' collectives under way a destroy is short;
-        // where those have not ended, a peer has failed, or this rank panics, an abort is.
+        // SAFETY: an existing communicator, taken out of its only place. A destroy is short if no collective of others
+        // is in progress; if collectives have not ended, a peer has failed, or this rank panics, an abort is short.
         unsafe {
             match std::thread::panicking() || self.leave(comm).is_err() {
                 false => (self.library.destroy)(comm),
@@ -230,7 +233,7 @@ impl Drop for NcclMember {
     }
 }
 
-/// A launch: the communicator, for one thread alone.
+/// A launch, which has the communicator for one thread only.
 pub(super) struct NcclLaunch<'a> {
     pub member: &'a NcclMember,
     state: MutexGuard<'a, NcclCommState>,
@@ -238,7 +241,8 @@ pub(super) struct NcclLaunch<'a> {
 }
 
 impl NcclLaunch<'_> {
-    /// Whether the launch has gone well; else no rank can know which collectives this one takes part in, and it ends.
+    /// Ends the launch. If it has failed, no rank can know in which collectives this rank takes part, so the
+    /// communicator ends.
     pub fn end<T>(mut self, result: Result<T>) -> Result<T> {
         if let Err(why) = &result {
             self.member.fail_locked(&mut self.state, why);
@@ -246,35 +250,36 @@ impl NcclLaunch<'_> {
         result
     }
 
-    /// Memory for so many bytes of peers' elements or of codes. It is written and read on the wire stream alone, so that what follows there
-    /// may use it again.
+    /// Returns memory for `bytes` of peers' elements or of codes. Only the wire stream writes and reads it, so later
+    /// work on that stream may reuse it.
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
-            // Given back first, in the order of the wire stream: it is not there twice.
+            // Released first, in the order of the wire stream, so that the memory does not exist twice.
             self.state.room = None;
-            // SAFETY: what is read there has been received or coded before.
+            // SAFETY: all bytes that are read there have been received or encoded before.
             self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
         }
         Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))
     }
 
-    /// Sums `count` elements of every rank's `from` for each rank, in whatever order. `to` may be this rank's part of `from`.
+    /// Sums `count` elements of every rank's `from` for each rank, in any order. `to` may be this rank's part of
+    /// `from`.
     ///
     /// # Safety
-    /// As [`all_gather`](Self::all_gather), with size x count elements at `from` and count at `to`.
+    /// Same as for [`all_gather`](Self::all_gather), with size x count elements at `from` and count at `to`.
     pub unsafe fn reduce_scatter(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; a living communicator.
+        // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().reduce_scatter)(from, to, count, kind, SUM, self.comm, self.stream()) };
         self.done("ncclReduceScatter", "a reduce-scatter", code)
     }
 
-    /// Sums `count` elements of every rank in place, in whatever order.
+    /// Sums `count` elements of every rank in place, in any order.
     ///
     /// # Safety
-    /// As [`all_gather`](Self::all_gather), with count elements.
+    /// Same as for [`all_gather`](Self::all_gather), with count elements.
     pub unsafe fn all_reduce(&self, values: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; a living communicator.
+        // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().all_reduce)(values, values, count, kind, SUM, self.comm, self.stream()) };
         self.done("ncclAllReduce", "an all-reduce", code)
     }
@@ -282,18 +287,19 @@ impl NcclLaunch<'_> {
     /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
     ///
     /// # Safety
-    /// There are as many elements of the kind at `from`, and size x count at `to`, in memory of the device that nothing else
-    /// writes, and that stays until what is on the wire stream is done.
+    /// There are `count` elements of the kind at `from`, and size x count at `to`, in device memory that nothing else
+    /// writes and that stays valid until the work on the wire stream is complete.
     pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
-        // SAFETY: as the caller promises; a living communicator.
+        // SAFETY: as the caller promises; an existing communicator.
         let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };
         self.done("ncclAllGather", "an all-gather", code)
     }
 
-    /// Copies bytes inside of this device.
+    /// Copies bytes within this device.
     ///
     /// # Safety
-    /// As [`all_gather`](Self::all_gather), with so many bytes at both addresses, which are the same or do not overlap.
+    /// Same as for [`all_gather`](Self::all_gather), with `bytes` bytes at both addresses, which are the same or do not
+    /// overlap.
     pub unsafe fn copy(&self, from: CUdeviceptr, to: CUdeviceptr, bytes: usize) -> Result<()> {
         if from == to || bytes == 0 {
             return Ok(());
@@ -302,10 +308,10 @@ impl NcclLaunch<'_> {
         Ok(unsafe { driver::memcpy_dtod_async(to, from, bytes, self.stream()) }.w()?)
     }
 
-    /// Sends and receives `count` elements to and from every peer, each at its address, all at a time.
+    /// Sends `count` elements to every peer and receives as many from it, each at its address, all concurrently.
     ///
     /// # Safety
-    /// As [`all_gather`](Self::all_gather), with count elements at each address.
+    /// Same as for [`all_gather`](Self::all_gather), with count elements at each address.
     pub unsafe fn exchange(
         &self,
         op: &'static str,
@@ -315,7 +321,8 @@ impl NcclLaunch<'_> {
     ) -> Result<()> {
         let library = self.library();
         let peers = (0..self.member.size).filter(|peer| *peer != self.member.rank);
-        // SAFETY: as the caller promises; a living communicator. A group that has begun ends, whatever happens in it.
+        // SAFETY: as the caller promises; an existing communicator. A group that was started is ended, whatever happens
+        // in it.
         let (messages, end) = unsafe {
             library.check("ncclGroupStart", (library.group_start)())?;
             let mut messages = peers.map(|peer| {
@@ -340,7 +347,7 @@ impl NcclLaunch<'_> {
         self.member.wire.cu_stream()
     }
 
-    /// After a call: the collective is on the stream when this returns.
+    /// Checks the result of a call. The collective is on the stream when this returns.
     fn done(&self, call: &'static str, op: &'static str, code: c_int) -> Result<()> {
         self.library().check(call, code)?;
         if code == IN_PROGRESS { self.until_ready(op) } else { Ok(()) }

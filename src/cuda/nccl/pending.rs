@@ -1,4 +1,5 @@
-//! The second half of a collective between GPUs: its buffer, which is the wire stream's until it is done.
+//! The second half of a collective between GPUs: its buffer, which belongs to the wire stream until the collective is
+//! complete.
 
 use super::error::NcclError;
 use super::member::NcclMember;
@@ -8,20 +9,21 @@ use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A collective under way, with the memory that it reads and writes.
+/// A collective in progress, with the memory that it reads and writes.
 ///
-/// Nothing else can use or free that memory: this value owns it and hands it out, or lets it go, after the stream of Candle's
-/// device has been told to wait for the collective. What runs there later, the release of the memory included, runs after it.
+/// Nothing else can use or free that memory. This value owns it, and returns or releases it only after it has made the
+/// stream of Candle's device wait for the collective. Later work on that stream, including the release of the memory,
+/// runs after the collective.
 #[must_use = "a collective's result is waited for"]
 pub(crate) struct PendingNcclCollective {
     member: Arc<NcclMember>,
     op: &'static str,
     buffer: Option<DeviceFlat>,
-    /// Elements of the result, with which the buffer begins.
+    /// The number of elements of the result, at the start of the buffer.
     len: usize,
-    /// The end of the collective on the wire stream; nothing if it has not been launched to its end.
+    /// The end of the collective on the wire stream, or `None` if the launch is incomplete.
     done: Option<CudaEvent>,
-    /// Its beginning and its end there, where times are kept.
+    /// The start and the end of the collective on the wire stream, if times are kept.
     events: [Option<TimedEvent>; 2],
 }
 
@@ -30,12 +32,12 @@ impl PendingNcclCollective {
         Self { member, op, buffer: Some(buffer), len, done: None, events: [None, None] }
     }
 
-    /// The buffer, for the launch.
+    /// Returns the buffer, for the launch.
     pub(super) fn buffer(&mut self) -> &mut DeviceFlat {
         self.buffer.as_mut().expect("a collective has its buffer until it is settled")
     }
 
-    /// Marks the beginning of the work.
+    /// Marks the start of the work.
     pub(super) fn begin(&mut self) -> Result<(), NcclError> {
         self.events[0] = self.member.timed_event()?;
         Ok(())
@@ -48,13 +50,13 @@ impl PendingNcclCollective {
         Ok(())
     }
 
-    /// Waits on the host until the collective is done. [`settle`](Self::settle) follows, which then waits for nothing.
+    /// Waits on the host until the collective is complete. A later [`settle`](Self::settle) does not have to wait.
     ///
-    /// A host that waits for the device in another way, before this, waits for ever where a peer has failed.
+    /// A host that waits for the device in another way before this waits forever if a peer has failed.
     ///
     /// # Errors
-    /// A peer is lost, silent or in another collective, or the caller's own detection says so; the communicator is gone then,
-    /// and every other collective fails likewise.
+    /// Returns an error if a peer is lost, does not respond or is in another collective, or if the caller's own
+    /// detection reports a failure. The communicator no longer exists then, and every other collective fails too.
     pub fn wait_on_host(&self) -> Result<(), NcclError> {
         match &self.done {
             Some(done) => self.member.wait_for(done, self.op),
@@ -62,22 +64,23 @@ impl PendingNcclCollective {
         }
     }
 
-    /// When it began and ended, once it is done; nothing where times were not kept, or there was nothing to do.
+    /// Returns when the collective started and ended, once it is complete, or `None` if times were not kept or there
+    /// was no work.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error if the driver reports one.
     pub fn times(&self) -> Result<Option<[Instant; 2]>, NcclError> {
         let [Some(begin), Some(end)] = &self.events else { return Ok(None) };
         Ok(Some(TimedEvent::when([begin, end], &self.member.idle)?))
     }
 
-    /// Hands out the result, in the order of the stream of Candle's device: what is launched there from now on sees it. The host
-    /// does not wait.
+    /// Returns the result, in the order of the stream of Candle's device: work that is launched there from now on sees
+    /// it. The host does not wait.
     ///
-    /// On a failure after this, the stream goes on with a result that is none: the next collective tells.
+    /// After a later failure, the stream continues with an invalid result. The next collective reports the failure.
     ///
     /// # Errors
-    /// The communicator has failed before; the driver's.
+    /// Returns an error if the communicator has already failed or the driver reports an error.
     pub fn settle(mut self) -> Result<DeviceFlat, NcclError> {
         drop(self.member.begin_launch()?);
         self.order()?;
@@ -86,12 +89,12 @@ impl PendingNcclCollective {
         Ok(result)
     }
 
-    /// Lets the stream of Candle's device wait for the collective.
+    /// Makes the stream of Candle's device wait for the collective.
     fn order(&self) -> Result<(), NcclError> {
         let compute = self.member.device.cuda_stream();
         Ok(match &self.done {
             Some(done) => compute.wait(done),
-            // It has ended before its end: whatever is on the wire stream.
+            // The launch is incomplete, so wait for all work on the wire stream.
             None => compute.join(&self.member.wire),
         }
         .w()?)
@@ -101,8 +104,9 @@ impl PendingNcclCollective {
 impl Drop for PendingNcclCollective {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
-        // cudarc frees in the order of the stream that it has allocated on, which is Candle's, or waits for that stream first. Where
-        // the stream cannot be made to wait, the memory is never freed: the wire stream may still write to it.
+        // cudarc frees in the order of the stream on which it allocated, which is Candle's, or waits for that stream
+        // first. If the stream cannot be made to wait, the memory is never freed, because the wire stream may still
+        // write to it.
         if self.order().is_err() {
             std::mem::forget(buffer);
         }

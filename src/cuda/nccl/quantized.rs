@@ -1,4 +1,4 @@
-//! Collectives between GPUs whose elements travel as small integers with a scale per block.
+//! Collectives between GPUs that transfer elements as small integers with a scale per block.
 //!
 //! ```text
 //!   sum      | codes for each peer | codes of each peer |     kernel -> exchange -> kernel, which adds this rank's elements
@@ -6,8 +6,8 @@
 //!              ------------ the room ------------------
 //! ```
 //!
-//! The bytes and the bits are those of `comm/shm/quantized.rs`: blocks are counted from the start of each rank's chunk, and a piece of it has
-//! whole blocks, so that it matters to none of them how much room there is.
+//! The bytes and the bits are those of `comm/shm/quantized.rs`. Blocks are counted from the start of each rank's chunk,
+//! and a piece of a chunk has full blocks, so the size of the room does not affect the results.
 
 use super::library::BYTES;
 use super::member::NcclLaunch;
@@ -19,15 +19,15 @@ use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use std::ops::Range;
 
-/// Bytes that each rank's codes begin at a multiple of, as NCCL copies them the fastest; scales need 4.
+/// The alignment in bytes of each rank's codes, with which NCCL copies them fastest. Scales need 4.
 const ALIGNMENT: usize = 128;
 
 impl NcclComm {
-    /// As [`add_exactly`](Self::add_exactly) where place r is r chunks of `count` elements on, with the peers' parts as integers.
-    /// This rank's is added as it is.
+    /// Does the same as [`add_exactly`](Self::add_exactly), with place r at r chunks of `count` elements and the peers'
+    /// parts as integers. This rank's part is added without quantization.
     ///
     /// # Safety
-    /// As there: `to` is `from` or this rank's place.
+    /// Same as there: `to` is `from` or this rank's place.
     pub(super) unsafe fn add_coded(
         &self,
         (launch, op): (&mut NcclLaunch<'_>, &'static str),
@@ -47,9 +47,9 @@ impl NcclComm {
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
             let parts = RankChunks { number: peers, count: end - start, elements_apart: count, bytes_apart: apart };
-            // SAFETY: as the caller promises; in the room there are `apart` bytes, no fewer than the codes of a piece, for each peer
-            // on both sides. The wire stream sums a piece before the next one comes in its place, and what the sums are written
-            // over has been coded, or is this rank's.
+            // SAFETY: as the caller promises; the room has `apart` bytes, at least the codes of a piece, for each peer
+            // on both sides. The wire stream sums a piece before the next one arrives in its place, and the elements
+            // that the sums overwrite have been encoded, or are this rank's.
             unsafe {
                 coder.encode(parts, Some(rank), from + offset(start), outgoing)?;
                 launch.exchange(op, ints.encoded_len(parts.count), BYTES, |peer| {
@@ -64,11 +64,11 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Fills the places of all ranks in `whole`, `count` elements each, with what their shards come to as integers: this rank's, which
-    /// lies in its place, too.
+    /// Fills the places of all ranks in `whole`, `count` elements each, with their quantized and decoded shards. This
+    /// includes this rank's shard, which is already in its place.
     ///
     /// # Safety
-    /// There are so many elements, for this launch alone.
+    /// The elements of all ranks are there, used only by this launch.
     pub(super) unsafe fn gather_coded(
         &self,
         launch: &mut NcclLaunch<'_>,
@@ -85,11 +85,11 @@ impl NcclComm {
         let codes = launch.room(size * most)?;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
-            // Without a gap: so an all-gather leaves them.
+            // Without gaps, as an all-gather leaves them.
             let apart = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
             let all = RankChunks { number: size, count: end - start, elements_apart: count, bytes_apart: apart };
             let own = codes + (rank * apart) as CUdeviceptr;
-            // SAFETY: as the caller promises; in the room there are `apart` bytes, no fewer than the codes of a piece, for each rank.
+            // SAFETY: as the caller promises; the room has `apart` bytes, at least the codes of a piece, for each rank.
             unsafe {
                 coder.encode(RankChunks { number: 1, ..all }, None, whole + offset(rank * count + start), own)?;
                 launch.all_gather(own, codes, apart, BYTES)?;
@@ -99,13 +99,13 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Before anything is launched: loading kernels may wait for the device.
+    /// Loads the kernels before anything is launched, because loading may wait for the device.
     fn coder(&self, ints: IntFormat, dtype: DType) -> Result<BlockQuantizer> {
         Ok(BlockQuantizer::new(&self.0.device, &self.0.wire, ints, dtype)?)
     }
 
-    /// Elements of a piece of `count` elements, in whole blocks, and the bytes from one to the next of the `number` that lie in
-    /// memory at a time.
+    /// Returns the number of elements of a piece of `count` elements, in full blocks, and the distance in bytes between
+    /// the `number` pieces that are in memory at a time.
     fn pieces(&self, ints: IntFormat, count: usize, number: usize) -> (usize, usize) {
         let room = self.0.limits.room / number / ALIGNMENT * ALIGNMENT;
         let step = ints.whole_blocks_in(room).max(BLOCK);

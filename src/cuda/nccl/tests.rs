@@ -13,17 +13,18 @@ use std::time::{Duration, Instant};
 const SEED: &str = "MOCK_CUDA_SEED";
 const CHILD: &str = "CANDLE_ZERO_TEST_NCCL_CHILD";
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-/// So small that a few hundred elements take every way.
+/// Limits so small that a few hundred elements use every method.
 const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, room: 1536 };
 
-/// The library, if there are so many devices that threads of one process can use together.
+/// Returns the library, if there are `devices` devices that threads of one process can use together.
 fn nccl(devices: usize) -> Option<NcclLibrary> {
     CudaDevice::new(devices - 1).ok()?;
     let can = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
     NcclLibrary::find().ok().filter(|_| can)
 }
 
-/// The device of a rank: with a stream of the thread, or one of its own, for which cudarc keeps events of each buffer.
+/// Returns the device of a rank, either with the thread's stream or with a separate stream, for which cudarc keeps
+/// events of each buffer.
 fn device(rank: usize) -> CudaDevice {
     if rank.is_multiple_of(2) { CudaDevice::new(rank) } else { CudaDevice::new_with_stream(rank) }.unwrap()
 }
@@ -37,7 +38,7 @@ fn watch(seconds: f32) -> FailureWatch {
     FailureWatch { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
 }
 
-/// Runs `work` as so many ranks, each a thread with a device of its own.
+/// Runs `work` on this number of ranks, each a thread with a separate device.
 fn on_ranks<T: Send>(
     library: &NcclLibrary,
     size: usize,
@@ -56,7 +57,7 @@ fn on_ranks<T: Send>(
     })
 }
 
-/// Numbers of very different sizes, whose sum is another one in each order.
+/// Returns numbers of very different magnitudes, whose sum depends on the order.
 fn numbers(rank: usize, len: usize, dtype: DType) -> Flat {
     let number = |i: usize| {
         let bits = crate::util::mix((rank * 1_000_003 + i) as u64);
@@ -76,7 +77,7 @@ fn result(launched: PendingNcclCollective) -> Flat {
     result.to_host(0..result.len()).unwrap()
 }
 
-/// Lengths of chunks: none, less than there are ranks, odd ones of one piece and of several.
+/// Lengths of chunks: zero, less than the number of ranks, and odd ones of one piece and of several.
 const LENGTHS: [usize; 5] = [0, 1, 3, 129, 517];
 
 fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<IntFormat>) {
@@ -94,7 +95,7 @@ fn has_the_bits_of_the_host(library: &NcclLibrary, size: usize, codes: Option<In
         size,
         |_| watch(60.0),
         |comm| {
-            // All under way at a time.
+            // All collectives are in progress at the same time.
             let launch = |(dtype, n)| {
                 let input = |len| on_device(&comm, &numbers(comm.rank(), len, dtype));
                 let chunks = comm.reduce_scatter(sums, input(n * size)).unwrap();
@@ -147,7 +148,7 @@ fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
     }
 }
 
-/// Launches that are dropped, or whose buffers go at once, while others use the memory again.
+/// Tests launches that are dropped, or whose buffers are dropped immediately, while others reuse the memory.
 fn is_gathered_in_any_order(library: &NcclLibrary) {
     let ended = on_ranks(
         library,
@@ -226,7 +227,7 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
     }
 }
 
-/// Whether the streams of a rank go on, and its collectives do not.
+/// Checks that the streams of a rank continue and its collectives do not.
 fn is_ended(comm: &NcclComm, launched: PendingNcclCollective, why: &NcclError) {
     let text = why.to_string();
     assert_eq!(launched.settle().map(drop).unwrap_err().to_string(), text);
@@ -255,7 +256,7 @@ fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
                 }
                 let since = Instant::now();
                 let launched = comm.reduce_scatter(sums, input());
-                // Whichever call finds it.
+                // Any of the calls may detect the failure.
                 let why = match launched {
                     Ok(launched) => {
                         let why = launched.wait_on_host().unwrap_err();
@@ -388,7 +389,7 @@ fn room_for_what_comes_from_peers_is_bounded() {
             let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Exact, input).unwrap());
             assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
-            // Codes come into the same room, in pieces.
+            // Codes use the same room, in pieces.
             let input = || on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Coded(IntFormat::Int4), input()).unwrap());
             result(comm.all_gather(Some(IntFormat::Int8), input()).unwrap());

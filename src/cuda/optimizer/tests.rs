@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-//! Steps on a GPU against those on the host.
+//! Compares steps on a GPU with those on the host.
 
 use super::*;
 use crate::config::{AdagradConfig, AdamConfig, EightBit, EightBitConfig, LionConfig, OptimizerConfig, SgdConfig};
@@ -9,7 +9,7 @@ use crate::precision::Flat;
 use candle_core::backend::BackendDevice;
 use std::ops::Range;
 
-/// Numbers of both signs over many magnitudes, zeros and subnormal numbers among them.
+/// Returns numbers of both signs over many magnitudes, including zeros and subnormal numbers.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
     let odd = [0.0, -0.0, 1e-40, -1e-40, f32::MIN_POSITIVE, 6e4, -3e-6, 1.003_906_3];
     let number = |i: u64| ((i * 2741 + seed * 877) % 2001) as f32 / 1000.0 - 1.0;
@@ -17,7 +17,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
     (0..len as u64).map(of).collect()
 }
 
-/// Every optimizer that has a kernel, in all its variants.
+/// Returns every optimizer that has a kernel, in all its variants.
 fn optimizers() -> Vec<Box<dyn Optimizer>> {
     let mut configs = Vec::new();
     for (decoupled, bias_correction, weight_decay) in
@@ -36,7 +36,8 @@ fn optimizers() -> Vec<Box<dyn Optimizer>> {
     configs.iter().map(from_config).collect()
 }
 
-/// A parameter, its states and its half copy, on the host and on a device: elements `part` of each are an array that steps.
+/// A parameter, its states and its half copy, on the host and on a device. Elements `part` of each are the array of a
+/// step.
 struct Arrays {
     part: Range<usize>,
     host: Vec<Flat>,
@@ -46,7 +47,7 @@ struct Arrays {
 }
 
 impl Arrays {
-    /// `len` elements after `start` others and before two.
+    /// Creates `len` elements after `start` others and before two.
     fn new(device: &CudaDevice, states: usize, (len, start): (usize, usize), half: Option<DType>) -> Self {
         let all = start + len + 2;
         let mut host: Vec<Flat> = vec![Flat::from(numbers(all, len as u64))];
@@ -64,11 +65,11 @@ impl Arrays {
         let mut slices: Vec<DeviceFlatMut<'_>> = self.on_device.iter_mut().map(part).collect();
         let param = slices.remove(0);
         let half = self.half_on_device.as_mut().map(part);
-        // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
+        // SAFETY: all memory exists when the steps run, is separate for each array and is used only on Candle's stream.
         unsafe { steps.add(rule, param, &gradient.part(self.part.clone()).unwrap(), slices, half).unwrap() }
     }
 
-    /// The same step on the host.
+    /// Computes the same step on the host.
     fn update(&mut self, optimizer: &dyn Optimizer, ctx: &StepContext, gradient: &Flat) {
         let numbers = |flat| match flat {
             &mut Flat::F32(ref mut numbers) => &mut numbers[self.part.clone()],
@@ -89,7 +90,7 @@ impl Arrays {
     }
 }
 
-/// Three steps of arrays, each a length and a start, on the host and together on a device.
+/// Runs three steps of arrays, each given by a length and a start, on the host and together on a device.
 fn compare(
     device: &CudaDevice,
     optimizer: &dyn Optimizer,
@@ -103,7 +104,7 @@ fn compare(
         let mut ctx = StepContext::new(optimizer.lr() / number as f64, number);
         ctx.grad_scale = 0.37;
         if number == 3 {
-            // As a schedule or a group changes them.
+            // A change as by a schedule or a param group.
             (ctx.betas, ctx.eps, ctx.weight_decay) = (Some((0.8, 0.9)), Some(1e-6), Some(0.2));
         }
         let rule = optimizer.elementwise(&ctx).unwrap();
@@ -145,7 +146,7 @@ fn arrays_of_equal_constants_and_dtypes_share_a_launch() {
     let mut all = Vec::new();
     let mut steps = MultiTensorStep::new(&device);
     for (i, grad) in [DType::F32, DType::BF16].repeat(6).into_iter().enumerate() {
-        // Groups with rates of their own, and copies of both formats.
+        // Groups with separate rates, and copies of both formats.
         let ctx = StepContext::new([1e-2, 1e-3, 1e-4][i / 4], 1);
         let half = [None, Some(DType::BF16), Some(DType::F16)][i % 3];
         let mut arrays = Arrays::new(&device, 1, (1000 * i, i % 2), half);
@@ -181,7 +182,7 @@ fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
     let rule = optimizer.elementwise(&ctx).unwrap();
     for i in 0..count {
         let param = arrays.on_device[0].part_mut(i..i + 1).unwrap();
-        // SAFETY: all memory is there when the steps run, each element once and used on Candle's stream alone.
+        // SAFETY: all memory exists when the steps run, and each element is used once, only on Candle's stream.
         unsafe { steps.add(&rule, param, &uploaded.part(i..i + 1).unwrap(), Vec::new(), None).unwrap() }
     }
     let lengths: Vec<_> = steps.launches.iter().map(|launch| launch.table.len()).collect();
@@ -205,7 +206,7 @@ fn a_step_of_buffers_that_do_not_fit_is_an_error() {
         let half = half.as_mut().map(|(half, len)| half.part_mut(0..*len).unwrap());
         let (param, gradient) = (param.part_mut(0..5).unwrap(), gradient.part(0..grad).unwrap());
         let mut steps = MultiTensorStep::new(&device);
-        // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
+        // SAFETY: all memory exists when the steps run, is separate for each array and is used only on Candle's stream.
         let refused = unsafe { steps.add(&rule, param, &gradient, states, half).is_err() };
         assert_eq!(steps.launches.is_empty(), refused);
         steps.run().unwrap();

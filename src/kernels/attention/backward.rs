@@ -1,11 +1,12 @@
-//! The gradients of queries, and of the keys and values of a key head, to which each query head of its group adds.
+//! The gradients of queries, and of the keys and values of a key head, to which every query head of its group
+//! contributes.
 //!
-//! With probabilities p and their gradients g = dout v^T: the scores' gradients are d = p (g - sum over keys of p g),
-//! where that sum is the row sum of dout * out; and dq = d k scale, dk = d^T q scale, dv = p^T dout. With a soft cap c a score's
-//! gradient is also multiplied by the cap's slope, 1 - (score / c)^2.
+//! With probabilities p and their gradients g = dout v^T, the scores' gradients are d = p (g - sum over keys of p g),
+//! where that sum is the row sum of dout * out. Then dq = d k scale, dk = d^T q scale and dv = p^T dout. With a soft
+//! cap c, a score's gradient is also multiplied by the cap's slope, 1 - (score / c)^2.
 //!
-//! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which does a
-//! whole group, or by [`add_parts`] after tasks that did a [`query_head`] each, with the same bits.
+//! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which computes
+//! a full group, or by [`add_parts`] after tasks that each computed a [`query_head`]. Both produce the same bits.
 
 use super::forward::HeadBufferLayout;
 use super::pack;
@@ -27,22 +28,23 @@ pub(super) struct BackwardInputs<'a, E> {
     pub q: MultiHeadRows<'a, E>,
     pub k: MultiHeadRows<'a, E>,
     pub v: MultiHeadRows<'a, E>,
-    /// Dense rows of all heads.
+    /// The result, as dense rows of all heads.
     pub out: &'a [E],
-    /// `[batch, time, heads]`.
+    /// The log-sum-exp, `[batch, time, heads]`.
     pub lse: &'a [f32],
-    /// As `out`.
+    /// The result's gradient, in the layout of `out`.
     pub dout: &'a [E],
 }
 
-/// The numbers of a part: the sums of dk and, after them, of dv, before they are scaled and rounded.
+/// Returns the number of elements of a part: the sums of dk followed by those of dv, before they are scaled and
+/// rounded.
 pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
     let layout = HeadBufferLayout::new::<T>(h);
     2 * layout.time * layout.width
 }
 
-/// Computes all gradients that belong to one key head of a sequence of `h.time` positions; `dq`'s rows hold its group's
-/// heads side by side.
+/// Computes all gradients that belong to one key head of a sequence of `h.time` positions. The rows of `dq` hold the
+/// group's heads side by side.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
@@ -102,7 +104,8 @@ pub(super) unsafe fn query_head<T: ScoreTiles + PackElements<E>, E: Element>(
     }
 }
 
-/// Adds the parts of a group's query heads, which begin `stride` apart, and writes dk and dv of their key head.
+/// Adds the parts of a group's query heads, which start `stride` elements apart, and writes dk and dv of their key
+/// head.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
@@ -124,7 +127,7 @@ pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
 /// # Safety
 /// The processor has the instructions.
 unsafe fn add<V: SimdVector>(sums: &mut [f32], others: &[f32]) {
-    // SAFETY: as the caller promises; whole vectors.
+    // SAFETY: as the caller promises; only full vectors are accessed.
     unsafe {
         V::with(
             #[inline(always)]
@@ -153,10 +156,10 @@ unsafe fn write<T: ScoreTiles, E: Element>(
     }
 }
 
-/// A key head's keys and values, packed.
+/// The packed keys and values of a key head.
 struct PackedKeyHead<'a> {
     keys: &'a [f32],
-    /// The keys as words across.
+    /// The keys as words across the rows.
     across: &'a [f32],
     values: &'a [f32],
 }
@@ -187,16 +190,16 @@ impl<'a> PackedKeyHead<'a> {
                 pack::by_columns::<T, E>(k, 0..h.time, width, across);
             }
         }
-        // A word of one number is the same in both directions.
+        // With one number per word, both directions have the same words.
         Self { keys, across: if T::DEPTH > 1 { across } else { keys }, values }
     }
 }
 
-/// Blocks of queries that are held at a time: the queries and the result's gradients, each in two layouts, and the sums
-/// of dq.
+/// The number of blocks of queries that are held at a time: the queries and the result's gradients, each in two
+/// layouts, and the sums of dq.
 const BLOCKS: usize = 5;
 
-/// Computes the gradients of one head's queries into some columns, and sums its part of dk and dv from zero.
+/// Computes the gradients of one head's queries, and sums its part of dk and dv from zero.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
@@ -226,7 +229,7 @@ unsafe fn query_gradients<T: ScoreTiles + PackElements<E>, E: Element>(
     for start in (0..h.time).step_by(BLOCK) {
         let n = BLOCK.min(h.time - start);
         let padded = n.next_multiple_of(BAND);
-        // Queries that only fill up the block have probabilities 0.
+        // Queries that only pad the block have probabilities 0.
         let mut known = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
         known.lse.iter_mut().zip(start..start + n).for_each(|(known, t)| *known = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.

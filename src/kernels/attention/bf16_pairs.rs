@@ -1,20 +1,21 @@
-//! Tiles of f32 to words of two bf16: probabilities and the scores' gradients are rounded before they are multiplied.
+//! Conversion of f32 tiles to words of two bf16: probabilities and the scores' gradients are rounded before they are
+//! multiplied.
 
 use super::rule::TileShape;
 use super::shape::{BAND, BLOCK, TILE};
 use crate::kernels::vector::{Avx512Bf16, SimdVector};
 
-/// Takes the rows of a tile to words along the keys, over itself.
+/// Converts the rows of a tile in place to words along the keys.
 ///
 /// # Safety
 /// The processor has the instructions.
 pub(super) unsafe fn along_keys_in_place(tile: &mut [f32], s: TileShape) {
     let tile = tile[..TILE].as_mut_ptr();
-    // SAFETY: as the caller promises; row `key` was read before, or is at the same time.
+    // SAFETY: as the caller promises; row `key` has already been read, or is read at the same time.
     unsafe { words_along_keys(tile, tile, s) }
 }
 
-/// The same into `dst`.
+/// Does the same into `dst`.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -24,10 +25,10 @@ pub(super) unsafe fn along_keys(src: &[f32], dst: &mut [f32], s: TileShape) {
 }
 
 /// # Safety
-/// As above; both are tiles.
+/// The processor has the instructions, and both pointers lead to tiles.
 unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
-    // SAFETY: keys and queries lie within the tiles.
+    // SAFETY: keys and queries are within the tiles.
     unsafe {
         Avx512Bf16::with(
             #[inline(always)]
@@ -44,14 +45,14 @@ unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     }
 }
 
-/// Takes a tile to words along the queries, over itself; a last vector without a neighbor is paired with zeros.
+/// Converts a tile in place to words along the queries. A last vector without a neighbor is paired with zeros.
 ///
 /// # Safety
 /// The processor has the instructions.
 pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
     let tile = tile[..TILE].as_mut_ptr();
-    // SAFETY: as the caller promises; keys and queries lie within the tile.
+    // SAFETY: as the caller promises; keys and queries are within the tile.
     unsafe {
         Avx512Bf16::with(
             #[inline(always)]

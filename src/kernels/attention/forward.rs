@@ -1,4 +1,4 @@
-//! One head's forward: a block of queries at a time, with a running softmax over blocks of keys.
+//! Forward of one head: a block of queries at a time, with a running softmax over blocks of keys.
 
 use super::pack;
 use super::rule::AttentionRule;
@@ -56,17 +56,17 @@ pub(super) unsafe fn one_head<T: ScoreTiles + PackElements<E>, E: Element>(
     }
 }
 
-/// How one head's vectors lie in working memory.
+/// The layout of one head's vectors in working memory.
 pub(super) struct HeadBufferLayout {
-    /// Words from row to row of words along the rows.
+    /// The distance between rows, in words, if words run along the rows.
     pub words: usize,
-    /// Words from row to row otherwise.
+    /// The distance between rows, in words, for the other layouts.
     pub width: usize,
-    /// Numbers of a row that are computed: the head's, filled up to whole vectors.
+    /// The computed columns of a row: the head's elements, padded to full vectors.
     pub columns: usize,
-    /// Words of a row that hold something else than filling.
+    /// The words of a row without padding.
     pub depth: usize,
-    /// Rows, filled up to whole bands.
+    /// The rows, padded to full bands.
     pub time: usize,
 }
 

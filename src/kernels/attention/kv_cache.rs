@@ -1,10 +1,10 @@
-//! Attention of some new positions over all positions so far, whose keys and values a cache holds.
+//! Attention of some new positions over all positions so far, whose keys and values are in a cache.
 //!
-//! A query or a few read everything that the cache holds, once: memory sets the pace, not arithmetic. So keys and values lie
-//! by head, in the order in which they are read, and are used as they stand, in their dtype: values one position after the
-//! other, keys in blocks of [`BLOCK`] positions, within which those of an element lie side by side, so that a vector of
-//! scores needs no sum across itself. The sums of a query are in f32 and in an order of their own, which neither the number
-//! of threads nor that of new positions changes.
+//! A few queries read the complete cache once, so this is limited by memory bandwidth, not by arithmetic. Keys and
+//! values are therefore stored by head, in the order in which they are read, and are used in place in their dtype.
+//! Values are stored one position after the other. Keys are stored in blocks of [`BLOCK`] positions, in which the
+//! positions of an element are adjacent, so that a vector of scores needs no horizontal sum. The sums of a query are in
+//! f32, in a separate order that depends neither on the number of threads nor on the number of new positions.
 
 use super::rule::AttentionRule;
 use super::scratch::{AttentionScratch, SCRATCH};
@@ -17,43 +17,44 @@ use crate::kernels::math::{exp, tanh};
 use crate::kernels::parallel::{for_each_part, for_each_part_here};
 use crate::kernels::row_reduce::{maximum, reduce};
 
-/// Queries whose scores with a key are computed while the key is at hand.
+/// The queries whose scores are computed with a key while it is in cache.
 const QUERIES: usize = 8;
-/// Positions whose scores are computed at once.
+/// The positions whose scores are computed at once.
 const BLOCK: usize = 16;
-/// Sums that need not wait for one another.
+/// The number of independent sums.
 const CHAINS: usize = 4;
-/// Positions whose values are added up while they are at hand.
+/// The positions whose values are summed while they are in cache.
 const POSITIONS: usize = 64;
-/// Columns of the values that are added up in registers.
+/// The columns of the values that are summed in registers.
 const COLUMNS: usize = 32;
-/// Multiplications that are done before another thread would have woken up.
+/// The number of multiplications that take less time than waking another thread.
 const SMALL: usize = 1 << 18;
 
-/// The capacity with room for so many positions.
+/// Returns the capacity that has room for `positions`.
 pub fn capacity_for(positions: usize) -> usize {
     positions.next_multiple_of(BLOCK)
 }
 
-/// Keys `[batch, kv_heads, capacity / BLOCK, head, BLOCK]` and values `[batch, kv_heads, capacity, head]`. The new positions
-/// are the last that are there.
+/// Keys `[batch, kv_heads, capacity / BLOCK, head, BLOCK]` and values `[batch, kv_heads, capacity, head]`. The new
+/// positions are the last ones in the cache.
 ///
-/// Of one head, what both hold of the first positions lies in their first `capacity_for(positions) * head` elements.
+/// For each head, the keys and values of the first positions are in the first `capacity_for(positions) * head`
+/// elements.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCacheView<'a, E> {
     /// The keys.
     pub keys: &'a [E],
     /// The values.
     pub values: &'a [E],
-    /// Positions that there is room for: a [`capacity_for`] some.
+    /// The positions for which there is room: a result of [`capacity_for`].
     pub capacity: usize,
-    /// Positions before the new ones.
+    /// The positions before the new ones.
     pub before: usize,
 }
 
-/// Writes the keys of `h.time` new positions after the `before` that are there.
+/// Writes the keys of `h.time` new positions after the `before` cached ones.
 ///
-/// Panics if `to` has no room for them; so does [`keep_values`].
+/// Panics if `to` has no room for them, like [`keep_values`].
 pub fn keep_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, before: usize, to: &mut [E]) {
     for_each_head(h, rows, to, |t, row, to| {
         let position = before + t;
@@ -64,7 +65,7 @@ pub fn keep_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, bef
     });
 }
 
-/// Writes their values.
+/// Writes the values of the new positions.
 pub fn keep_values<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, before: usize, to: &mut [E]) {
     for_each_head(h, rows, to, |t, row, to| to[(before + t) * h.head..][..h.head].copy_from_slice(row));
 }
@@ -83,11 +84,11 @@ fn for_each_head<E: Element>(
     }
 }
 
-/// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v of the `h.time` new positions, whose keys and values
-/// are in the cache.
+/// Computes out = softmax(scale q k^T, over the keys that `rule` lets a query see) v for the `h.time` new positions,
+/// whose keys and values are in the cache.
 ///
-/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes, or for a rule of
-/// several sequences or of later positions.
+/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes, or if the rule
+/// has several sequences or lets queries see later positions.
 pub fn forward_cached<E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     q: MultiHeadRows<'_, E>,
@@ -124,7 +125,7 @@ pub fn forward_cached<E: Element>(
     if multiplications <= SMALL { for_each_part_here(tasks, out, task) } else { for_each_part(tasks, out, task) }
 }
 
-/// The results of all queries of one key head, some at a time; `q` gives those of a head of its group.
+/// Computes the results of all queries of one key head, some at a time. `q` returns the queries of a head of the group.
 fn one_key_head<'a, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     q: impl Fn(usize) -> HeadRows<'a, E>,
@@ -137,7 +138,7 @@ fn one_key_head<'a, E: Element>(
     let width = head.next_multiple_of(BLOCK);
     for first in (0..h.time * group).step_by(QUERIES) {
         let n = QUERIES.min(h.time * group - first);
-        // A row is a query: the heads of the group by turns, position by position.
+        // A row is a query. Rows are ordered by position, and then by head of the group.
         let place = |row: usize| ((first + row) / group, (first + row) % group);
         let seen = |row: usize| before + place(row).0 + 1;
         let from = |row: usize| rule.window.map_or(0, |window| seen(row).saturating_sub(window));
@@ -195,11 +196,11 @@ fn one_key_head<'a, E: Element>(
     }
 }
 
-/// The products of a query with the keys of a block.
+/// Returns the products of a query with the keys of a block.
 #[inline(always)]
 fn products<E: Element>(query: &[f32], keys: &[E]) -> [f32; BLOCK] {
     let [mut s0, mut s1, mut s2, mut s3] = [[0f32; BLOCK]; CHAINS];
-    // Widened in a loop of its own: of few elements at a time the compiler makes no vectors.
+    // Widened in a separate loop: the compiler does not vectorize the conversion of a few elements at a time.
     let mut wide = [0f32; CHAINS * BLOCK];
     let (mut q, mut k) = (query.chunks_exact(CHAINS), keys.chunks_exact(CHAINS * BLOCK));
     for (q, k) in q.by_ref().zip(k.by_ref()) {
@@ -227,13 +228,13 @@ fn add_products(sums: &mut [f32; BLOCK], q: f32, keys: &[f32]) {
     }
 }
 
-/// sums += the values of some positions, one after the other in memory, weighted.
+/// Computes sums += weighted values of some positions, which follow one another in memory.
 #[inline(always)]
 fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
     let head = sums.len();
     let mut blocks = sums.chunks_exact_mut(COLUMNS);
     for (block, sums) in blocks.by_ref().enumerate() {
-        // Positions of even and of odd number, which need not wait for one another.
+        // Independent sums for positions of even and of odd number.
         let [mut even, mut odd] = [[0f32; COLUMNS]; 2];
         let (mut pairs, mut rows) = (weights.chunks_exact(2), values.chunks_exact(2 * head));
         for (weights, values) in pairs.by_ref().zip(rows.by_ref()) {
@@ -273,8 +274,8 @@ mod tests {
         (0..n).map(|i| put(((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0)).collect()
     }
 
-    /// The results of all positions, from a cache that is filled by pieces of these lengths; and what forward gives at
-    /// once. One element of each row belongs to nobody.
+    /// Returns the results of all positions from a cache that is filled in pieces of these lengths, and the result of
+    /// one forward. One element of each row is not part of any head.
     fn in_pieces<E: Element>(
         (all, rule): (&AttentionShape, &AttentionRule<'_>),
         pieces: &[usize],
@@ -297,7 +298,7 @@ mod tests {
         let mut before = 0;
         for &time in pieces {
             let h = AttentionShape { time, ..*all };
-            // The rows of these positions, of every sequence.
+            // The rows of these positions in every sequence.
             let rows = |sequence: &[E]| sequence[before * stride..][..time * stride].to_vec();
             let piece: Vec<E> = qkv.chunks_exact(all.time * stride).flat_map(rows).collect();
             let [q, k, v] = columns.map(|column| part(&piece, column, stride));
@@ -332,7 +333,7 @@ mod tests {
         numbers(h.batch * h.time * ((h.heads + 2 * h.kv_heads) * h.head + 1), 3)
     }
 
-    /// The usual rule, and those of windows below and above a block's positions and a cap.
+    /// Returns the usual rule, and rules with a cap and with windows smaller and larger than a block.
     fn rules(h: &AttentionShape) -> [AttentionRule<'static>; 4] {
         let usual = AttentionRule::causal(h.head);
         let window = |window| AttentionRule { window: Some(window), ..usual };

@@ -1,16 +1,16 @@
-//! Attention with grouped heads: softmax(scale q k^T, of the keys that a query sees) v, and its gradients.
+//! Attention with grouped heads: softmax(scale q k^T, over the keys that a query sees) v, and its gradients.
 //!
-//! A [`AttentionRule`] says which keys a query sees. The sequences that a row is packed of are attentions of their own: tiles begin
-//! where a sequence begins, so that its results have the bits that it has alone. Each head of a sequence is computed in
-//! square tiles of [`shape::BLOCK`] keys and queries with a running softmax, so that nothing quadratic in time is ever
-//! held, and no tile is touched of which no query sees a key. Backward recomputes the probabilities
-//! from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward and one (sequence, key head), or a
-//! query head of it, in backward; the order of sums is the same in each case, so results have the same bits for any
-//! number of threads.
+//! An [`AttentionRule`] defines which keys a query sees. The sequences that are packed into a row are separate
+//! attentions: tiles begin where a sequence begins, so that its results have the same bits as without the others. Each
+//! head of a sequence is computed in square tiles of [`shape::BLOCK`] keys and queries with a running softmax. Memory
+//! is therefore never quadratic in time, and tiles in which no query sees a key are skipped. Backward recomputes the
+//! probabilities from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward, and one (sequence,
+//! key head) or one of its query heads in backward. The order of sums is the same in each case, so results have the
+//! same bits for any number of threads.
 //!
-//! Everything is written once, over the vectors of a level of SIMD and the words that its products take
-//! ([`tiles::ScoreTiles`]); [`SimdMethod::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
-//! processor's AVX512_BF16 is fast, everything else in f32, to which elements are widened when they are packed.
+//! The code is generic over the vectors of a SIMD level and the words that its products use ([`tiles::ScoreTiles`]).
+//! [`SimdMethod::of`] selects them for a level. bf16 elements are multiplied in pairs on processors with a fast
+//! AVX512_BF16. All other elements are widened to f32 when they are packed.
 
 mod backward;
 #[cfg(target_arch = "x86_64")]
@@ -41,10 +41,10 @@ use rule::SequenceHead;
 use scratch::SCRATCH;
 use tiles::ScoreTiles;
 
-/// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v.
+/// Computes out = softmax(scale q k^T, over the keys that `rule` lets a query see) v.
 ///
-/// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`; row b * time + t is position t of
-/// row b of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the log-sum-exp
+/// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`. Row b * time + t is position t of row b
+/// of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the log-sum-exp
 /// of each query's scores, which [`backward()`] needs.
 ///
 /// Panics if the slices or the rule do not fit the sizes.
@@ -55,15 +55,15 @@ pub fn forward<E: Element>(
     out: &mut [E],
     lse: &mut [f32],
 ) {
-    // Scores, and their sum of values.
+    // The scores, and their sums of values.
     mac_count::add([2, rule.pairs(h), h.head]);
     forward_on(SimdMethod::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
 
-/// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
+/// Computes the gradients of [`forward()`]'s inputs and overwrites `dq`, `dk` and `dv`.
 ///
-/// `out` and `lse` are what forward computed, `dout` the gradient of `out`. A key head's gradients are summed over its
-/// group of query heads in f32: each head by itself, then the heads in order, rounded once.
+/// `out` and `lse` are the results of forward, and `dout` is the gradient of `out`. A key head's gradients are summed
+/// in f32 over each query head of its group, then over these heads in order, and are rounded once.
 ///
 /// Panics if the slices or the rule do not fit the sizes.
 pub fn backward<E: Element>(
@@ -74,7 +74,7 @@ pub fn backward<E: Element>(
     gradients: [MultiHeadRowsMut<'_, E>; 3],
 ) {
     let given = BackwardInputs { q, k, v, out, lse, dout };
-    // Scores once more, the probabilities' gradients, and the three results.
+    // The recomputed scores, the probabilities' gradients, and the three results.
     mac_count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
     let whole = whole_groups(h, spans.len(), rayon::current_num_threads());
@@ -101,7 +101,8 @@ fn forward_on<E: Element>(
         let q = q.of(span.first, head, h.head);
         let [k, v] = [k, v].map(|rows| rows.of(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each is taken once.
+            // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each span is
+            // taken once.
             with_words_of!(path, T => unsafe {
                 let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
                 forward::one_head::<T, E>((&of_sequence, rule), [q, k, v], out, lse, scratch)
@@ -110,8 +111,8 @@ fn forward_on<E: Element>(
     });
 }
 
-/// How many of all sequences' key heads backward computes in one task each. The query heads of the others, the last
-/// ones, are tasks of their own: where there are few key heads for the threads, some threads would have one less.
+/// Returns how many key heads (over all sequences) backward computes in one task each. For the last key heads, each
+/// query head is a separate task: with few key heads per thread, some threads would otherwise have one task fewer.
 fn whole_groups(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
     let all = sequences * h.kv_heads;
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
@@ -131,7 +132,7 @@ fn backward_on<E: Element>(
     }
 }
 
-/// Backward with tiles whose instructions the processor has.
+/// Computes backward with tiles whose instructions the processor has.
 fn backward_with<T: ScoreTiles + PackElements<E>, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     given: &BackwardInputs<'_, E>,
@@ -141,15 +142,15 @@ fn backward_with<T: ScoreTiles + PackElements<E>, E: Element>(
     let (all, group) = (spans.len() * h.kv_heads, h.group());
     let dq = dq.by_head(h.batch, h.time, h.heads, h.head);
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
-    // The sequence and the key head of a group.
+    // Returns the sequence and the key head of a group.
     let of_group = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
     let part = (whole..all).map(|i| backward::part::<T>(&of_group(i).0.sizes(h))).max().unwrap_or(0);
     let mut parts: Vec<f32> = crate::kernels::buffer((all - whole) * group * part);
     let each_part = ParallelChunks::new(&mut parts, part);
     for_each(whole + (all - whole) * group, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the instructions; spans do not overlap, and of each the groups before `whole` and
-            // the heads of the others are taken once each.
+            // SAFETY: the processor has the instructions; spans do not overlap, and the groups before `whole` and the
+            // heads of the other groups are taken once each.
             unsafe {
                 if task < whole {
                     let (span, head) = of_group(task);

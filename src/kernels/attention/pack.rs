@@ -1,4 +1,4 @@
-//! Between rows of elements and working memory.
+//! Packing of rows of elements into working memory, and writing them back.
 
 use super::shape::BLOCK;
 use super::strided::{HeadRows, HeadRowsMut};
@@ -7,11 +7,10 @@ use crate::kernels::simd::{prefetch_at, prefetch_to_write};
 use crate::kernels::vector::{MOST_LANES, PackElements, SimdVector, TransposeBlock};
 use std::ops::Range;
 
-/// How many rows reading and writing are ahead: rows lie on pages of their own, where the processor does not see which
-/// one comes next.
+/// The prefetch distance in rows: rows are on separate pages, and the processor cannot predict which one is next.
 const AHEAD: usize = 8;
 
-/// Brings a later one of some rows near.
+/// Prefetches row `t` if it is before `end`.
 #[inline(always)]
 fn prefetch<E: Element>(src: HeadRows<'_, E>, t: usize, end: usize) {
     if t < end {
@@ -19,18 +18,18 @@ fn prefetch<E: Element>(src: HeadRows<'_, E>, t: usize, end: usize) {
     }
 }
 
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 const LINE: usize = 64;
 
-/// The words of a row from word `w` on.
+/// Returns the words of a row from word `w` on.
 #[inline(always)]
 unsafe fn along<W: PackElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let at = (w * W::DEPTH).min(row.len());
-    // SAFETY: the caller is inside of `with`; what remains of the row.
+    // SAFETY: the caller is inside `with`; only the rest of the row is read.
     unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
 }
 
-/// Some rows as words along them: word (t, w) is `t * words + w`. Zeros fill up both sides.
+/// Packs rows as words along them: word (t, w) is at `t * words + w`. Both dimensions are padded with zeros.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -41,7 +40,7 @@ pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
     dst: &mut [f32],
 ) {
     let (used, filling) = dst.split_at_mut(rows.len() * words);
-    // SAFETY: as the caller promises; a row of words is a multiple of a vector's.
+    // SAFETY: as the caller promises; the words of a row are a multiple of a vector.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -59,7 +58,8 @@ pub(super) unsafe fn by_rows<W: PackElements<E>, E: Element>(
     filling.fill(0.0);
 }
 
-/// Some rows as words across them: word (t, column) is `t * width + column`, t counting words. Zeros fill up both sides.
+/// Packs rows as words across them: word (t, column) is at `t * width + column`, with t counting words. Both dimensions
+/// are padded with zeros.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -70,7 +70,8 @@ pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
     dst: &mut [f32],
 ) {
     let (used, filling) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
-    // SAFETY: as the caller promises; a row of words is a multiple of a vector's, and a next row is read if it is one.
+    // SAFETY: as the caller promises; the words of a row are a multiple of a vector, and a next row is only read if it
+    // exists.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -90,7 +91,8 @@ pub(super) unsafe fn by_columns<W: PackElements<E>, E: Element>(
     filling.fill(0.0);
 }
 
-/// A block of rows, transposed: word (w, t) is `w * BLOCK + t`. Zeros fill up whole vectors of both sides.
+/// Packs a block of rows, transposed: word (w, t) is at `w * BLOCK + t`. Both dimensions are padded with zeros to full
+/// vectors.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -103,7 +105,7 @@ pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
 ) {
     assert!(padded <= BLOCK && padded.is_multiple_of(MOST_LANES) && words.is_multiple_of(MOST_LANES));
     let dst = dst[..words * BLOCK].as_mut_ptr();
-    // SAFETY: as the caller promises; whole squares within the block.
+    // SAFETY: as the caller promises; full squares within the block.
     unsafe {
         W::V::with(
             #[inline(always)]
@@ -128,7 +130,7 @@ pub(super) unsafe fn transposed<W: PackElements<E>, E: Element>(
     }
 }
 
-/// Writes rows of f32 from position `start` on, times their factors, rounded once.
+/// Multiplies f32 rows from position `start` on by their factors, and writes them rounded once.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -138,7 +140,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
     dst: &mut HeadRowsMut<'_, E>,
     (start, columns): (usize, Range<usize>),
 ) {
-    // SAFETY: as the caller promises; a row of sums is a multiple of a vector's.
+    // SAFETY: as the caller promises; a row of sums is a multiple of a vector.
     unsafe {
         V::with(
             #[inline(always)]
@@ -159,7 +161,7 @@ pub(super) unsafe fn write<V: SimdVector, E: Element>(
     }
 }
 
-/// The sums of products of some rows of `a` and `b`.
+/// Computes the dot product of each of some rows of `a` with the same row of `b`.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -168,7 +170,7 @@ pub(super) unsafe fn dots<V: SimdVector, E: Element>(
     rows: Range<usize>,
     dst: &mut [f32; BLOCK],
 ) {
-    // SAFETY: as the caller promises; no more than the rows' elements are read.
+    // SAFETY: as the caller promises; only the rows' elements are read.
     unsafe {
         V::with(
             #[inline(always)]

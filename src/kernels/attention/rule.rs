@@ -1,82 +1,87 @@
-//! Which keys a query sees, how scores become probabilities, and which tiles follow from that.
+//! The rule that defines which keys a query sees and how scores become probabilities, and the tiles that follow from
+//! it.
 
 use super::shape::{AttentionShape, BAND, BLOCK, LOG2_E};
 
-/// How scores become probabilities, and which keys a query sees.
+/// A rule that defines how scores become probabilities, and which keys a query sees.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRule<'a> {
-    /// Factor of the products of queries and keys.
+    /// The factor of the products of queries and keys.
     pub scale: f32,
-    /// The c of c tanh(score / c), to which scaled scores are bound.
+    /// The c of c tanh(score / c), which limits scaled scores.
     pub soft_cap: Option<f32>,
-    /// The number of keys, its own included, that a query sees at most.
+    /// The maximum number of keys that a query sees, including the key at its own position.
     pub window: Option<usize>,
-    /// A query sees all positions of its sequence, not only those up to its own. There is no window then.
+    /// Whether a query sees all positions of its sequence, not only those up to its own. There is no window in this
+    /// case.
     pub bidirectional: bool,
-    /// Of each row of positions, where its sequences begin: the first at 0. Otherwise a row is one sequence.
+    /// The starts of the sequences in each row of positions, the first at 0. Without them, a row is one sequence.
     pub starts: Option<&'a [Vec<usize>]>,
 }
 
-/// How [`AttentionRule::soft_cap`] takes a product x to a score in powers of 2: outer tanh(inner x).
+/// The parameters of [`AttentionRule::soft_cap`] that convert a product x to a score in powers of 2: outer tanh(inner
+/// x).
 #[derive(Debug, Clone, Copy)]
 pub struct SoftCap {
-    /// Factor of the product.
+    /// The factor of the product.
     pub inner: f32,
-    /// Factor of the hyperbolic tangent.
+    /// The factor of the hyperbolic tangent.
     pub outer: f32,
 }
 
-/// A sequence: `len` positions from the one with number `first` on, over all rows of positions.
+/// A sequence of `len` positions from position `first` on, counted over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpan {
-    /// Number of its first position.
+    /// The number of the first position.
     pub first: usize,
-    /// Its positions.
+    /// The number of positions.
     pub len: usize,
 }
 
 impl SequenceSpan {
-    /// The sizes of the sequence alone.
+    /// Returns the sizes of this sequence only.
     pub(super) fn sizes(&self, h: &AttentionShape) -> AttentionShape {
         AttentionShape { batch: 1, time: self.len, ..*h }
     }
 }
 
-/// A head of the sequence that begins at the position with number `first`, over all rows of positions.
+/// A head of the sequence that starts at position `first`, counted over all rows of positions.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SequenceHead {
     pub first: usize,
     pub head: usize,
 }
 
-/// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
+/// The used part of a tile. Keys and queries are multiples of [`BAND`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileShape {
     pub keys: usize,
     pub queries: usize,
-    /// Query i sees keys 0 to i only; else it sees all.
+    /// Whether query i sees only keys 0 to i. Otherwise it sees all keys.
     pub diagonal: bool,
-    /// What else is not seen.
+    /// A further bound of the visible keys.
     pub edge: Option<TileMaskEdge>,
 }
 
-/// A tile's further bounds.
+/// A further bound of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileMaskEdge {
-    /// Query i sees keys from i + this on.
+    /// The offset of the first visible key: query i sees keys from i + this value on.
     pub from: isize,
-    /// There are so many keys.
+    /// The number of existing keys.
     pub keys: usize,
 }
 
 impl AttentionRule<'_> {
-    /// One sequence a row, in which a query sees all keys up to its own; the usual scale of heads of `head` elements.
+    /// Returns a rule with one sequence per row, in which a query sees all keys up to its own, and with the usual scale
+    /// for heads of `head` elements.
     pub fn causal(head: usize) -> Self {
         let scale = 1.0 / (head as f32).sqrt();
         Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
     }
 
-    /// The factor that takes the numbers of a tile to powers of 2, once a cap, if there is one, has been applied to them.
+    /// Returns the factor that converts the numbers of a tile to powers of 2, and the cap that is applied before, if
+    /// any.
     pub fn to_powers(self) -> (f32, Option<SoftCap>) {
         match self.soft_cap {
             Some(cap) => (1.0, Some(SoftCap { inner: self.scale / cap, outer: cap * LOG2_E })),
@@ -84,7 +89,7 @@ impl AttentionRule<'_> {
         }
     }
 
-    /// All sequences, in order.
+    /// Returns all sequences, in order.
     ///
     /// Panics if they do not fit the sizes.
     pub fn spans(&self, h: &AttentionShape) -> Vec<SequenceSpan> {
@@ -104,7 +109,7 @@ impl AttentionRule<'_> {
         rows.iter().enumerate().flat_map(of_row).collect()
     }
 
-    /// Pairs of a query and a key that it sees, of all heads.
+    /// Returns the number of pairs of a query and a key that it sees, over all heads.
     pub(super) fn pairs(&self, h: &AttentionShape) -> usize {
         if h.batch * h.time == 0 {
             return 0;
@@ -116,8 +121,8 @@ impl AttentionRule<'_> {
         h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
     }
 
-    /// The tiles in which the `n` queries from `start` on of a sequence of `time` positions see a key: each one's first key,
-    /// and its shape.
+    /// Returns the tiles in which the `n` queries from `start` on, of a sequence of `time` positions, see a key: the
+    /// first key and the shape of each tile.
     pub(super) fn tiles(
         &self,
         time: usize,
@@ -152,7 +157,7 @@ mod tests {
         AttentionRule { window, bidirectional, ..AttentionRule::causal(4) }
     }
 
-    /// Whether the tiles let query `q` of a sequence see key `k`, and whether a tile has the pair.
+    /// Returns whether the tiles let query `q` of a sequence see key `k`, and whether a tile contains the pair.
     fn in_tiles(rule: &AttentionRule<'_>, time: usize, q: usize, k: usize) -> (bool, bool) {
         let start = q / BLOCK * BLOCK;
         let mut found = (false, false);

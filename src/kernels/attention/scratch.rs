@@ -1,9 +1,10 @@
-//! Working memory of a thread.
+//! The working memory of a thread.
 
 use std::cell::RefCell;
 
 thread_local! {
-    /// The working memory of a thread: kept, because its pages cost more to get than a small head to compute.
+    /// The working memory of a thread. It is kept, because allocating its pages takes longer than computing a small
+    /// head.
     pub(super) static SCRATCH: RefCell<AttentionScratch> = const { RefCell::new(AttentionScratch::new()) };
 }
 
@@ -15,7 +16,7 @@ impl AttentionScratch {
         Self(Vec::new())
     }
 
-    /// Pieces of these lengths, each a multiple of a cache line's sixteen; their contents are anything.
+    /// Returns pieces of these lengths, each a multiple of a cache line (16 elements). Their contents are arbitrary.
     pub(super) fn pieces<const N: usize>(&mut self, lengths: [usize; N]) -> [&mut [f32]; N] {
         const LINE: usize = 16;
         let total = lengths.iter().sum::<usize>() + LINE;

@@ -1,31 +1,31 @@
 //! The sizes of an attention and of its tiles.
 
-/// Queries and keys of a tile.
+/// The number of queries and of keys of a tile.
 pub(super) const BLOCK: usize = 64;
-/// Tiles on the diagonal are cut into bands of this many keys or queries, one vector of f32.
+/// The number of keys or queries of a band, one vector of f32. Tiles on the diagonal are split into bands.
 pub(super) const BAND: usize = 16;
-/// Words of a tile of scores.
+/// The words of a tile of scores.
 pub(super) const TILE: usize = BLOCK * BLOCK;
-/// log2(e): scores are scaled by it too, so that probabilities are powers of 2.
+/// log2(e). Scores are also scaled by it, so that probabilities are powers of 2.
 pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 /// The sizes of an attention.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionShape {
-    /// Rows of positions, each a sequence or several.
+    /// The rows of positions. Each is one sequence or several.
     pub batch: usize,
-    /// Positions of a row.
+    /// The positions of a row.
     pub time: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`. Query head h uses key head h / (heads / kv_heads).
+    /// The number of key and value heads, which divides `heads`. Query head h uses key head h / (heads / kv_heads).
     pub kv_heads: usize,
-    /// Elements of one head's vector.
+    /// The elements of one head's vector.
     pub head: usize,
 }
 
 impl AttentionShape {
-    /// Query heads that share a key head.
+    /// Returns the number of query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }

@@ -1,4 +1,4 @@
-//! From scores to probabilities and to the scores' gradients, a vector of queries at a time.
+//! Conversion of scores to probabilities and to the scores' gradients, a vector of queries at a time.
 
 use super::rule::{SoftCap, TileMaskEdge, TileShape};
 use super::shape::{BAND, BLOCK, TILE};
@@ -10,22 +10,22 @@ pub(super) struct OnlineSoftmax {
     pub max: [f32; BLOCK],
     /// The sum of 2^(score - max).
     pub sum: [f32; BLOCK],
-    /// The factor by which the last tile's new maximum shrinks earlier sums.
+    /// The factor by which the last tile's new maximum scales earlier sums.
     pub shrink: [f32; BLOCK],
 }
 
 impl OnlineSoftmax {
     pub(super) fn new() -> Self {
-        // A number, so that where nothing has been seen yet nothing shrinks to nan.
+        // A finite number, so that nothing becomes nan before a query has seen a key.
         Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
     }
 }
 
-/// Keys that are taken at a time, each with its own maximum and sum so that they need not wait for one another.
+/// The keys that are processed at a time. Each has a separate maximum and sum, so that they are independent.
 const KEYS: usize = 4;
 
-/// The keys of a tile as a vector of queries sees them: all queries see the keys before `all`, the later ones see those
-/// before `some`, and none see those before `none`, which are in use all the same.
+/// The keys of a tile as seen by a vector of queries. All queries see the keys before `all`. Some see those from `all`
+/// to `some`. No query sees those from `some` to `none`, which are still part of the used shape.
 struct VisibleKeys {
     all: usize,
     some: usize,
@@ -33,7 +33,7 @@ struct VisibleKeys {
 }
 
 impl VisibleKeys {
-    /// For the queries from `query` on. At an edge any query may miss any key.
+    /// Returns the keys for the queries from `query` on. At an edge, any query may miss any key.
     #[inline(always)]
     fn of<V: SimdVector>(s: TileShape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
@@ -47,12 +47,12 @@ impl VisibleKeys {
     }
 }
 
-/// The lanes of queries that see a key, and the others' of another vector.
+/// A mask over the queries of a vector that see a key.
 trait TileMask: Copy {
-    /// For the key with this number in the tile.
+    /// Keeps the lanes of `x` whose queries see key number `key` of the tile, and takes the other lanes from `other`.
     ///
     /// # Safety
-    /// Inside of `V::with`.
+    /// Inside `V::with`.
     unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V;
 }
 
@@ -92,19 +92,19 @@ impl TileMask for WindowMask {
     }
 }
 
-/// Panics unless a shape stays within a tile.
+/// Panics if a shape exceeds a tile.
 fn check(tile: &[f32], s: TileShape) {
     assert!(tile.len() >= TILE && s.keys <= BLOCK && s.queries <= BLOCK && (!s.diagonal || s.keys == s.queries));
     assert!(s.keys.is_multiple_of(BAND) && s.queries.is_multiple_of(BAND));
 }
 
-/// Applies a cap to a tile of products: their scores in powers of 2.
+/// Applies a cap to a tile of products and writes their scores in powers of 2.
 ///
 /// # Safety
 /// The processor has the instructions.
 pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: SoftCap) {
     check(tile, s);
-    // SAFETY: as the caller promises; keys and queries lie within the tile.
+    // SAFETY: as the caller promises; keys and queries are within the tile.
     unsafe {
         V::with(
             #[inline(always)]
@@ -122,13 +122,13 @@ pub(super) unsafe fn bound<V: SimdVector>(tile: &mut [f32], s: TileShape, cap: S
     }
 }
 
-/// Takes a tile of scores to probabilities relative to the running maximum; `scale` takes scores to powers of 2.
+/// Converts a tile of scores to probabilities relative to the running maximum. `scale` converts scores to powers of 2.
 ///
 /// # Safety
 /// The processor has the instructions.
 pub(super) unsafe fn softmax<V: SimdVector>(tile: &mut [f32], s: TileShape, scale: f32, state: &mut OnlineSoftmax) {
     check(tile, s);
-    // SAFETY: as the caller promises; keys and queries lie within the tile and the state.
+    // SAFETY: as the caller promises; keys and queries are within the tile and the state.
     unsafe {
         V::with(
             #[inline(always)]
@@ -161,7 +161,7 @@ unsafe fn softmax_of<V: SimdVector>(
     unsafe {
         let (scale, lowest) = (V::splat(scale), V::splat(f32::NEG_INFINITY));
         let at = |key: usize| tile.add(key * BLOCK);
-        // A nan is passed over.
+        // Nan is ignored.
         let mut largest = [lowest; KEYS];
         for key in (0..seen.all).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
@@ -201,7 +201,7 @@ unsafe fn softmax_of<V: SimdVector>(
     }
 }
 
-/// What a block of queries knows of its rows.
+/// The statistics of the rows of a block of queries.
 pub(super) struct BackwardRowStatistics {
     /// The log-sum-exp, in powers of 2.
     pub lse: [f32; BLOCK],
@@ -209,8 +209,8 @@ pub(super) struct BackwardRowStatistics {
     pub along: [f32; BLOCK],
 }
 
-/// Takes a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along), times the slope
-/// of a cap, of which the scores are the result.
+/// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
+/// cap, these are multiplied by its slope, and `scores` contains capped scores.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -223,7 +223,7 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
 ) {
     check(p, s);
     check(g, s);
-    // SAFETY: as the caller promises; keys and queries lie within the tiles and the blocks.
+    // SAFETY: as the caller promises; keys and queries are within the tiles and the blocks.
     unsafe {
         V::with(
             #[inline(always)]
@@ -245,12 +245,12 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
     }
 }
 
-/// The slope of what made the scores.
+/// The slope of the function that produced the scores.
 trait ScoreSlope: Copy {
-    /// A score's gradient, to that of what the score was made of.
+    /// Converts a score's gradient to the gradient of the product that the score was computed from.
     ///
     /// # Safety
-    /// Inside of `V::with`.
+    /// Inside `V::with`.
     unsafe fn through<V: SimdVector>(self, score: V, gradient: V) -> V;
 }
 

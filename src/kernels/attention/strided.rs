@@ -1,4 +1,4 @@
-//! Views of rows that hold several heads side by side, possibly beside other things (a fused projection).
+//! Views of rows that hold several heads side by side, possibly with other columns next to them (a fused projection).
 
 use super::AttentionShape;
 use super::rule::SequenceSpan;
@@ -6,7 +6,7 @@ use crate::kernels::parallel::DisjointParts;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Rows with their heads side by side, the first head at each row's start.
+/// Rows with their heads side by side. The first head is at each row's start.
 #[derive(Debug, Clone, Copy)]
 pub struct MultiHeadRows<'a, E> {
     data: &'a [E],
@@ -14,17 +14,18 @@ pub struct MultiHeadRows<'a, E> {
 }
 
 impl<'a, E> MultiHeadRows<'a, E> {
-    /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
+    /// Creates a view of rows that start `row_stride` elements apart. `data` starts at head 0 of row 0.
     pub fn new(data: &'a [E], row_stride: usize) -> Self {
         Self { data, row_stride }
     }
 
-    /// One head's vectors of one row of positions.
+    /// Returns one head's vectors of one row of positions.
     pub(super) fn head(&self, h: &AttentionShape, batch: usize, head: usize) -> HeadRows<'a, E> {
         self.of(batch * h.time, head, h.head)
     }
 
-    /// One head's vectors of `width` elements from the vector with this number on, over all rows of positions.
+    /// Returns one head's vectors of `width` elements from vector number `first` on, counted over all rows of
+    /// positions.
     pub(super) fn of(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
         HeadRows {
             data: &self.data[first * self.row_stride + head * width..],
@@ -34,7 +35,7 @@ impl<'a, E> MultiHeadRows<'a, E> {
     }
 }
 
-/// One head's vectors of some positions, in their order.
+/// The vectors of one head at some positions, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeadRows<'a, E> {
     data: &'a [E],
@@ -43,20 +44,20 @@ pub(super) struct HeadRows<'a, E> {
 }
 
 impl<'a, E> HeadRows<'a, E> {
-    /// The vector of position t.
+    /// Returns the vector of position t.
     #[inline(always)]
     pub(super) fn row(&self, t: usize) -> &'a [E] {
         &self.data[t * self.row_stride..][..self.head]
     }
 
-    /// Elements from one position's vector to the next one's.
+    /// Returns the number of elements from one position's vector to the next.
     #[inline(always)]
     pub(super) fn row_stride(&self) -> usize {
         self.row_stride
     }
 }
 
-/// Rows with heads side by side, to be written.
+/// Rows with heads side by side, for writing.
 #[derive(Debug)]
 pub struct MultiHeadRowsMut<'a, E> {
     data: *mut E,
@@ -67,19 +68,20 @@ pub struct MultiHeadRowsMut<'a, E> {
     slice: PhantomData<&'a mut [E]>,
 }
 
-// SAFETY: a `&mut [E]` of its own columns.
+// SAFETY: this is a `&mut [E]` of the view's own columns.
 unsafe impl<E: Send> Send for MultiHeadRowsMut<'_, E> {}
 
 impl<'a, E> MultiHeadRowsMut<'a, E> {
-    /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
+    /// Creates a view of rows that start `row_stride` elements apart. `data` starts at head 0 of row 0.
     pub fn new(data: &'a mut [E], row_stride: usize) -> Self {
         let (len, columns) = (data.len(), 0..row_stride);
         Self { data: data.as_mut_ptr(), len, row_stride, columns, slice: PhantomData }
     }
 
-    /// Views of disjoint ranges of columns of the same rows: one for each range, its first head at the range's start.
+    /// Creates views of disjoint column ranges of the same rows. The first head of each view is at the start of its
+    /// range.
     ///
-    /// Panics if ranges overlap or leave the row.
+    /// Panics if ranges overlap or exceed the row.
     pub fn columns<const N: usize>(data: &'a mut [E], row_stride: usize, ranges: [Range<usize>; N]) -> [Self; N] {
         for (i, range) in ranges.iter().enumerate() {
             assert!(range.start <= range.end && range.end <= row_stride, "{range:?} of {row_stride} columns");
@@ -91,7 +93,7 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
         ranges.map(|columns| Self { data, len, row_stride, columns, slice: PhantomData })
     }
 
-    /// The rows by (batch, head) in order, for `heads` heads of `head` elements.
+    /// Splits the rows by (batch, head) in order, for `heads` heads of `head` elements.
     ///
     /// Panics if a row of the view or the data has no room for them.
     pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> RowsByHeadMut<'a, E> {
@@ -103,7 +105,7 @@ impl<'a, E> MultiHeadRowsMut<'a, E> {
     }
 }
 
-/// The rows of [`MultiHeadRowsMut`] by (batch, head).
+/// The rows of [`MultiHeadRowsMut`], split by (batch, head).
 pub(super) struct RowsByHeadMut<'a, E> {
     rows: MultiHeadRowsMut<'a, E>,
     batch: usize,
@@ -127,10 +129,10 @@ unsafe impl<'a, E: Send> DisjointParts for RowsByHeadMut<'a, E> {
 }
 
 impl<'a, E> RowsByHeadMut<'a, E> {
-    /// The positions of a span of `n` heads from `head` on, as one.
+    /// Returns the positions of a span of `n` heads from `head` on, as one head.
     ///
     /// # Safety
-    /// The same position of a head is taken once only.
+    /// Each position of a head may be taken only once.
     pub(super) unsafe fn take_some(&self, span: SequenceSpan, head: usize, n: usize) -> HeadRowsMut<'a, E> {
         let all = self.batch * self.time;
         assert!(
@@ -139,13 +141,13 @@ impl<'a, E> RowsByHeadMut<'a, E> {
             self.heads
         );
         let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
-        // SAFETY: `by_head` checked that every head of every row lies within the data.
+        // SAFETY: `by_head` checked that every head of every row is within the data.
         let data = unsafe { self.rows.data.add(start) };
         HeadRowsMut { data, row_stride: self.rows.row_stride, time: span.len, head: n * self.head, slice: PhantomData }
     }
 }
 
-/// One head's vectors of some positions, to be written.
+/// The vectors of one head at some positions, for writing.
 pub(super) struct HeadRowsMut<'a, E> {
     data: *mut E,
     row_stride: usize,
@@ -155,17 +157,17 @@ pub(super) struct HeadRowsMut<'a, E> {
 }
 
 impl<E> HeadRowsMut<'_, E> {
-    /// The vector of position t.
+    /// Returns the vector of position t.
     #[inline(always)]
     pub(super) fn row(&mut self, t: usize) -> &mut [E] {
         let time = self.time;
         self.row_if(t).unwrap_or_else(|| panic!("position {t} of {time}"))
     }
 
-    /// The vector of position t if there is one.
+    /// Returns the vector of position t if it exists.
     #[inline(always)]
     pub(super) fn row_if(&mut self, t: usize) -> Option<&mut [E]> {
-        // SAFETY: row t of this head lies within the data, which nobody else reads or writes: views of the same rows
+        // SAFETY: row t of this head is within the data, and nothing else reads or writes it: views of the same rows
         // have disjoint columns, and a view's heads are taken once.
         (t < self.time)
             .then(|| unsafe { std::slice::from_raw_parts_mut(self.data.add(t * self.row_stride), self.head) })

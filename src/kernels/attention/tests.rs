@@ -1,4 +1,4 @@
-//! Attention against the formulas in f64, on every path that this machine has.
+//! Compares attention with the formulas in f64, on every path that this machine has.
 
 use super::*;
 use crate::kernels::f32_access::{get, put};
@@ -22,7 +22,7 @@ struct Case<E> {
 impl<E: Element> Case<E> {
     fn new(h: AttentionShape) -> Self {
         let rows = h.batch * h.time;
-        // One element of each row belongs to nobody.
+        // One element of each row is not part of any head.
         let stride = (h.heads + 2 * h.kv_heads) * h.head + 1;
         let (qkv, dout) = (numbers(rows * stride, 1, 2.0), numbers(rows * h.heads * h.head, 2, 1.0));
         Self { h, rule: AttentionRule::causal(h.head), starts: None, qkv, dout }
@@ -36,12 +36,12 @@ impl<E: Element> Case<E> {
         AttentionRule { starts: self.starts.as_deref(), ..self.rule }
     }
 
-    /// Where the sequence begins that position `t` of row `b` belongs to.
+    /// Returns the start of the sequence that position `t` of row `b` belongs to.
     fn start(&self, b: usize, t: usize) -> usize {
         self.starts.as_ref().map_or(0, |rows| rows[b].iter().copied().filter(|start| *start <= t).max().unwrap_or(0))
     }
 
-    /// Whether position `t` of row `b` sees position `s`.
+    /// Returns whether position `t` of row `b` sees position `s`.
     fn sees(&self, b: usize, t: usize, s: usize) -> bool {
         let behind = s <= t && t - s < self.rule.window.unwrap_or(usize::MAX);
         self.start(b, t) == self.start(b, s) && (behind || self.rule.bidirectional)
@@ -51,7 +51,7 @@ impl<E: Element> Case<E> {
         self.qkv.len() / (self.h.batch * self.h.time)
     }
 
-    /// The columns of q, k and v.
+    /// Returns the columns of q, k and v.
     fn columns(&self) -> [std::ops::Range<usize>; 3] {
         let (q, k) = (self.h.heads * self.h.head, self.h.kv_heads * self.h.head);
         [0..q, q..q + k, q + k..q + 2 * k]
@@ -62,7 +62,7 @@ impl<E: Element> Case<E> {
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
-    /// With so many key heads whose backward is one task.
+    /// Runs with `whole` key heads whose backward is one task each.
     fn run_with(&self, path: SimdMethod, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| MultiHeadRows::new(&self.qkv[c.start..], self.stride()));
@@ -83,7 +83,7 @@ impl<E: Element> Case<E> {
         (out, lse, grad)
     }
 
-    /// Result, log-sum-exp and gradients by the formulas.
+    /// Returns the result, the log-sum-exp and the gradients by the formulas.
     fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
         let AttentionShape { batch, time, heads, head, .. } = self.h;
         let scale = f64::from(self.rule.scale);
@@ -104,7 +104,7 @@ impl<E: Element> Case<E> {
                 let dot = |f: &dyn Fn(usize) -> f64| (0..head).map(f).sum::<f64>();
                 let seen: Vec<usize> = (0..time).filter(|s| self.sees(b, t, *s)).collect();
                 let products = seen.iter().map(|&s| dot(&|i| x(0, t, i) * x(1, s, i)) * scale);
-                // Each score, and its slope in the product.
+                // Returns the score of a product, and the slope of the score.
                 let score = |x: f64| match self.rule.soft_cap.map(f64::from) {
                     Some(cap) => (cap * (x / cap).tanh(), 1.0 - (x / cap).tanh().powi(2)),
                     None => (x, 1.0),
@@ -127,13 +127,13 @@ impl<E: Element> Case<E> {
                 }
             }
         }
-        // What belongs to nobody stays as it was.
+        // Elements that are not part of any head stay unchanged.
         grad.iter_mut().skip(self.stride() - 1).step_by(self.stride()).for_each(|g| *g = 0.5);
         (out, lse, grad)
     }
 }
 
-/// The largest difference, relative to the largest number.
+/// Returns the largest difference, relative to the largest number.
 fn difference<E: Element>(got: &[E], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f64, |m, x| m.max(x.abs()));
@@ -157,7 +157,7 @@ fn sizes() -> Vec<AttentionShape> {
     .to_vec()
 }
 
-/// Rules for a sequence of `time` positions, and the starts of a row of several.
+/// Returns rules for a sequence of `time` positions, and the starts of the sequences in packed rows.
 fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usize>>>)> {
     let usual = AttentionRule::causal(h.head);
     let windows = [1, 12, 64, 65, 100].map(|window| AttentionRule { window: Some(window), ..usual });
@@ -170,7 +170,7 @@ fn rules(h: &AttentionShape) -> Vec<(AttentionRule<'static>, Option<Vec<Vec<usiz
         AttentionRule { bidirectional: true, ..capped },
         AttentionRule { window: Some(20), ..capped },
     ];
-    // Sequences of one position and of many, otherwise in each row.
+    // Sequences of one position and of many, different in each row.
     let starts = |row: usize| (0..h.time).filter(|t| *t == 0 || [3, 4, 80 + row, 83].contains(t)).collect();
     let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
     let packs = [usual, both_ways, windows[1], AttentionRule { window: Some(20), ..capped }]
@@ -265,7 +265,7 @@ fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
 }
 
 impl<E: Element> Case<E> {
-    /// Some positions, over all rows, as a sequence of their own.
+    /// Returns some positions, counted over all rows, as a separate sequence.
     fn part(&self, first: usize, time: usize) -> Self {
         let (stride, width) = (self.stride(), self.h.heads * self.h.head);
         Self {
@@ -284,7 +284,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
         let h = AttentionShape { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
         for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
             let mut case = Case::<E>::ruled(h, rule, starts);
-            // A sequence that is no number spoils no other.
+            // A sequence of nans does not affect the others.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
             for path in SimdMethod::available::<E>() {

@@ -1,5 +1,5 @@
-//! Products of tiles: small blocks of sums in registers, with the left factor's words broadcast and the right factor's
-//! taken a vector at a time.
+//! Products of tiles. Small blocks of sums are held in registers, the left factor's words are broadcast, and the right
+//! factor is read a vector at a time.
 
 use super::shape::BAND;
 #[cfg(target_arch = "aarch64")]
@@ -8,13 +8,13 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
 use crate::kernels::vector::{F32Words, PackedWords, PortableVector, SimdVector};
 
-/// Words with the products that a level's registers hold the sums of.
+/// The strip products for words, whose sums fit into a level's registers.
 pub(super) trait StripProducts: PackedWords {
-    /// Products with 1, 2, ... vectors of columns.
+    /// The products with 1, 2, ... vectors of columns.
     const STRIPS: &'static [StripProduct];
 }
 
-// Of 32 registers 24 for the sums, 3 or 4 for a row of the right factor, 1 for a word of the left one;
+// With 32 registers: 24 for the sums, 3 or 4 for a row of the right factor, 1 for a word of the left one.
 #[cfg(target_arch = "x86_64")]
 impl StripProducts for F32Words<Avx512> {
     const STRIPS: &'static [StripProduct] =
@@ -33,18 +33,18 @@ impl StripProducts for F32Words<Neon> {
         &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
 }
 
-// of 16 registers 12, 2 and 1;
+// With 16 registers: 12, 2 and 1.
 #[cfg(target_arch = "x86_64")]
 impl StripProducts for F32Words<Avx2> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
 }
 
-// of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
+// With 16 registers, of which a vector takes two: 8, 2 and 2. A product that is not fused needs one more.
 impl StripProducts for F32Words<PortableVector> {
     const STRIPS: &'static [StripProduct] = &[strip::<Self, 4, 1>];
 }
 
-/// The left factor of a product: element (i, d) is the word `i * row + d * step`.
+/// The left factor of a product. Element (i, d) is the word at `i * row + d * step`.
 #[derive(Clone, Copy)]
 pub(super) struct LeftFactor<'a> {
     pub words: &'a [f32],
@@ -52,19 +52,19 @@ pub(super) struct LeftFactor<'a> {
     pub step: usize,
 }
 
-/// What a product is added to.
+/// The initial value to which a product is added.
 #[derive(Clone, Copy)]
 pub(super) enum ProductInit<'a> {
-    /// Nothing: the result is overwritten.
+    /// Zero: the result is overwritten.
     Zero,
-    /// The result.
+    /// The current result.
     Sums,
-    /// The result, each row times its factor.
+    /// The current result, with each row multiplied by its factor.
     Times(&'a [f32]),
 }
 
 impl ProductInit<'_> {
-    /// For a result without its first rows.
+    /// Returns the initial value for a result without its first rows.
     pub(super) fn skip_rows(self, row: usize) -> Self {
         match self {
             Self::Times(factors) => Self::Times(&factors[row..]),
@@ -73,16 +73,16 @@ impl ProductInit<'_> {
     }
 }
 
-/// c = what it starts with + a b.
+/// Computes c = initial value + a b.
 ///
-/// The sizes are those of rows, columns and words of summation, the first two multiples of [`BAND`]; `c` and `b` are
-/// (words, words from row to row).
+/// The sizes are the numbers of rows, columns and words of summation. The first two are multiples of [`BAND`]. `c` and
+/// `b` are (words, distance between rows in words).
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
 ///
 /// # Panics
-/// If a slice is too short.
+/// Panics if a slice is too short.
 pub(super) unsafe fn product<T: StripProducts>(
     (c, c_stride): (&mut [f32], usize),
     start: ProductInit<'_>,
@@ -99,7 +99,7 @@ pub(super) unsafe fn product<T: StripProducts>(
     }
     let mut column = 0;
     while column < columns {
-        // As many strips as the widest ones would be, of nearly the same width.
+        // As many strips as with the widest ones, of nearly the same width.
         let left = (columns - column) / T::V::LANES;
         let vectors = left.div_ceil(left.div_ceil(T::STRIPS.len()));
         let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());
@@ -109,14 +109,14 @@ pub(super) unsafe fn product<T: StripProducts>(
     }
 }
 
-/// A product with some vectors of columns: result, start, left and right factor, rows and words of summation.
+/// A product with some vectors of columns: result, initial value, left and right factor, rows and words of summation.
 pub(super) type StripProduct =
     unsafe fn((*mut f32, usize), start: ProductInit<'_>, a: LeftFactor<'_>, b: (*const f32, usize), size: [usize; 2]);
 
-/// The strip of `N` vectors, up to `R` rows at a time.
+/// Computes a strip of `N` vectors, up to `R` rows at a time.
 ///
 /// # Safety
-/// All that the sizes name lies within the factors and the result, and the processor has the instructions.
+/// Everything that the sizes describe is within the factors and the result, and the processor has the instructions.
 pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
     (c, c_stride): (*mut f32, usize),
     start: ProductInit<'_>,
@@ -139,7 +139,7 @@ pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
                         _ => std::ptr::null(),
                     };
                     let add = !matches!(start, ProductInit::Zero);
-                    // What remains after sixes is 4 or 8.
+                    // The remainder after blocks of six rows is 4 or 8.
                     if R == 6 && matches!(rows - row, 4 | 8) {
                         block::<W, 4, N>(c, add, factors, a, b, depth);
                         row += 4;
@@ -153,8 +153,8 @@ pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
     }
 }
 
-/// `R` rows and `N` vectors of columns. The result's rows are multiplied by factors, unless that is null, if the product
-/// is added to them.
+/// Computes `R` rows and `N` vectors of columns. If the product is added to the result, the result's rows are first
+/// multiplied by their factors, unless the pointer to these is null.
 #[inline(always)]
 unsafe fn block<W: PackedWords, const R: usize, const N: usize>(
     (c, c_stride): (*mut f32, usize),

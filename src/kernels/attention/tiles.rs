@@ -1,8 +1,8 @@
 //! Tiles of scores as words, and their products with causal bounds.
 //!
-//! Working memory is counted in words of 32 bits: one f32, or two bf16 numbers that are neighbors in the direction of
-//! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys of a vector of
-//! queries needs no operation across a vector.
+//! Working memory is counted in 32-bit words: one f32, or two bf16 numbers that are neighbors in the direction of
+//! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys for a vector of
+//! queries needs no horizontal operation.
 
 use super::rule::TileShape;
 use super::shape::{BAND, BLOCK};
@@ -11,9 +11,10 @@ use super::tile_product::{LeftFactor, ProductInit, StripProducts, product};
 use crate::kernels::vector::Bf16PairWords;
 use crate::kernels::vector::{F32Words, SimdVector};
 
-/// Tiles of words.
+/// The tile operations of words.
 pub(super) trait ScoreTiles: StripProducts {
-    /// Takes a tile of f32 to words along the keys: word (key, query) is `key * BLOCK + query`, key counting words.
+    /// Converts a tile of f32 to words along the keys: word (key, query) is at `key * BLOCK + query`, with key counting
+    /// words.
     ///
     /// # Safety
     /// The processor has the instructions.
@@ -21,8 +22,8 @@ pub(super) trait ScoreTiles: StripProducts {
         const { assert!(Self::DEPTH == 1, "a number is a word") };
     }
 
-    /// Takes a tile of f32 to words along the queries, query counting words, and, of the other one, to words along the
-    /// keys in `keys` and along the queries in itself.
+    /// Converts `along_queries` in place from f32 to words along the queries, with query counting words. Converts
+    /// `both` to words along the keys, written to `keys`, and in place to words along the queries.
     ///
     /// # Safety
     /// The processor has the instructions.
@@ -50,7 +51,8 @@ impl ScoreTiles for Bf16PairWords {
     }
 }
 
-/// tile = keys queries^T, where a causal query sees the key: `keys` by rows, `queries` transposed, `depth` words long.
+/// Computes tile = keys queries^T for the pairs that a causal query may see. `keys` has words by rows, `queries` is
+/// transposed, and both are `depth` words long.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -70,8 +72,8 @@ pub(super) unsafe fn scores<T: ScoreTiles>(
     }
 }
 
-/// out = tile^T x, plus out times each query's factor if there are factors: what each query gathers from the keys' rows
-/// x. `tile` and x are words along the keys.
+/// Computes out = tile^T x, which each query gathers from the rows x of the keys. `start` is the initial value of out.
+/// `tile` and x are words along the keys.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -92,7 +94,8 @@ pub(super) unsafe fn gather<T: ScoreTiles>(
     }
 }
 
-/// out += tile x: what each key receives from the queries' rows x. `tile` and x are words along the queries.
+/// Computes out += tile x, which each key receives from the rows x of the queries. `tile` and x are words along the
+/// queries.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -113,7 +116,8 @@ pub(super) unsafe fn scatter<T: ScoreTiles>(
     }
 }
 
-/// The (first, number) of rows to multiply at a time: all of them, or on the diagonal those with the same bound.
+/// Returns the (first, number) of rows to multiply at a time: all rows, or on the diagonal the rows with the same
+/// bound.
 fn bands(s: TileShape, rows: usize) -> impl Iterator<Item = (usize, usize)> {
     let step = if s.diagonal { BAND } else { rows.max(1) };
     (0..rows).step_by(step).map(move |first| (first, step))

@@ -1,6 +1,7 @@
-//! What differs from one level of SIMD to another: the words, and how many sums of products its registers hold.
+//! The parts of a product that depend on the SIMD level: the words, and the number of sums of products that the
+//! registers hold.
 //!
-//! A step of a microkernel multiplies one word of each of its rows of `a` with one word of each of its columns of `b`.
+//! A step of a microkernel multiplies one word of each of its rows of `a` by one word of each of its columns of `b`.
 
 use crate::kernels::element::Element;
 #[cfg(target_arch = "aarch64")]
@@ -12,18 +13,19 @@ use crate::kernels::vector::{F32Words, PackElements, PackedWords, PortableVector
 /// Vectors of words, and their products.
 ///
 /// # Safety
-/// As for [`SimdVector`]: the functions may be called inside of [`SimdVector::with`] only.
+/// As for [`SimdVector`], the functions may be called only inside [`SimdVector::with`].
 pub(super) trait GemmArithmetic: PackedWords {
-    /// Rows of the largest tile of sums: a power of two.
+    /// The number of rows of the largest tile of sums, a power of two.
     const ROWS: usize;
-    /// Vectors of the largest tile of sums.
+    /// The number of vectors of the largest tile of sums.
     const VECTORS: usize;
-    /// The most words of `b` that a task packs, to be read again and again from its core's second-level cache.
+    /// The maximum number of words of `b` that a task packs, to read them repeatedly from its core's second-level
+    /// cache.
     const WORDS_OF_B: usize;
 
-    /// Columns of a vector.
+    /// The number of columns of a vector.
     const LANES: usize = Self::V::LANES;
-    /// Columns of the largest tile of sums.
+    /// The number of columns of the largest tile of sums.
     const COLS: usize = Self::VECTORS * Self::LANES;
 }
 
@@ -32,7 +34,7 @@ pub(super) trait ElementArithmetic<E: Element>: GemmArithmetic + PackElements<E>
 
 impl<E: Element, A: GemmArithmetic + PackElements<E>> ElementArithmetic<E> for A {}
 
-/// The tiles of sums of words of one f32, for vectors of a kind.
+/// Implements the tile sizes for words of one f32, for one type of vectors.
 macro_rules! single {
     ($vector:ty, $rows:literal rows, $vectors:literal vectors, $words_of_b:expr) => {
         impl GemmArithmetic for F32Words<$vector> {
@@ -43,15 +45,15 @@ macro_rules! single {
     };
 }
 
-// Of 32 registers 24 for the sums, 3 for a row of `b`, 1 for an element of `a`;
+// With 32 registers: 24 for the sums, 3 for a row of `b`, 1 for an element of `a`.
 #[cfg(target_arch = "x86_64")]
 single!(Avx512, 8 rows, 3 vectors, 1 << 17);
 #[cfg(target_arch = "aarch64")]
 single!(Neon, 8 rows, 3 vectors, 1 << 16);
-// of 16 registers 12, 3 and 1;
+// With 16 registers: 12, 3 and 1.
 #[cfg(target_arch = "x86_64")]
 single!(Avx2, 4 rows, 3 vectors, 1 << 16);
-// of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
+// With 16 registers, of which a vector takes two: 8, 2 and 2. A product that is not fused needs one more.
 single!(PortableVector, 4 rows, 2 vectors, 1 << 16);
 
 #[cfg(target_arch = "x86_64")]

@@ -1,16 +1,16 @@
 //! The loops around the microkernels: blocks for the caches, tasks for the threads.
 //!
-//! The result is cut into tasks of some columns, and of all rows or many. A task packs its columns of `b`, which then
-//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them, each read once. So the cores
-//! exchange nothing but `a` where that must be packed; packed columns that another core has written would come slowly.
-//! Where `a` has few rows, what is packed is not kept: a task packs a small piece of `b`, multiplies all rows with it
-//! and goes on, so that `b` is read once and nothing of its size is written.
+//! The result is split into tasks of some columns and of all or many rows. A task packs its columns of `b`, which then
+//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them and are each read once. The cores
+//! therefore exchange only `a`, if it must be packed; columns packed by another core would be slow to read. If `a` has
+//! few rows, packed columns are not kept: a task packs a small piece of `b`, multiplies all rows by it and continues
+//! with the next piece. `b` is then read once, and nothing of its size is written.
 //!
-//! Where `a` must be packed, the first tasks do it, once for all threads. The others wait until it is done: tasks start
-//! in order, so that they wait for tasks that are already running.
+//! If `a` must be packed, the first tasks pack it, once for all threads. The other tasks wait until this is done. Tasks
+//! start in order, so the tasks that they wait for are already running.
 //!
-//! How the inner dimension is cut depends on its length alone, and so does the order in which the products of an
-//! element are summed.
+//! The blocks of the inner dimension, and the order in which the products of an element are summed, depend only on the
+//! length of the inner dimension.
 
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
 use super::epilogue::EpilogueOutput;
@@ -26,26 +26,26 @@ use crate::kernels::parallel;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The most steps that are summed in registers.
+/// The maximum number of steps that are summed in registers.
 const BLOCK_STEPS: usize = 512;
-/// The most blocks of steps for which operands are packed at a time.
+/// The maximum number of blocks of steps for which operands are packed at a time.
 const SPAN_BLOCKS: usize = 4;
-/// The most words of `a` that are packed at a time (4 MiB).
+/// The maximum number of words of `a` that are packed at a time (4 MiB).
 const WORDS_OF_A: usize = 1 << 20;
-/// Rows that do not pay for packing `b` as a whole.
+/// The number of rows up to which packing all of `b` does not pay off.
 const FEW_ROWS: usize = 16;
-/// Rows of a task for which the packing of `b` costs little.
+/// The number of rows of a task for which packing `b` costs little.
 const MANY_ROWS: usize = 512;
-/// Rows of a task for which it costs less than to leave a thread idle.
+/// The number of rows of a task for which packing `b` costs less than leaving a thread idle.
 const MIN_ROWS: usize = 64;
-/// Rows of `a` that one packing task takes, where these are contiguous along the inner dimension.
+/// The number of rows of `a` of a packing task, if rows are contiguous along the inner dimension.
 const PACK_ROWS: usize = 64;
-/// Steps of `a` that one packing task takes, where these are not contiguous along it.
+/// The number of steps of `a` of a packing task, if rows are not contiguous along the inner dimension.
 const PACK_STEPS: usize = 32;
-/// Multiplications that are done before another thread would have woken up.
+/// The number of multiplications that take less time than waking another thread.
 const SMALL: usize = 1 << 20;
 
-/// `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
+/// Computes `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
 pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
     sink: &EpilogueOutput<'_, C>,
     a: Matrix<'_, E>,
@@ -108,7 +108,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     });
 }
 
-/// A length in pieces as equal as whole units allow.
+/// A length, split into pieces that are as equal as full units allow.
 #[derive(Clone, Copy)]
 struct EvenSplit {
     total: usize,
@@ -117,13 +117,13 @@ struct EvenSplit {
 }
 
 impl EvenSplit {
-    /// Into the fewest pieces of at most `most`, or of one unit if that is more; one piece if there is nothing to cut.
+    /// Splits into the fewest pieces of at most `most`, or of one unit if that is more. An empty length is one piece.
     fn new(total: usize, most: usize, unit: usize) -> Self {
         let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
         Self { total, unit, count }
     }
 
-    /// Into `count` pieces, some of which are empty if there are fewer units.
+    /// Splits into `count` pieces. Some are empty if there are fewer units.
     fn into(total: usize, count: usize, unit: usize) -> Self {
         Self { total, unit, count }
     }
@@ -133,7 +133,7 @@ impl EvenSplit {
         bound(i)..bound(i + 1)
     }
 
-    /// The length of the longest piece, in whole units.
+    /// Returns the length of the longest piece, in full units.
     fn most(&self) -> usize {
         self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
     }
@@ -147,7 +147,7 @@ struct TaskGrid {
 }
 
 impl TaskGrid {
-    /// As few as fit the caches, but some for each thread, so that threads of unequal speed end together.
+    /// Chooses as few tasks as fit the caches, but some for each thread, so that threads of unequal speed end together.
     fn new<A: GemmArithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / steps).max(at_least);
@@ -155,11 +155,11 @@ impl TaskGrid {
             return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
         }
         let cols = if rows >= 4 * threads * MANY_ROWS {
-            // Rows alone make enough tasks, and whole rows of the result are better written at once.
+            // The rows provide enough tasks, and it is better to write full rows of the result at once.
             EvenSplit::new(cols, widest, A::COLS)
         } else {
             let few = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
-            // The threads shall get the same number.
+            // All threads get the same number of tasks.
             let count = few.next_multiple_of(threads);
             EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
         };
@@ -170,14 +170,14 @@ impl TaskGrid {
     }
 }
 
-/// How the words of `a` are laid out.
+/// The layout of the words of `a`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OperandLayout {
-    /// They are read where they are.
+    /// The words are read from the matrix itself.
     InPlace,
-    /// Each row's words one after the other.
+    /// The words of each row are contiguous.
     Rows,
-    /// Groups of [`GemmArithmetic::ROWS`] rows, for each step the words of these.
+    /// Groups of [`GemmArithmetic::ROWS`] rows, which store the words of all their rows for each step.
     Groups,
 }
 
@@ -185,7 +185,7 @@ enum OperandLayout {
 #[derive(Clone, Copy)]
 struct SharedPointer<T>(*mut T);
 
-// SAFETY: it is only a place; the tasks write disjoint parts, and read what others have written only after they have
+// SAFETY: it is only an address; the tasks write disjoint parts, and read what others have written only after they have
 // seen, through an atomic counter, that it is complete.
 unsafe impl<T: Send> Sync for SharedPointer<T> {}
 
@@ -202,32 +202,32 @@ struct GemmPart<'a, E, C> {
     b: GemmOperand<E>,
     layout: OperandLayout,
     rows: Range<usize>,
-    /// The steps in blocks, and those of this part.
+    /// All blocks of steps. `span` selects those of this part.
     blocks: EvenSplit,
     span: Range<usize>,
     grid: TaskGrid,
     packed_a: SharedPointer<f32>,
-    /// Sums that wait for the other spans, row-major with rows of whole vectors.
+    /// Sums that wait for the other spans, row-major, with rows padded to full vectors.
     sums: Option<SharedPointer<f32>>,
-    /// Tasks of packing `a` that are done.
+    /// The number of finished tasks that pack `a`.
     packed: AtomicUsize,
 }
 
-/// The most sums of one call of a microkernel, of any arithmetic.
+/// The maximum number of sums of one call of a microkernel, over all arithmetics.
 const MOST_SUMS: usize = 8 * 48;
 
-/// Sums of one call of a microkernel, on the stack.
+/// The sums of one call of a microkernel, on the stack.
 #[repr(align(64))]
 struct AccumulatorTile([f32; MOST_SUMS]);
 
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
-    /// The steps of this part.
+    /// Returns the steps of this part.
     fn steps(&self) -> Range<usize> {
         let start = self.blocks.piece(self.span.start).start;
         start..self.blocks.piece(self.span.end - 1).end
     }
 
-    /// The number of tasks that pack `a`.
+    /// Returns the number of tasks that pack `a`.
     fn packs(&self) -> usize {
         match self.layout {
             OperandLayout::InPlace => 0,
@@ -276,7 +276,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
             let length = steps.len().next_multiple_of(W::LANES);
             for row in task * PACK_ROWS..self.rows.len().min((task + 1) * PACK_ROWS) {
                 let to = self.packed_a.at(row * length);
-                // SAFETY: the processor has the instructions; there is room for the row in whole vectors.
+                // SAFETY: the processor has the instructions; there is room for the row in full vectors.
                 unsafe { self.a.copy_row::<W>(self.rows.start + row, steps.start, steps.len(), to) };
             }
             return;
@@ -285,18 +285,19 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         for row in (0..self.rows.len()).step_by(W::LANES) {
             let to = self.packed_a.at(row / W::ROWS * W::ROWS * steps.len() + turn.start * W::ROWS + row % W::ROWS);
             let (outer, step) = (self.rows.start + row, steps.start + turn.start);
-            // SAFETY: the processor has the instructions; there is room for whole vectors of rows.
+            // SAFETY: the processor has the instructions; there is room for full vectors of rows.
             unsafe { self.a.pack_rows::<W>(outer, step, turn.len(), to, steps.len() * W::ROWS) };
         }
     }
 
-    /// Steps of `b` that are packed together: where its columns are contiguous, these one panel after the other; else a
-    /// few of all panels in turns, so that what lies side by side in rows is read together.
+    /// Returns the number of steps of `b` that are packed together. If columns are contiguous, panels are packed one
+    /// after the other. Otherwise, a few steps of all panels are packed in turn, so that neighbors in a row are read
+    /// together.
     fn turn(&self) -> usize {
         if self.b.inner_stride == 1 { usize::MAX } else { STEPS_AHEAD }
     }
 
-    /// Packs the panels of `b` from a column on, each panel's words together.
+    /// Packs the panels of `b` from a column on. The words of each panel are contiguous.
     fn pack_b<W: ElementArithmetic<E> + Microkernels>(&self, col: usize, panels: ColumnPanels, to: *mut f32) {
         let steps = self.steps();
         for turn in turns(0..steps.len(), self.turn()) {
@@ -310,7 +311,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// The words of `a` from a row and a step of this part.
+    /// Returns the words of `a` from a row and a step of this part on.
     fn words_of_a<W: ElementArithmetic<E> + Microkernels>(&self, row: usize, step: usize) -> StridedWords {
         let steps = self.steps();
         match self.layout {
@@ -329,8 +330,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`GemmArithmetic::ROWS`] rows, whose
-    /// sums are kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
+    /// Computes some rows (counted within the part) and columns, in strips of at most [`GemmArithmetic::ROWS`] rows.
+    /// Their sums are kept in `strip` from block to block, unless they must wait for other parts or there is only one
+    /// block.
     fn compute<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,
@@ -373,9 +375,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     let add = if direct { sink.accumulate } else { block > 0 };
                     let start = if add { AccumulatorInit::Add } else { AccumulatorInit::Zero };
                     let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
-                    // SAFETY: the processor has the instructions; the operands are packed; the kernel reads `n_rows` rows
-                    // and `vectors` vectors of them for the block's steps; the sums have room for these rows and
-                    // vectors, and they and these elements of the result are this task's alone.
+                    // SAFETY: the processor has the instructions; the operands are packed; the kernel reads `n_rows`
+                    // rows and `vectors` vectors of them for the block's steps; the sums have room for these rows and
+                    // vectors, and only this task accesses them and these elements of the result.
                     unsafe {
                         microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         if last && !direct {
@@ -388,10 +390,11 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         }
     }
 
-    /// [`GemmPart::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
-    /// first-level cache, multiplied with all rows, and packed over; for the fewest it is not packed at all.
-    /// The sums of all rows and columns are in memory; those of a block go on from turn to turn, and are then added to
-    /// those of the blocks before, so that each element's products are summed in the order of [`GemmPart::compute`].
+    /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A turn (some
+    /// steps of a panel) is packed into the first-level cache, multiplied by all rows, and overwritten. For the fewest
+    /// rows, `b` is not packed at all. The sums of all rows and columns are in memory. Those of a block continue from
+    /// turn to turn, and are then added to the sums of earlier blocks, so that the products of each element are summed
+    /// in the order of [`GemmPart::compute`].
     fn stream<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,
@@ -399,7 +402,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         panels: ColumnPanels,
     ) {
         let width = panels.vectors() * W::LANES;
-        // Where columns are contiguous, a panel is read to its end, many steps of it at a time.
+        // If columns are contiguous, a panel is read to its end, many steps at a time.
         let (together, turn) = if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), STEPS_AHEAD) };
         let packs = rows.len() > unpacked::ROWS;
         with_words(if packs { turn * W::COLS } else { 0 }, |piece| {
@@ -428,14 +431,14 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     col: cols.start,
                     cols: cols.len(),
                 };
-                // SAFETY: the processor has the instructions; the sums have whole vectors, and these elements of the
-                // result are this task's alone.
+                // SAFETY: the processor has the instructions; the sums have full vectors, and only this task accesses
+                // these elements of the result.
                 unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
             });
         });
     }
 
-    /// The sums of some panels for a block of steps.
+    /// Computes the sums of some panels for a block of steps.
     fn stream_block<W: ElementArithmetic<E> + Microkernels>(
         &self,
         few: &FewRowsTask,
@@ -456,7 +459,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     let n_rows = microkernel::rows::<W>(few.rows.end - row);
                     let a = self.words_of_a::<W>(row, turn.start);
                     let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
-                    // SAFETY: the processor has the instructions; the operands exist, or are packed; there is room for
+                    // SAFETY: the processor has the instructions; the operands exist or are packed; there is room for
                     // the sums of all rows and vectors.
                     unsafe {
                         if let Some(piece) = few.piece {
@@ -476,36 +479,36 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
 /// A task of few rows.
 struct FewRowsTask {
     rows: Range<usize>,
-    /// The first of its columns, and their panels.
+    /// The first of the task's columns. `panels` are the panels of these columns.
     col: usize,
     panels: ColumnPanels,
     /// Room for a turn of a panel, if `b` is packed.
     piece: Option<*mut f32>,
-    /// Steps of a turn.
+    /// The steps of a turn.
     turn: usize,
-    /// Words of a row of sums.
+    /// The words of a row of sums.
     width: usize,
 }
 
 impl FewRowsTask {
-    /// Adds the sums of a block to those of the blocks before, for some panels.
+    /// Adds the sums of a block to those of earlier blocks, for some panels.
     fn add_block<W: GemmArithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
         let (last, vectors) = self.panels.get(group.end - 1);
         let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
         for row in 0..self.rows.len() {
             for at in columns.clone().map(|column| row * self.width + column) {
-                // SAFETY: sums of this task's.
+                // SAFETY: the sums belong to this task.
                 unsafe { *sums.add(at) += *of_block.add(at) };
             }
         }
     }
 }
 
-/// Steps that are packed together where few rows are multiplied with columns that are contiguous: so many that the sums are
-/// seldom loaded and stored, and what is packed stays in the first-level cache.
+/// The number of steps that are packed together if few rows are multiplied by contiguous columns. It is large enough
+/// that sums are seldom loaded and stored, and small enough that the packed words stay in the first-level cache.
 const PIECE_STEPS: usize = 128;
 
-/// A range in pieces of at most `most`, in order.
+/// Splits a range into pieces of at most `most`, in order.
 fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(most).map(move |start| start..range.end.min(start.saturating_add(most)))
 }

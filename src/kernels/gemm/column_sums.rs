@@ -1,4 +1,4 @@
-//! The sums of the columns of a matrix: the gradient of a bias.
+//! The sums of the columns of a matrix, which are the gradient of a bias.
 
 use super::matrix::Matrix;
 use super::scratch::with_words;
@@ -6,14 +6,14 @@ use crate::kernels::element::Element;
 use crate::kernels::f32_access::{get, vectorized};
 use crate::kernels::parallel;
 
-/// Rows of one partial sum.
+/// The number of rows of a partial sum.
 const ROWS: usize = 64;
 
-/// Writes the sum of every column of a row-major matrix to `out`, in f32: partial sums of [`ROWS`] rows, then the sum
-/// of those, each in row order.
+/// Writes the sum of every column of a row-major matrix to `out`, in f32: first partial sums of [`ROWS`] rows, then the
+/// sum of these, each in row order.
 ///
 /// # Panics
-/// If the matrix is not row-major or `out` has another length than its rows.
+/// Panics if the matrix is not row-major, or if the length of `out` differs from the length of the rows.
 pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     let (rows, cols) = (data.rows(), data.cols());
     assert_eq!(out.len(), cols, "one sum per column");
@@ -23,7 +23,7 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
     with_words(parts * cols, |sums| {
         let sums = PartialSums(sums.cast());
         parallel::for_each(parts, |part| {
-            // SAFETY: the words are initialized, and any are numbers; every task has its own `cols` of them.
+            // SAFETY: the words are initialized, and any bits are numbers; every task has separate `cols` words.
             let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
             sums.fill(0.0);
             vectorized!(for i in part * ROWS..rows.min((part + 1) * ROWS) {
@@ -31,14 +31,14 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
             });
         });
         for part in 0..parts {
-            // SAFETY: as above, and no task is left that writes.
+            // SAFETY: as above, and no writing task is left.
             let part = unsafe { std::slice::from_raw_parts(sums.at(part * cols), cols) };
             out.iter_mut().zip(part).for_each(|(out, part)| *out += part);
         }
     });
 }
 
-/// Adds a row to the sums. Inlined, so that it is compiled for the vectors of the dispatch around it.
+/// Adds a row to the sums. It is inlined, so that it is compiled for the vectors of the surrounding dispatch.
 #[inline(always)]
 fn add<E: Element>(row: &[E], sums: &mut [f32]) {
     for (sum, x) in sums.iter_mut().zip(row) {
@@ -46,10 +46,10 @@ fn add<E: Element>(row: &[E], sums: &mut [f32]) {
     }
 }
 
-/// The partial sums, shared by tasks that each write their own.
+/// The partial sums. Tasks share them, and each writes only its part.
 struct PartialSums(*mut f32);
 
-// SAFETY: it is only a place; see the uses of [`PartialSums::at`].
+// SAFETY: it is only an address; see the uses of [`PartialSums::at`].
 unsafe impl Sync for PartialSums {}
 
 impl PartialSums {

@@ -5,20 +5,20 @@ use crate::kernels::element::Element;
 use crate::kernels::math;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
 
-/// The operations on the sums before they are rounded and stored:
-/// `c = activation(scale * sum + bias) + residual (+ c)`, everything in f32, rounded once.
+/// The operations on the sums before they are rounded and stored: `c = activation(scale * sum + bias) + residual (+
+/// c)`. Everything is in f32 and rounded once.
 #[derive(Debug)]
 pub struct Epilogue<'a, E> {
-    /// Add what the result already holds.
+    /// Whether the previous contents of the result are added.
     pub accumulate: bool,
-    /// Factor of the sums.
+    /// The factor of the sums.
     pub scale: f32,
-    /// Added to every row, one number per column.
+    /// The bias that is added to every row, one number per column.
     pub bias: Option<&'a [E]>,
-    /// Added after the activation, row-major, of the shape of the result.
+    /// The matrix that is added after the activation, row-major and of the result's shape.
     pub residual: Option<Matrix<'a, E>>,
-    /// The activation, and where the values before it go, if they are wanted. They are rounded to the dtype of the
-    /// result, and the activation is computed from the rounded values, whether they are stored or not.
+    /// The activation, and the matrix that receives the values before it, if requested. These values are rounded to the
+    /// dtype of the result. The activation is computed from the rounded values, whether they are stored or not.
     pub activation: Option<(Activation, Option<MatrixMut<'a, E>>)>,
 }
 
@@ -31,9 +31,9 @@ impl<E> Default for Epilogue<'_, E> {
 /// An elementwise function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// GELU by its tanh approximation.
+    /// The tanh approximation of GELU.
     GeluTanh,
-    /// GELU itself, by the error function.
+    /// Exact GELU, by the error function.
     Gelu,
     /// x / (1 + exp(-x)).
     Silu,
@@ -50,10 +50,10 @@ impl Activation {
     }
 }
 
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 const LINE: usize = 64;
 
-/// The result of a product and its [`Epilogue`], shared by the threads that each write their own elements.
+/// The result of a product and its [`Epilogue`], shared by threads that each write different elements.
 pub(super) struct EpilogueOutput<'a, C> {
     pub(super) result: ParallelMatrix<C>,
     pub(super) accumulate: bool,
@@ -70,7 +70,7 @@ pub(super) struct ParallelMatrix<C> {
     row_stride: usize,
 }
 
-// SAFETY: a target is only a place; those who write it through [`ParallelMatrix::at`] answer for writing disjoint elements.
+// SAFETY: this is only an address; callers that write through [`ParallelMatrix::at`] must write disjoint elements.
 unsafe impl<C: Send> Sync for ParallelMatrix<C> {}
 
 impl<C> ParallelMatrix<C> {
@@ -82,13 +82,13 @@ impl<C> ParallelMatrix<C> {
         self.row_stride
     }
 
-    /// The place of an element.
+    /// Returns the address of an element.
     ///
     /// # Safety
-    /// It is an element of the matrix.
+    /// The element exists in the matrix.
     #[inline(always)]
     pub(super) unsafe fn at(&self, row: usize, col: usize) -> *mut C {
-        // SAFETY: the caller names an element of the matrix, which lies inside of its slice.
+        // SAFETY: the caller names an element of the matrix, which is within its slice.
         unsafe { self.data.add(row * self.row_stride + col) }
     }
 }
@@ -118,12 +118,12 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
         }
     }
 
-    /// Brings elements of the result near that will be written, and what will be added to them.
+    /// Prefetches elements of the result that will be written, and those that will be added to them.
     #[inline(always)]
     pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
         let lines = (cols * size_of::<C>()).div_ceil(LINE);
         for i in row..row + rows {
-            // SAFETY: elements of the result.
+            // SAFETY: these are elements of the result.
             let result = unsafe { self.result.at(i, col) }.cast::<u8>();
             (0..lines).for_each(|line| prefetch_to_write(result.wrapping_add(line * LINE)));
             if let Some(before) = &self.before_activation {

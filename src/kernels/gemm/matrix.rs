@@ -1,6 +1,6 @@
 //! Views of matrices inside slices.
 
-/// A matrix inside a slice: element (i, j) lies at `i * row_stride + j * col_stride`; one of the strides is 1.
+/// A matrix inside a slice. Element (i, j) is at `i * row_stride + j * col_stride`, and one of the strides is 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a, E> {
     data: &'a [E],
@@ -11,21 +11,21 @@ pub struct Matrix<'a, E> {
 }
 
 impl<'a, E: Copy> Matrix<'a, E> {
-    /// A dense row-major matrix.
+    /// Creates a dense row-major matrix.
     pub fn new(data: &'a [E], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// A row-major matrix whose rows begin `row_stride` elements apart.
+    /// Creates a row-major matrix whose rows start `row_stride` elements apart.
     ///
     /// # Panics
-    /// If rows overlap or reach past the slice.
+    /// Panics if rows overlap or exceed the slice.
     pub fn strided(data: &'a [E], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_extent(data.len(), rows, cols, row_stride);
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    /// The transpose, a view.
+    /// Returns a transposed view.
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
@@ -50,25 +50,25 @@ impl<'a, E: Copy> Matrix<'a, E> {
         self.data.as_ptr()
     }
 
-    /// Whether the elements of a row lie side by side.
+    /// Returns whether the elements of a row are adjacent.
     pub(super) fn is_row_major(&self) -> bool {
         self.col_stride == 1
     }
 
-    /// The elements of a row of a row-major matrix.
+    /// Returns the elements of a row of a row-major matrix.
     pub(super) fn row(&self, row: usize) -> &'a [E] {
         assert!(self.is_row_major() && row < self.rows, "no such row");
         &self.data[row * self.row_stride..][..self.cols]
     }
 
-    /// The element at (i, j).
+    /// Returns the element at (i, j).
     #[cfg(test)]
     pub(super) fn at(&self, i: usize, j: usize) -> E {
         self.data[i * self.row_stride + j * self.col_stride]
     }
 }
 
-/// A row-major matrix to be written.
+/// A row-major matrix for writing.
 #[derive(Debug)]
 pub struct MatrixMut<'a, E> {
     data: &'a mut [E],
@@ -78,15 +78,15 @@ pub struct MatrixMut<'a, E> {
 }
 
 impl<'a, E> MatrixMut<'a, E> {
-    /// A dense matrix.
+    /// Creates a dense matrix.
     pub fn new(data: &'a mut [E], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// A matrix whose rows begin `row_stride` elements apart.
+    /// Creates a matrix whose rows start `row_stride` elements apart.
     ///
     /// # Panics
-    /// If rows overlap or reach past the slice.
+    /// Panics if rows overlap or exceed the slice.
     pub fn strided(data: &'a mut [E], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_extent(data.len(), rows, cols, row_stride);
         Self { data, rows, cols, row_stride }

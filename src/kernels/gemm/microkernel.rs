@@ -1,4 +1,4 @@
-//! The microkernels: a few rows of `a` times a panel of `b`, the sums in registers.
+//! The microkernels: a few rows of `a` times a panel of `b`, with the sums in registers.
 
 use super::arithmetic::GemmArithmetic;
 #[cfg(target_arch = "aarch64")]
@@ -7,7 +7,7 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Bf16PairWords};
 use crate::kernels::vector::{F32Words, PortableVector, SimdVector};
 
-/// Words of `a`: that of row `i` at step `s` lies at `first + i * row + s * step`, strides in words.
+/// The words of `a`. The word of row `i` at step `s` is at `first + i * row + s * step`, with strides in words.
 #[derive(Clone, Copy)]
 pub(super) struct StridedWords {
     pub(super) first: *const f32,
@@ -15,25 +15,26 @@ pub(super) struct StridedWords {
     pub(super) step: usize,
 }
 
-/// What the products are added to.
+/// The initial value to which the products are added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AccumulatorInit {
-    /// Nothing: the sums are overwritten.
+    /// Zero. The sums in memory are overwritten.
     Zero,
-    /// Nothing; what results is added to the sums.
+    /// Zero. The result is then added to the sums in memory.
     Add,
-    /// The sums, one product after the other: as if they had never left the registers.
+    /// The sums in memory, to which the products are added one by one, as if the sums had never left the registers.
     Continue,
 }
 
-/// The sums of `a b`: for `steps` steps, the words of `a` as described there, those of `b` packed in order, and rows of
-/// sums `stride` apart.
+/// Computes the sums of `a b` over `steps` steps. `a` describes the words of `a`, the words of `b` are packed in order,
+/// and rows of sums are `stride` apart.
 pub(super) type Microkernel =
     unsafe fn(steps: usize, a: StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
 
-/// An arithmetic's kernels.
+/// The microkernels of an arithmetic.
 pub(super) trait Microkernels: GemmArithmetic {
-    /// By the logarithm of their rows, which are a power of two, and then by their vectors from 1 on.
+    /// The kernels, indexed by the logarithm of their number of rows (a power of two), and then by the number of
+    /// vectors, from 1 on.
     const KERNELS: &'static [&'static [Microkernel]];
 }
 
@@ -58,10 +59,10 @@ kernels!(Bf16PairWords, [1, 2, 4, 8], [1, 2, 3]);
 #[cfg(target_arch = "aarch64")]
 kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 
-/// The kernel for `R` rows and `N` vectors.
+/// Computes `R` rows and `N` vectors.
 ///
 /// # Safety
-/// The processor has the arithmetic's instructions; `a`, `b` and `sums` hold the rows, columns and steps that this
+/// The processor has the arithmetic's instructions; `a`, `b` and `sums` contain the rows, columns and steps that this
 /// reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
@@ -93,7 +94,7 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
     // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
     unsafe {
         let mut acc = load_sums::<A::V, R, N>(sums, stride, start == AccumulatorInit::Continue);
-        // With one of these strides in sight the compiler puts most of an address into the instruction.
+        // If one of these strides is a constant, the compiler encodes most of an address in the instruction.
         match step {
             1 => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: 1, ..a }, b),
             _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: A::ROWS, ..a }, b),
@@ -110,10 +111,10 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
     }
 }
 
-/// The sums in memory with `keep`, or zeros.
+/// Returns the sums in memory if `keep` is set, or zeros.
 ///
 /// # Safety
-/// Inside of `V::with`; `sums` holds N vectors for each of R rows, `stride` apart.
+/// Inside `V::with`; `sums` has N vectors for each of R rows, `stride` apart.
 #[inline(always)]
 pub(super) unsafe fn load_sums<V: SimdVector, const R: usize, const N: usize>(
     sums: *const f32,
@@ -137,7 +138,7 @@ pub(super) unsafe fn load_sums<V: SimdVector, const R: usize, const N: usize>(
 /// Writes the sums.
 ///
 /// # Safety
-/// As for [`load_sums`].
+/// Same as for [`load_sums`].
 #[inline(always)]
 pub(super) unsafe fn store_sums<V: SimdVector, const R: usize, const N: usize>(
     acc: [[V; N]; R],
@@ -152,10 +153,10 @@ pub(super) unsafe fn store_sums<V: SimdVector, const R: usize, const N: usize>(
     }
 }
 
-/// Adds the products of `steps` steps, four at a time: few instructions beside the products.
+/// Adds the products of `steps` steps, four at a time, so that few other instructions are needed.
 ///
 /// # Safety
-/// As for [`kernel`], and inside of `A::V::with`.
+/// Same as for [`kernel`], and inside `A::V::with`.
 #[inline(always)]
 unsafe fn add_steps<A: GemmArithmetic, const R: usize, const N: usize>(
     acc: &mut [[A::V; N]; R],
@@ -166,8 +167,8 @@ unsafe fn add_steps<A: GemmArithmetic, const R: usize, const N: usize>(
     const UNROLLED: usize = 4;
     let StridedWords { first: mut a, row, step } = a;
     let mut b = b;
-    // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step. Pointers are past the end after the
-    // last step, where nothing is read.
+    // SAFETY: `a` has a word for each row and step, `b` N vectors for each step. Pointers are past the end after the
+    // last step, and nothing is read there.
     unsafe {
         for _ in 0..steps / UNROLLED {
             for s in 0..UNROLLED {
@@ -185,7 +186,7 @@ unsafe fn add_steps<A: GemmArithmetic, const R: usize, const N: usize>(
 /// Adds the products of a step.
 ///
 /// # Safety
-/// As for [`add_steps`].
+/// Same as for [`add_steps`].
 #[inline(always)]
 unsafe fn add_step<A: GemmArithmetic, const R: usize, const N: usize>(
     acc: &mut [[A::V; N]; R],
@@ -205,13 +206,13 @@ unsafe fn add_step<A: GemmArithmetic, const R: usize, const N: usize>(
     }
 }
 
-/// How many of `rows` rows one kernel of an arithmetic does: a power of two.
+/// Returns how many of `rows` rows one kernel of an arithmetic computes: a power of two.
 #[inline(always)]
 pub(super) fn rows<A: GemmArithmetic>(rows: usize) -> usize {
     1 << rows.min(A::ROWS).ilog2()
 }
 
-/// The kernel of an arithmetic for this many rows, a power of two, and vectors.
+/// Returns the kernel of an arithmetic for this number of rows, a power of two, and of vectors.
 #[inline(always)]
 pub(super) fn select<A: Microkernels>(rows: usize, vectors: usize) -> Microkernel {
     A::KERNELS[rows.ilog2() as usize][vectors - 1]

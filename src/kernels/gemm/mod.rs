@@ -1,12 +1,13 @@
-//! Matrix products with what follows them fused in.
+//! Matrix products with fused epilogues.
 //!
-//! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits whatever
-//! the number of rows around it and whatever the number of threads.
+//! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits for any
+//! number of rows around it and for any number of threads.
 //!
-//! Operands are packed into the order in which a register-blocked microkernel reads them. The product is written once,
-//! over an [`GemmArithmetic`](arithmetic::GemmArithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
-//! [`SimdMethod::of`] says which one a level of SIMD takes. Where a processor's AVX512_BF16 is faster than its f32, bf16
-//! operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
+//! Operands are packed into the order in which a register-blocked microkernel reads them. The product is generic over a
+//! [`GemmArithmetic`](arithmetic::GemmArithmetic), which defines the vectors and how a word of `a` is multiplied by
+//! those of `b`. [`SimdMethod::of`] selects one for a SIMD level. On processors whose AVX512_BF16 is faster than f32,
+//! bf16 operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which treats denormal operands and results as
+//! 0).
 
 mod arithmetic;
 mod blocked;
@@ -30,10 +31,10 @@ use crate::kernels::simd::level;
 use crate::kernels::vector::{SimdMethod, with_words_of};
 use epilogue::EpilogueOutput;
 
-/// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
+/// Computes `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
 ///
 /// # Panics
-/// If the shapes do not fit each other.
+/// Panics if the shapes do not match.
 pub fn gemm<E: Element, C: Element>(
     c: MatrixMut<'_, C>,
     a: Matrix<'_, E>,

@@ -1,22 +1,22 @@
-//! Packing: operands in the order, and as the words, in which the microkernels read them.
+//! Packing of operands into the order and the words in which the microkernels read them.
 
 use super::arithmetic::ElementArithmetic;
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::simd::prefetch_at;
 use crate::kernels::vector::{MOST_LANES, SimdVector};
 
-/// How far reading is ahead of packing: what lies side by side is too short, or in too many places, for the processor
-/// to see where reading goes. In steps, for columns that are packed in turns of this many steps;
+/// The prefetch distance of packing, in steps, for columns that are packed in turns of this many steps. Without
+/// prefetching, the contiguous pieces are too short or too many for the processor to predict the reads.
 pub(super) const STEPS_AHEAD: usize = 32;
-/// in elements side by side, for rows of which a task packs few steps;
+/// The prefetch distance in adjacent elements, for rows of which a task packs few steps.
 const NEIGHBORS_AHEAD: usize = 96;
-/// in bytes, for elements that lie side by side along the inner dimension.
+/// The prefetch distance in bytes, for elements that are adjacent along the inner dimension.
 const BYTES_AHEAD: usize = 256;
 
-/// Bytes of a cache line.
+/// The bytes of a cache line.
 const LINE: usize = 64;
 
-/// An operand: `outer` rows of `a`, or columns of `b`, and `inner` elements in each.
+/// An operand: `outer` rows of `a` or columns of `b`, with `inner` elements each.
 #[derive(Clone, Copy)]
 pub(super) struct GemmOperand<E> {
     pub(super) data: *const E,
@@ -26,7 +26,7 @@ pub(super) struct GemmOperand<E> {
     pub(super) inner_stride: usize,
 }
 
-// SAFETY: a place that is only read, inside a slice that outlives the product.
+// SAFETY: an address that is only read, inside a slice that outlives the product.
 unsafe impl<E: Sync> Sync for GemmOperand<E> {}
 
 impl<E: Element> GemmOperand<E> {
@@ -35,14 +35,14 @@ impl<E: Element> GemmOperand<E> {
         self.data.wrapping_add(outer * self.outer_stride + inner * self.inner_stride)
     }
 
-    /// Brings a step's elements near that lie side by side across the inner dimension, if they exist.
+    /// Prefetches a step's elements that are adjacent across the inner dimension, if they exist.
     #[inline(always)]
     fn prefetch<W: ElementArithmetic<E>>(&self, from: *const E) {
         (0..W::DEPTH).for_each(|depth| prefetch_at(from.wrapping_add(depth * self.inner_stride)));
     }
 
-    /// Packs `steps` words from word `step` of the columns of `b` from `outer` that `vectors` vectors hold: for each
-    /// step the words of all columns. Columns and elements that do not exist are zeros.
+    /// Packs `steps` words, from word `step` on, of the columns of `b` from `outer` on that fill `vectors` vectors: for
+    /// each step the words of all columns. Columns and elements that do not exist are zeros.
     ///
     /// # Safety
     /// The processor has the instructions of `W`; `to` has room for `steps` times the vectors.
@@ -66,10 +66,10 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// [`GemmOperand::pack_columns`] where columns lie side by side.
+    /// Does the same as [`GemmOperand::pack_columns`] for adjacent columns.
     ///
     /// # Safety
-    /// As there, and inside of `W::V::with`.
+    /// Same as there, and inside `W::V::with`.
     #[inline(always)]
     unsafe fn copy_columns<W: ElementArithmetic<E>>(
         &self,
@@ -91,7 +91,7 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Brings near what some vectors of columns, which lie side by side, hold in a later step.
+    /// Prefetches the words of a later step for some vectors of adjacent columns.
     #[inline(always)]
     pub(super) fn prefetch_columns<W: ElementArithmetic<E>>(&self, outer: usize, vectors: usize, step: usize) {
         let ahead = self.at(outer, (step + STEPS_AHEAD) * W::DEPTH);
@@ -100,10 +100,10 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// The words of a step of the columns of a vector, which lie side by side.
+    /// Returns the words of a step for a vector of adjacent columns.
     ///
     /// # Safety
-    /// Inside of `W::V::with`; the step exists.
+    /// Inside `W::V::with`; the step exists.
     #[inline(always)]
     pub(super) unsafe fn words<W: ElementArithmetic<E>>(&self, outer: usize, step: usize) -> W::V {
         let inner = step * W::DEPTH;
@@ -112,10 +112,10 @@ impl<E: Element> GemmOperand<E> {
         unsafe { W::across(self.at(outer, inner), self.inner_stride, depth, n) }
     }
 
-    /// [`GemmOperand::pack_columns`] where the elements of a column lie side by side.
+    /// Does the same as [`GemmOperand::pack_columns`] for columns whose elements are adjacent.
     ///
     /// # Safety
-    /// As there, and inside of `W::V::with`.
+    /// Same as there, and inside `W::V::with`.
     #[inline(always)]
     unsafe fn transpose_columns<W: ElementArithmetic<E>>(
         &self,
@@ -139,11 +139,11 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Calls `take` with the words of each of `steps` steps from `step` of the columns of a vector, whose elements lie
-    /// side by side, in order, the first step being 0.
+    /// Calls `take` with the number and the words of each of `steps` steps from `step` on, in order. The numbers start
+    /// at 0. The words are those of a vector of columns whose elements are adjacent.
     ///
     /// # Safety
-    /// Inside of `W::V::with`; the steps exist.
+    /// Inside `W::V::with`; the steps exist.
     #[inline(always)]
     pub(super) unsafe fn transposed<W: ElementArithmetic<E>>(
         &self,
@@ -152,7 +152,7 @@ impl<E: Element> GemmOperand<E> {
         steps: usize,
         mut take: impl FnMut(usize, W::V),
     ) {
-        // Words of f32 that are made of bf16 are transposed two at a time, before they are widened.
+        // Words of f32 that are converted from bf16 are transposed two at a time, before they are widened.
         let two = 2 * W::LANES;
         let paired = if W::DEPTH == 1 && E::KIND == ElementDtype::BF16 { steps / two * two } else { 0 };
         // SAFETY: the elements that are read exist.
@@ -186,7 +186,7 @@ impl<E: Element> GemmOperand<E> {
                 if steps - s < W::LANES {
                     return rows.iter().take(steps - s).enumerate().for_each(|(i, row)| take(s + i, *row));
                 }
-                // Of a number that the compiler knows: they stay in registers.
+                // The compiler knows this number of rows, so they stay in registers.
                 for (i, row) in rows.iter().enumerate().take(W::LANES) {
                     take(s + i, *row);
                 }
@@ -194,9 +194,9 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Packs `steps` words from word `step` of the rows of `a` from `outer` that a vector holds, of which `inner_stride`
-    /// is not 1: for each step the words of `ROWS` rows, or of a part of so many. Where a vector holds
-    /// twice as many, the second half begins `group` words after the first.
+    /// Packs `steps` words, from word `step` on, of the rows of `a` from `outer` on that a vector covers.
+    /// `inner_stride` must not be 1. The result has for each step the words of `ROWS` rows, or of a part of them. If a
+    /// vector covers twice as many rows, the second half starts `group` words after the first.
     ///
     /// # Safety
     /// The processor has the instructions of `W`; `to` has room.
@@ -227,11 +227,11 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Packs `steps` words from word `step` of row `outer` of `a`, of which `inner_stride` is 1, one after the other.
-    /// Writes whole vectors.
+    /// Packs `steps` contiguous words, from word `step` on, of row `outer` of `a`, whose `inner_stride` is 1. Writes
+    /// full vectors.
     ///
     /// # Safety
-    /// The processor has the instructions of `W`; `to` has room for `steps` words rounded up to whole vectors.
+    /// The processor has the instructions of `W`; `to` has room for `steps` words rounded up to full vectors.
     pub(super) unsafe fn copy_row<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
@@ -253,7 +253,7 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Whether words can be read where the elements are: rows of whole words, of the words' own dtype.
+    /// Returns whether words can be read directly from the matrix: rows consist of full words of the words' own dtype.
     pub(super) fn is_words<W: ElementArithmetic<E>>(&self) -> bool {
         self.inner_stride == 1
             && self.inner.is_multiple_of(W::DEPTH)

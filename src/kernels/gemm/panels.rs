@@ -1,11 +1,11 @@
-//! Columns in panels, each as wide as a microkernel computes at once.
+//! Panels of columns, each as wide as a microkernel computes at once.
 
-/// Vectors of columns in panels of at most `most` vectors.
+/// Vectors of columns, split into panels of at most `most` vectors.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnPanels {
     count: usize,
     most: usize,
-    /// Panels of `most` vectors; of those after them, each has `rest`.
+    /// The number of panels with `most` vectors. The panels after them have `rest` vectors each.
     full: usize,
     rest: usize,
 }
@@ -13,7 +13,7 @@ pub(super) struct ColumnPanels {
 impl ColumnPanels {
     pub(super) fn new(vectors: usize, most: usize) -> Self {
         let count = vectors.div_ceil(most);
-        // A lone vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
+        // A single vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
         let (full, rest) = match vectors % most {
             0 => (count, 0),
             1 if count > 1 => (count - 2, 2),
@@ -26,12 +26,12 @@ impl ColumnPanels {
         self.count
     }
 
-    /// The number of vectors of all panels.
+    /// Returns the number of vectors of all panels.
     pub(super) fn vectors(&self) -> usize {
         self.full * self.most + (self.count - self.full) * self.rest
     }
 
-    /// The first vector of a panel, and the number of its vectors.
+    /// Returns the first vector of a panel and the number of its vectors.
     pub(super) fn get(&self, panel: usize) -> (usize, usize) {
         if panel < self.full {
             (panel * self.most, self.most)

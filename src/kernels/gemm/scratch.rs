@@ -1,4 +1,4 @@
-//! Memory for packed operands and partial sums that is kept from one product to the next.
+//! Memory for packed operands and partial sums that is kept between products.
 
 use std::cell::RefCell;
 
@@ -9,18 +9,21 @@ struct CacheLine {
     _words: [f32; 16],
 }
 
-/// Bytes of the largest buffer that is kept: what a product needs beyond that costs little beside the product itself.
+/// The maximum size in bytes of a buffer that is kept. A product that needs more takes so long that the allocation
+/// matters little.
 const MOST: usize = 16 << 20;
 
 thread_local! {
-    /// Buffers of this thread that are not in use. A stack: nested uses put them back in the reverse order, so that
-    /// the same use finds the same buffer the next time.
+    /// The unused buffers of this thread. They form a stack: nested uses return them in reverse order, so that the same
+    /// use finds the same buffer the next time.
     static FREE: RefCell<Vec<Vec<CacheLine>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `f` with memory for `words` words of 32 bits, aligned to cache lines. What it holds is left from earlier uses.
+/// Calls `f` with memory for `words` 32-bit words, aligned to cache lines. The contents are left over from earlier
+/// uses.
 ///
-/// A thread that waits for others may meanwhile run another product: it finds, or makes, a further buffer.
+/// A thread that waits for others may run another product in the meantime. That product finds or allocates another
+/// buffer.
 pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     let lines = words.div_ceil(16);
@@ -35,7 +38,7 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
     result
 }
 
-/// Bytes of the buffers of this thread that are not in use.
+/// Returns the bytes of this thread's unused buffers.
 #[cfg(test)]
 pub(super) fn bytes_kept() -> usize {
     FREE.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<CacheLine>()).sum())
@@ -47,7 +50,7 @@ mod tests {
 
     #[test]
     fn a_buffer_is_kept_for_the_next_use_unless_it_is_large() {
-        // A thread of its own: nothing else has used its buffers.
+        // A separate thread, whose buffers have not been used before.
         let kept = |bytes: usize| {
             let used = std::thread::spawn(move || {
                 with_words(bytes / 4, |_| ());

@@ -1,4 +1,4 @@
-//! Tests of the product by every method that this machine has.
+//! Tests of the product with every method that this machine supports.
 
 use super::*;
 use crate::kernels::math;
@@ -32,7 +32,7 @@ fn each_level_has_a_method_of_its_own() {
     assert_eq!(methods.len(), InstructionSet::available().count());
 }
 
-/// Relative distance of neighbouring numbers.
+/// Returns the relative distance of neighboring numbers.
 fn epsilon<E: Element>() -> f64 {
     match E::KIND {
         crate::kernels::element::ElementDtype::F32 => 1.2e-7,
@@ -41,7 +41,7 @@ fn epsilon<E: Element>() -> f64 {
     }
 }
 
-/// A matrix of random numbers, dense or with a gap after each row, stored as it is or transposed.
+/// A matrix of random numbers, dense or with a gap after each row, stored directly or transposed.
 struct Stored<E> {
     data: Vec<E>,
     rows: usize,
@@ -161,8 +161,8 @@ fn operands_that_are_packed_in_several_regions_give_the_right_product() {
     }
 }
 
-/// The sums of a product in f32 by a loop over the inner dimension, in the fewest equal blocks of at most 512 steps, by
-/// whole vectors.
+/// Returns the sums of a product in f32 from a loop over the inner dimension, in the fewest equal blocks of at most 512
+/// steps, rounded to full vectors.
 fn sums_in_order<E: Element>(
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
@@ -272,7 +272,7 @@ fn check_epilogues<E: Element>() {
                                 "{method:?} case {case}: {} {x}",
                                 before[i]
                             );
-                            // Computed from the rounded value.
+                            // The activation is computed from the rounded value.
                             x = f64::from(before[i]);
                         }
                         x = f64::from(match f {

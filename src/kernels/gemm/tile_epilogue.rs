@@ -4,7 +4,7 @@ use super::epilogue::EpilogueOutput;
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::vector::SimdVector;
 
-/// Where a tile lies in the result.
+/// The position of a tile in the result.
 #[derive(Clone, Copy)]
 pub(super) struct TilePosition {
     pub(super) row: usize,
@@ -14,22 +14,22 @@ pub(super) struct TilePosition {
 }
 
 impl<C: Element> EpilogueOutput<'_, C> {
-    /// Whether the sums are only to be stored or added, as they are, so that a microkernel can do it.
+    /// Returns whether the sums are only stored or added unchanged, so that a microkernel can do it.
     pub(super) fn takes_sums(&self) -> bool {
         C::KIND == ElementDtype::F32 && self.adds_nothing()
     }
 
-    /// Whether nothing is done to the sums but to add what the result holds.
+    /// Returns whether the sums are unchanged, except that the result's contents may be added.
     fn adds_nothing(&self) -> bool {
         self.scale == 1.0 && self.bias.is_none() && self.residual.is_none() && self.activation.is_none()
     }
 }
 
-/// Finishes and stores a tile of sums, of which the rows begin `stride` apart. They are overwritten.
+/// Finishes and stores a tile of sums whose rows start `stride` apart. The sums are overwritten.
 ///
 /// # Safety
 /// The processor has the vectors' instructions; rows of sums can be read and written up to a multiple of a vector's
-/// columns; the elements are the result's, and nobody else accesses them meanwhile.
+/// columns; the elements exist in the result, and nothing else accesses them meanwhile.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
     place: TilePosition,
@@ -45,8 +45,8 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     }
 }
 
-/// The tile is gone over once for each kind of work, not row by row: a row is too short for the processor to overlap
-/// the long chain of an activation with that of the next.
+/// Processes the tile once for each kind of operation, not row by row. A row is too short for the processor to overlap
+/// the long dependency chain of an activation with that of the next.
 #[inline(always)]
 unsafe fn finish_tile<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
@@ -56,7 +56,7 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
 ) {
     let TilePosition { row, rows, col, cols } = place;
     // SAFETY: every access is to sums up to a multiple of a vector's columns, or to elements of the tile, in the result
-    // and in matrices of its shape.
+    // and in matrices of the same shape.
     unsafe {
         if sink.adds_nothing() && !sink.accumulate {
             for i in 0..rows {
@@ -104,10 +104,10 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
     }
 }
 
-/// Scale and bias for the `n` columns from `col`, at most a vector's.
+/// Applies scale and bias to the `n` columns from `col` on, at most one vector.
 ///
 /// # Safety
-/// Inside of `V::with`, and these are columns of the result.
+/// Inside `V::with`, and these are columns of the result.
 #[inline(always)]
 unsafe fn before_activation<V: SimdVector, C: Element>(
     sink: &EpilogueOutput<'_, C>,
@@ -125,10 +125,10 @@ unsafe fn before_activation<V: SimdVector, C: Element>(
     }
 }
 
-/// The numbers that storing and loading gives.
+/// Returns the numbers that storing and loading would produce.
 ///
 /// # Safety
-/// Inside of `V::with`.
+/// Inside `V::with`.
 #[inline(always)]
 unsafe fn round<V: SimdVector, C: Element>(x: V) -> V {
     if C::KIND == ElementDtype::F32 {

@@ -1,5 +1,5 @@
-//! Products of one, two or four rows with `b` as it lies in memory: each word is loaded, or transposed in registers,
-//! and multiplied at once. The sums are those of the microkernels to the bit.
+//! Products of one, two or four rows with `b` read from its original memory: each word is loaded, or transposed in
+//! registers, and multiplied at once. The sums have the same bits as those of the microkernels.
 
 use super::arithmetic::ElementArithmetic;
 use super::microkernel::{AccumulatorInit, StridedWords, load_sums, store_sums};
@@ -7,16 +7,16 @@ use super::pack::GemmOperand;
 use crate::kernels::element::Element;
 use crate::kernels::vector::SimdVector;
 
-/// The most rows.
+/// The maximum number of rows.
 pub(super) const ROWS: usize = 4;
 
-/// The sums of `rows` rows, a power of two of at most [`ROWS`], of `vectors` vectors of the columns of `b` from `outer`,
-/// for `steps` steps from `step`: the words of `a` from its first step on, and rows of sums `stride` apart. No vector is
-/// added to sums that were there: `start` is [`AccumulatorInit::Zero`] or [`AccumulatorInit::Continue`].
+/// Computes the sums of `rows` rows (a power of two, at most [`ROWS`]) and of `vectors` vectors of the columns of `b`
+/// from `outer` on, for `steps` steps from `step` on. `a` has the words from its first step on, and rows of sums are
+/// `stride` apart. `start` is [`AccumulatorInit::Zero`] or [`AccumulatorInit::Continue`].
 ///
 /// # Safety
-/// The processor has the instructions of `W`; `a`, `b` and `sums` hold the rows, columns and steps that this reads and
-/// writes.
+/// The processor has the instructions of `W`; `a`, `b` and `sums` contain the rows, columns and steps that this reads
+/// and writes.
 #[expect(clippy::too_many_arguments, reason = "a microkernel's, and where in `b`")]
 pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
     rows: usize,
@@ -54,10 +54,10 @@ pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
     }
 }
 
-/// Where the elements of a column of `b` lie side by side.
+/// Handles columns of `b` whose elements are adjacent.
 ///
 /// # Safety
-/// As for [`multiply`], and inside of `W::V::with`.
+/// Same as for [`multiply`], and inside `W::V::with`.
 #[inline(always)]
 unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
     a: StridedWords,
@@ -89,10 +89,10 @@ unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
     }
 }
 
-/// Where columns of `b` lie side by side.
+/// Handles adjacent columns of `b`.
 ///
 /// # Safety
-/// As for [`multiply`], and inside of `W::V::with`.
+/// Same as for [`multiply`], and inside `W::V::with`.
 #[inline(always)]
 unsafe fn across<W: ElementArithmetic<E>, E: Element, const R: usize, const N: usize>(
     a: StridedWords,

@@ -109,7 +109,8 @@ impl SimdVector for Avx2 {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The bounds come first, so that nan passes. The lower one gives 2^-127, whose exponent's bits are those of 0.
+            // The bounds come first, so that nan passes. The lower one yields 2^-127, whose exponent bits are those of
+            // 0.
             let x = _mm256_max_ps(_mm256_set1_ps(-127.0), self.0);
             let x = _mm256_min_ps(_mm256_set1_ps(128.0), x);
             let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
@@ -134,7 +135,7 @@ impl SimdVector for Avx2 {
     unsafe fn transpose(rows: &mut TransposeBlock<Self>) {
         // SAFETY: as the caller promises.
         unsafe {
-            // 4 x 4 numbers within each half of the vectors, then the halves.
+            // Transposes 4 x 4 numbers within each half of the vectors, and then the halves.
             let mut quads = *rows;
             for i in [0, 4] {
                 let [a, b, c, d] = [rows[i].0, rows[i + 1].0, rows[i + 2].0, rows[i + 3].0];
@@ -154,7 +155,7 @@ impl SimdVector for Avx2 {
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
-        // SAFETY: as the caller promises; the copy has a whole vector's elements.
+        // SAFETY: as the caller promises; the copy has the elements of a full vector.
         unsafe {
             if n < Self::LANES {
                 let all: [E; Self::LANES] = copy_in(from, n);
@@ -176,7 +177,7 @@ impl SimdVector for Avx2 {
 
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
-        // SAFETY: as the caller promises; no more than a vector's elements are copied.
+        // SAFETY: as the caller promises; at most a vector's elements are copied.
         unsafe {
             if n < Self::LANES {
                 let mut all = [E::default(); Self::LANES];
@@ -188,9 +189,9 @@ impl SimdVector for Avx2 {
     }
 }
 
-/// Four rows of three sums, a row of three vectors and one number take all of the sixteen registers. In the compiler's
-/// own order the next number would be there before this one is done with, and sums would move out of its way; these
-/// instructions keep theirs.
+/// Adds three products with fixed registers. Four rows of three sums, a row of three vectors and one number use all
+/// sixteen registers. In the compiler's own order, the next number would be loaded before this one is used up, and sums
+/// would be moved to make room. This assembly keeps the order.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q, r]: [__m256; 3]) {
@@ -212,7 +213,7 @@ unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q,
     }
 }
 
-/// Eight elements in f32.
+/// Loads eight elements as f32.
 #[inline(always)]
 unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
     // SAFETY: the caller promises the instructions and the elements.
@@ -244,7 +245,7 @@ unsafe fn store_whole<E: Element>(values: __m256, to: *mut E) {
     }
 }
 
-/// The numbers in bf16, to nearest even.
+/// Rounds the numbers to bf16, to nearest even.
 #[inline(always)]
 unsafe fn to_bf16(values: __m256) -> __m128i {
     // SAFETY: the caller promises the instructions.
@@ -252,7 +253,7 @@ unsafe fn to_bf16(values: __m256) -> __m128i {
         let bits = _mm256_castps_si256(values);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
         let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-        // A nan stays one, and becomes quiet.
+        // A nan stays a nan and becomes quiet.
         let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(values, values);
         let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
         let rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(nan));

@@ -4,7 +4,7 @@ use super::{SimdVector, TransposeBlock, exp2_of_rest};
 use crate::kernels::element::{Element, ElementDtype};
 use std::arch::x86_64::*;
 
-/// Sixteen f32; bf16 numbers are rounded by integer instructions.
+/// Sixteen f32. bf16 numbers are rounded by integer instructions.
 pub(crate) type Avx512 = Avx512Vector<false>;
 
 /// Sixteen f32 of a processor that also has AVX512_BF16.
@@ -26,22 +26,22 @@ fn with_bf16<R>(f: impl FnOnce() -> R) -> R {
 }
 
 impl<const BF16: bool> Avx512Vector<BF16> {
-    /// The mask of the first `n` lanes.
+    /// Returns the mask of the first `n` lanes.
     #[inline(always)]
     pub(crate) fn first(n: usize) -> __mmask16 {
         if n >= 16 { !0 } else { (1 << n) - 1 }
     }
 
-    /// Sixteen words.
+    /// Returns a vector of sixteen words with these bits.
     #[inline(always)]
     pub(crate) unsafe fn of_bits(bits: __m512i) -> Self {
-        // SAFETY: the caller is inside of `with`.
+        // SAFETY: the caller is inside `with`.
         unsafe { Self(_mm512_castsi512_ps(bits)) }
     }
 }
 
 impl Avx512Bf16 {
-    /// Words of the two numbers of each lane in bf16, that of `low` in the low half.
+    /// Returns the words of the two numbers of each lane in bf16, with the number of `low` in the low half.
     #[inline(always)]
     pub(crate) unsafe fn pair(low: Self, high: Self) -> Self {
         const fn lanes() -> [u16; 32] {
@@ -54,24 +54,24 @@ impl Avx512Bf16 {
             lanes
         }
         const LANES: [u16; 32] = lanes();
-        // SAFETY: the caller is inside of `with`; the array has a vector's bits.
+        // SAFETY: the caller is inside `with`; the array has a vector's bits.
         unsafe {
             let both = std::mem::transmute::<__m512, __m512i>(Self::row(low, high).0);
             Self::of_bits(_mm512_permutexvar_epi16(_mm512_loadu_si512(LANES.as_ptr().cast()), both))
         }
     }
 
-    /// Words of neighbours in bf16: first the numbers of `first`, then those of `second`.
+    /// Returns words of neighbors in bf16: first the numbers of `first`, then those of `second`.
     #[inline(always)]
     pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
-        // SAFETY: the caller is inside of `with`; types of the same 64 bytes.
+        // SAFETY: the caller is inside `with`; types of the same 64 bytes.
         unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
     }
 
-    /// The sums, plus the products of both bf16 numbers of each word of `a` with those of `b`.
+    /// Returns the sums plus the products of both bf16 numbers of each word of `a` and those of `b`.
     #[inline(always)]
     pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
-        // SAFETY: the caller is inside of `with`; types of the same 64 bytes.
+        // SAFETY: the caller is inside `with`; types of the same 64 bytes.
         unsafe {
             let [a, b] = [a, b].map(|x| std::mem::transmute::<__m512, __m512bh>(x.0));
             Self(_mm512_dpbf16_ps(self.0, a, b))
@@ -79,7 +79,7 @@ impl Avx512Bf16 {
     }
 }
 
-// In this file: the instructions are those of `with`, and what a mask excludes is neither read nor written.
+// In this file, the instructions are those of `with`, and elements that a mask excludes are neither read nor written.
 impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     const LANES: usize = 16;
 
@@ -186,7 +186,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
                 pairs[2 * i].0 = _mm512_unpacklo_ps(rows[2 * i].0, rows[2 * i + 1].0);
                 pairs[2 * i + 1].0 = _mm512_unpackhi_ps(rows[2 * i].0, rows[2 * i + 1].0);
             }
-            // Of four rows each: quads[4 g + c] holds column c of every 128-bit block, for rows 4 g .. 4 g + 4.
+            // Combines four rows each: quads[4 g + c] has column c of every 128-bit block, for rows 4 g .. 4 g + 4.
             let mut quads = pairs;
             for g in 0..4 {
                 let [a, b, c, d] = [pairs[4 * g].0, pairs[4 * g + 1].0, pairs[4 * g + 2].0, pairs[4 * g + 3].0];
@@ -195,7 +195,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
                 quads[4 * g + 2].0 = _mm512_shuffle_ps::<0b01_00_01_00>(b, d);
                 quads[4 * g + 3].0 = _mm512_shuffle_ps::<0b11_10_11_10>(b, d);
             }
-            // The 128-bit blocks are a 4 x 4 matrix, to be transposed too.
+            // The 128-bit blocks are a 4 x 4 matrix, which is also transposed.
             for c in 0..4 {
                 let [a, b, x, y] = [quads[c].0, quads[4 + c].0, quads[8 + c].0, quads[12 + c].0];
                 let even_low = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
@@ -239,7 +239,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let mask = Self::first(n);
-        // SAFETY: as the caller promises. Stores of all lanes take no mask: those with one are slow.
+        // SAFETY: as the caller promises. Stores of all lanes use no mask, because masked stores are slow.
         unsafe {
             let half = match E::KIND {
                 ElementDtype::F32 if mask == !0 => return _mm512_storeu_ps(to.cast(), self.0),
@@ -257,7 +257,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     }
 }
 
-/// The numbers in bf16, to nearest even.
+/// Rounds the numbers to bf16, to nearest even.
 #[inline(always)]
 unsafe fn to_bf16(values: __m512) -> __m256i {
     // SAFETY: the caller promises the instructions.
@@ -265,7 +265,7 @@ unsafe fn to_bf16(values: __m512) -> __m256i {
         let bits = _mm512_castps_si512(values);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-        // A nan stays one, and becomes quiet.
+        // A nan stays a nan and becomes quiet.
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
         let rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000));
         _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))

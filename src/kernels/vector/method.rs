@@ -1,4 +1,4 @@
-//! Which vectors and words a level of SIMD takes.
+//! The choice of vectors and words for a SIMD level.
 
 use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
@@ -7,7 +7,7 @@ use crate::kernels::instruction_set::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use std::sync::LazyLock;
 
-/// A way to compute products: vectors of a level, and the words that they multiply.
+/// A method to compute products: the vectors of a level, and the words that they multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SimdMethod {
     Portable,
@@ -23,7 +23,7 @@ pub(crate) enum SimdMethod {
 }
 
 impl SimdMethod {
-    /// The method of a level that this processor has, for operands of a dtype.
+    /// Returns the method of a level that this processor has, for operands of a dtype.
     pub(crate) fn of<E: Element>(level: InstructionSet) -> Self {
         match level {
             InstructionSet::Portable => Self::Portable,
@@ -38,7 +38,7 @@ impl SimdMethod {
         }
     }
 
-    /// Every method that this processor has for operands of a dtype, that of the portable level among them.
+    /// Returns every method that this processor has for operands of a dtype, including the portable one.
     #[cfg(test)]
     pub(crate) fn available<E: Element>() -> Vec<Self> {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "each level has one method"))]
@@ -51,9 +51,9 @@ impl SimdMethod {
     }
 }
 
-/// Whether this processor multiplies bf16 in pairs, and faster than widened to f32. Intel's multiply half as many pairs
-/// as numbers of f32 at a time (Emerald Rapids, registers alone: 87 GFLOP/s against 175), AMD's as many (Zen 5: 528
-/// against 263).
+/// Returns whether this processor multiplies bf16 in pairs faster than widened to f32. Intel's processors multiply half
+/// as many pairs as f32 numbers at a time (Emerald Rapids, registers only: 87 GFLOP/s against 175), AMD's as many (Zen
+/// 5: 528 against 263).
 #[cfg(target_arch = "x86_64")]
 fn pairs_are_fast() -> bool {
     static FAST: LazyLock<bool> = LazyLock::new(|| {

@@ -93,7 +93,7 @@ impl SimdVector for Neon {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // These instructions let nan pass. The lower bound gives 2^-127, whose exponent's bits are those of 0.
+            // These instructions let nan pass. The lower bound yields 2^-127, whose exponent bits are those of 0.
             let x = vmaxq_f32(vdupq_n_f32(-127.0), self.0);
             let x = vminq_f32(vdupq_n_f32(128.0), x);
             let whole = vrndnq_f32(x);
@@ -130,7 +130,7 @@ impl SimdVector for Neon {
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
-        // SAFETY: as the caller promises; a vector's elements are read where there are as many.
+        // SAFETY: as the caller promises; a full vector is only read if there are enough elements.
         unsafe {
             if E::KIND == ElementDtype::F32 && n >= LANES {
                 return Self(vld1q_f32(from.cast()));
@@ -153,7 +153,7 @@ impl SimdVector for Neon {
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let mut wide = [0.0; LANES];
-        // SAFETY: as the caller promises; no more than a vector's elements are copied.
+        // SAFETY: as the caller promises; at most a vector's elements are copied.
         unsafe {
             vst1q_f32(wide.as_mut_ptr(), self.0);
             let all: [E; LANES] = wide.map(put);

@@ -1,5 +1,5 @@
-//! Words of 32 bits along the inner dimension of a product: one f32, or two neighbouring bf16. bf16 without the bf16
-//! instructions, and f16, are widened to f32.
+//! 32-bit words along the inner dimension of a product: one f32, or two neighboring bf16. f16, and bf16 without the
+//! bf16 instructions, are widened to f32.
 
 #[cfg(target_arch = "x86_64")]
 use super::Avx512Bf16;
@@ -11,38 +11,38 @@ use crate::kernels::element::ElementDtype;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-/// Vectors of words, and how words are multiplied.
+/// Vectors of words, and their multiplication.
 ///
 /// # Safety
-/// As for [`SimdVector`]: the functions may be called inside of [`SimdVector::with`] only.
+/// As for [`SimdVector`], the functions may be called only inside [`SimdVector::with`].
 pub(crate) trait PackedWords {
-    /// The vectors.
+    /// The type of the vectors.
     type V: SimdVector;
 
-    /// Elements of a word.
+    /// The number of elements of a word.
     const DEPTH: usize;
 
-    /// Adds to each sum the product of the word at `a` and of the words of `b`.
+    /// Adds the product of the word at `a` and the words of `b` to each sum.
     unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]);
 }
 
-/// How elements become words.
+/// Conversion of elements to words.
 ///
 /// # Safety
-/// As for [`PackedWords`].
+/// Same as for [`PackedWords`].
 pub(crate) trait PackElements<E: Element>: PackedWords {
-    /// A vector of words, one after the other along the inner dimension, made of the `n` elements from `from`, and
+    /// Returns a vector of consecutive words along the inner dimension, made of the `n` elements from `from` on, and
     /// zeros.
     ///
     /// # Safety
     /// `n` elements can be read.
     unsafe fn along(from: *const E, n: usize) -> Self::V;
 
-    /// One word for each of as many neighbours across the inner dimension as there are lanes, `n` of them and zeros:
-    /// its elements lie `stride` apart, and there are `depth` of them, the others being 0.
+    /// Returns one word for each of `n` neighbors across the inner dimension, and zeros in the other lanes. The
+    /// elements of a word are `stride` apart. `depth` of them exist, and the others are 0.
     ///
     /// # Safety
-    /// `n` elements can be read at each of `depth` places.
+    /// `n` elements can be read at each of `depth` addresses.
     unsafe fn across(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V;
 }
 
@@ -103,14 +103,14 @@ impl<E: Element> PackElements<E> for Bf16PairWords {
     unsafe fn along(from: *const E, n: usize) -> Self::V {
         debug_assert!(E::KIND == ElementDtype::BF16);
         let mask = if n >= 32 { !0 } else { (1 << n) - 1 };
-        // SAFETY: as the caller promises; what the mask excludes is not read.
+        // SAFETY: as the caller promises; elements that the mask excludes are not read.
         unsafe { Avx512Bf16::of_bits(_mm512_maskz_loadu_epi16(mask, from.cast())) }
     }
 
     #[inline(always)]
     unsafe fn across(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V {
         debug_assert!(E::KIND == ElementDtype::BF16);
-        // SAFETY: as the caller promises; what the mask excludes is not read.
+        // SAFETY: as the caller promises; elements that the mask excludes are not read.
         unsafe {
             let mask = Avx512Bf16::first(n);
             let low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast()));

@@ -1,4 +1,4 @@
-//! Arrays of f32 for any machine: a product and a sum are never fused, so that the bits are the same everywhere.
+//! Arrays of f32 for any machine. A product and a sum are never fused, so that the bits are the same everywhere.
 
 use super::{SimdVector, TransposeBlock, copy_in};
 use crate::kernels::element::Element;
@@ -25,8 +25,8 @@ impl PortableVector {
     }
 }
 
-/// The registers that every processor of x86-64 has: of arrays the compiler makes vectors in other places than the
-/// kernels need them.
+/// The registers that every x86-64 processor has. With arrays, the compiler would vectorize in other places than the
+/// kernels need.
 #[cfg(target_arch = "x86_64")]
 mod four {
     use std::arch::x86_64::*;
@@ -45,31 +45,31 @@ mod four {
 
     #[inline(always)]
     pub(super) fn splat(x: f32) -> Four {
-        // SAFETY: every such processor has the instruction.
+        // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_set1_ps(x) }
     }
 
     #[inline(always)]
     pub(super) fn add(a: Four, b: Four) -> Four {
-        // SAFETY: every such processor has the instruction.
+        // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_add_ps(a, b) }
     }
 
     #[inline(always)]
     pub(super) fn sub(a: Four, b: Four) -> Four {
-        // SAFETY: every such processor has the instruction.
+        // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_sub_ps(a, b) }
     }
 
     #[inline(always)]
     pub(super) fn mul(a: Four, b: Four) -> Four {
-        // SAFETY: every such processor has the instruction.
+        // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_mul_ps(a, b) }
     }
 
     #[inline(always)]
     pub(super) fn div(a: Four, b: Four) -> Four {
-        // SAFETY: every such processor has the instruction.
+        // SAFETY: every x86-64 processor has the instruction.
         unsafe { _mm_div_ps(a, b) }
     }
 }
@@ -142,7 +142,7 @@ impl SimdVector for PortableVector {
     #[inline(always)]
     unsafe fn store_halves(self, first: *mut f32, second: *mut f32) {
         let [a, b, c, d] = self.numbers();
-        // SAFETY: the caller promises room for half of the numbers at each place.
+        // SAFETY: the caller promises room for half of the numbers at each address.
         unsafe {
             first.cast::<[f32; LANES / 2]>().write([a, b]);
             second.cast::<[f32; LANES / 2]>().write([c, d]);

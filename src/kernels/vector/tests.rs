@@ -1,4 +1,4 @@
-//! Every kind of vector beside the same operations of one number.
+//! Compares every vector type with the same operations on single numbers.
 
 use super::*;
 use crate::kernels::element::ElementDtype;
@@ -6,14 +6,14 @@ use crate::kernels::f32_access::{get, put};
 use crate::kernels::instruction_set::InstructionSet;
 use half::{bf16, f16};
 
-/// Numbers of many sizes, the special ones among them.
+/// Returns numbers of many magnitudes, including the special ones.
 fn numbers() -> Vec<f32> {
     let some = (0..4096u32).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
     let near = (-300..300).map(|i| i as f32 * 0.37);
     some.chain(near).chain([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0]).collect()
 }
 
-/// The same bits, or both nan.
+/// Returns whether both have the same bits or are both nan.
 fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
@@ -22,7 +22,7 @@ fn same(a: f32, b: f32) -> bool {
 /// The processor has the vector's instructions.
 unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
     let mut out = vec![0.0; a.len()];
-    // SAFETY: the caller promises the instructions; whole vectors of numbers.
+    // SAFETY: the caller promises the instructions; only full vectors of numbers are accessed.
     unsafe {
         V::with(|| {
             for at in (0..a.len() / V::LANES).map(|i| i * V::LANES) {
@@ -79,18 +79,18 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     for (got, x) in bent.iter().zip(&a) {
         let want = f64::from(*x).tanh();
         let right = if x.is_nan() { got.is_nan() } else { (f64::from(*got) - want).abs() <= 6e-7 * want.abs() };
-        // What is no normal number may be 0.
+        // Results for numbers that are not normal may be 0.
         assert!(right || (x.abs() < 1e-30 && got.abs() <= 2.0 * x.abs()), "tanh {x}: {got} {want}");
     }
     for lane in 0..=V::LANES {
         let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
-        // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
+        // SAFETY: the caller promises the instructions; there are as many numbers as in the longest vector.
         unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
     let mut square = [[0.0; MOST_LANES]; MOST_LANES];
     let mut halves = [[0.0; MOST_LANES]; 2];
-    // SAFETY: the caller promises the instructions; rows as long as the longest vector.
+    // SAFETY: the caller promises the instructions; the rows are as long as the longest vector.
     unsafe {
         V::with(|| {
             let row = |i| std::array::from_fn::<f32, MOST_LANES, _>(|j| (100 * i + j) as f32);
@@ -115,7 +115,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     for (part, want) in [low, high].into_iter().enumerate() {
         let words: Vec<f32> = (0..MOST_LANES as u32).map(|i| f32::from_bits(0x3F81_4012 + 0x0102_0301 * i)).collect();
         let mut got = [0.0; MOST_LANES];
-        // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
+        // SAFETY: the caller promises the instructions; there are as many numbers as in the longest vector.
         unsafe { V::with(|| V::load(words.as_ptr()).split_bf16()[part].store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| same(got[i], want(words[i]))), "{got:?}");
     }
@@ -127,7 +127,7 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
     for (i, from) in numbers.chunks_exact(V::LANES).enumerate() {
         let n = i % (V::LANES + 1);
         let (mut to, mut back) = (vec![put::<E>(7.0); V::LANES], vec![9.0; V::LANES]);
-        // SAFETY: the caller promises the instructions; a vector's numbers, and `n` elements that are read.
+        // SAFETY: the caller promises the instructions; a vector's numbers and `n` elements are read.
         unsafe {
             V::with(|| {
                 V::load(from.as_ptr()).narrow(to.as_mut_ptr(), n);
@@ -137,7 +137,7 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
         for lane in 0..V::LANES {
             let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
             let got = get(to[lane]);
-            // The instruction of AVX512_BF16 takes what is not normal as 0.
+            // The AVX512_BF16 instruction treats numbers that are not normal as 0.
             let lost = E::KIND == ElementDtype::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
             assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
             assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);

@@ -1,5 +1,5 @@
-//! Convolution along one axis, pooling, resampling and scattering, composed of those of Candle's operations whose gradients
-//! are right: two-dimensional convolution, `index_select`, `gather`, `index_add`.
+//! Convolution along one axis, pooling, resampling and scattering, composed of those Candle operations that have
+//! correct gradients: two-dimensional convolution, `index_select`, `gather`, `index_add`.
 
 use super::wide;
 use crate::kernels::pooling::{InterpolationPair, PoolingWindows, Resampling};
@@ -13,7 +13,8 @@ pub fn conv1d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, config: &Conv1
     let format = x.dtype();
     let x = x.to_dtype(weight.dtype())?.pad_with_zeros(2, padding, padding)?;
     let reach = dilation * (weight.dim(2)? - 1) + 1;
-    // Without elements that no window ends at: the gradient of Candle's convolution pads height and width alike.
+    // Leaves out elements after the last window, because the gradient of Candle's convolution pads height and width
+    // alike.
     let x = x.narrow(2, 0, (x.dim(2)? - reach) / stride * stride + reach)?.unsqueeze(2)?;
     let y = x.contiguous()?.conv2d(&weight.unsqueeze(2)?, 0, stride, dilation, groups)?.squeeze(2)?;
     with_bias(y, bias)?.to_dtype(format)
@@ -49,8 +50,8 @@ fn indices(places: impl Iterator<Item = usize>, device: &Device) -> Result<Tenso
     Tensor::from_iter(places.map(|place| place as u32), device)
 }
 
-/// The elements of each window side by side: `[batch, channels, windows, elements]`. In the place of what lies in the
-/// padding stands the window's first element.
+/// Returns the elements of each window side by side: `[batch, channels, windows, elements]`. Elements in the padding
+/// are replaced by the window's first element.
 fn windowed(x: &Tensor, windows: PoolingWindows) -> Result<Tensor> {
     let (images, channels, _, width) = x.dims4()?;
     let PoolingWindows { kernel, result, .. } = windows;
@@ -95,7 +96,7 @@ pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<T
     as_image(&values.mean(D::Minus1)?, windows)?.to_dtype(x.dtype())
 }
 
-/// See [`crate::nn::upsample_bilinear2d`]; an image of any of its resamplings.
+/// See [`crate::nn::upsample_bilinear2d`]; takes an image and any resampling of it.
 pub(in crate::nn) fn resampled(x: &Tensor, resampling: &Resampling) -> Result<Tensor> {
     let along = |x: &Tensor, pairs: &[InterpolationPair], axis: usize| {
         let at = |place: fn(&InterpolationPair) -> usize| {
@@ -132,7 +133,7 @@ pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterTa
     added(&init, source, targets, (0..stays.len()).filter(|number| stays[*number]).collect())
 }
 
-/// `init` with these elements of the source added to their places.
+/// Returns `init` with these elements of the source added at their targets.
 fn added(init: &Tensor, source: &Tensor, targets: &ScatterTargets, numbers: Vec<usize>) -> Result<Tensor> {
     if numbers.is_empty() {
         return Ok(init.clone());
@@ -144,7 +145,7 @@ fn added(init: &Tensor, source: &Tensor, targets: &ScatterTargets, numbers: Vec<
     sum.reshape(init.shape())?.to_dtype(init.dtype())
 }
 
-/// See [`crate::nn::matmul()`]. The product's sums are the device's.
+/// See [`crate::nn::matmul()`]. Sums are computed as the device does it.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.contiguous()?.broadcast_matmul(&b.contiguous()?)
 }

@@ -1,11 +1,11 @@
-//! The adapted product against its definition in Candle's operations in f64.
+//! Tests the adapted product against its definition in Candle's operations in f64.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::nn::Activation;
 use candle_core::{Device, Var};
 
-/// Numbers in [-1, 1) that differ from seed to seed.
+/// Returns a tensor of numbers in [-1, 1) that differ from seed to seed.
 fn tensor(shape: &[usize], seed: usize, dtype: DType) -> Tensor {
     let value = |i: usize| ((i * 7919 + seed * 104_729 + i * i * 31) % 2003) as f32 / 1001.5 - 1.0;
     let values = (0..shape.iter().product()).map(value);
@@ -21,9 +21,9 @@ struct Case {
     residual: bool,
     activation: Option<Activation>,
     mask: Option<DropoutMask>,
-    /// Of x, the weight, the bias and the residual.
+    /// The dtype of x, the weight, the bias and the residual.
     base: DType,
-    /// Of the adapter's parameters.
+    /// The dtype of the adapter's parameters.
     adapter: DType,
 }
 
@@ -41,7 +41,7 @@ const PLAIN: Case = Case {
 const SIZES: [usize; 3] = [9, 7, 3];
 const SCALE: f64 = 0.75;
 
-/// x, weight, A, B, bias, residual, magnitude.
+/// Returns x, weight, A, B, bias, residual and magnitude.
 fn operands(case: Case) -> Vec<Tensor> {
     let [inputs, outputs, rank] = SIZES;
     let weight = if case.layout == WeightLayout::OutIn { [outputs, inputs] } else { [inputs, outputs] };
@@ -88,7 +88,7 @@ fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {
     if case.residual { y + &t[5] } else { Ok(y) }
 }
 
-/// The result, and the gradients of all operands that have one.
+/// Returns the result, and the gradients of all operands that have one.
 fn differentiated(t: &[Tensor], function: impl Fn(&[Tensor]) -> Result<Tensor>) -> (Tensor, Vec<Option<Tensor>>) {
     let vars: Vec<Var> = t.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
@@ -98,13 +98,13 @@ fn differentiated(t: &[Tensor], function: impl Fn(&[Tensor]) -> Result<Tensor>) 
     (y.detach(), tensors.iter().map(|t| grads.get(t).cloned()).collect())
 }
 
-/// The largest difference by the largest number.
+/// Returns the largest difference divided by the largest number.
 fn distance(found: &Tensor, want: &Tensor) -> f64 {
     let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     let (found, want) = (flat(found), flat(want));
     assert_eq!(found.len(), want.len());
     let largest = want.iter().fold(1e-3, |most: f64, x| most.max(x.abs()));
-    // Not `max`, which drops nan.
+    // `max` is not used, because it ignores NaN.
     found.iter().zip(&want).map(|(a, b)| (a - b).abs() / largest).fold(0.0, |most, d| if d <= most { most } else { d })
 }
 
@@ -142,7 +142,7 @@ fn results_and_gradients_are_those_of_the_definition() {
                 let what = format!("{layout:?} dora {dora} bias {bias} residual {residual} mask {}", mask.is_some());
                 check(case, 1e-5, &what);
                 for base in SIXTEEN {
-                    // More rows than are widened at a time.
+                    // There are more rows than are widened at a time.
                     let case = Case { base, rows: 2 * ROWS + 3, ..case };
                     let tolerance = if base == DType::BF16 { 4e-2 } else { 5e-3 };
                     check(case, tolerance, &format!("{what}, {base:?} under f32"));

@@ -1,4 +1,4 @@
-//! Activations and what they gate.
+//! Activations and gated activations.
 
 use super::taken;
 use crate::cuda::activation as kernel;
@@ -7,7 +7,7 @@ use crate::kernels::gemm::Activation;
 use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
-/// f(x).
+/// Computes f(x).
 pub(in crate::nn) fn apply(name: &'static str, function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x]) else { return Ok(None) };
     let x = x.contiguous()?;
@@ -23,7 +23,7 @@ pub(in crate::nn) fn apply(name: &'static str, function: Activation, x: &Tensor)
     Ok(Some(y))
 }
 
-/// f(gate) up.
+/// Computes f(gate) up.
 pub(in crate::nn) fn gated(
     name: &'static str,
     function: Activation,

@@ -5,7 +5,7 @@ use crate::graph::{Grad, OpInputs};
 use crate::tensor::device_elements::take;
 use candle_core::{Result, Tensor};
 
-/// a + b of tensors of one shape.
+/// Computes a + b for tensors of the same shape.
 pub(in crate::nn) fn add(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[a, b]).filter(|_| a.dtype() == b.dtype() && a.elem_count() > 0) else { return Ok(None) };
     let inputs = OpInputs::of([Some(a), Some(b)])?;

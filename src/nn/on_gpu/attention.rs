@@ -1,4 +1,4 @@
-//! Attention in tiles.
+//! Tiled attention.
 
 use super::taken;
 use crate::cuda::attention as kernel;
@@ -8,7 +8,7 @@ use crate::nn::{AttentionOptions, Sequences};
 use crate::tensor::device_elements::with_each;
 use candle_core::{Result, Tensor};
 
-/// Of queries, keys and values, or of one tensor that holds them side by side.
+/// Computes attention for queries, keys and values, or for one tensor that contains them side by side.
 pub(in crate::nn) fn attention<const N: usize>(
     name: &'static str,
     heads: AttentionShape,

@@ -1,11 +1,12 @@
-//! The cross entropy against target classes: of logits, and of hidden states through an output projection.
+//! The cross entropy against target classes, of logits, and of hidden states through an output projection.
 //!
 //! ```text
 //!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory becomes their
 //!   gradient --(products)--> that of the chunk, and a part of the weight's
 //! ```
 //!
-//! Products are Candle's, by cuBLAS: each is rounded to the operands' dtype. The weight's parts are added up in f32.
+//! Products are computed by Candle with cuBLAS: each is rounded to the operands' dtype. The parts of the weight's
+//! gradient are summed in f32.
 
 use super::taken;
 use crate::cuda::cross_entropy::{self as kernel, DeviceTargets, LogitRows, LossGradientScale};
@@ -19,15 +20,15 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 use std::sync::Mutex;
 
-/// Bytes of the logits that exist at a time. Tests have several chunks of few rows.
+/// The bytes of the logits that exist at a time. Tests use several chunks of few rows.
 const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
 
-/// Room for losses; at least one, as not every driver allocates nothing.
+/// Allocates room for losses, for at least one, because not every driver can allocate nothing.
 fn room(device: &CudaDevice, losses: usize) -> Result<CudaSlice<f32>> {
     device.alloc_zeros(losses.max(1))
 }
 
-/// The sum of the losses of logits `[.., classes]` over `divisor`.
+/// Returns the sum of the losses of logits `[.., classes]` divided by `divisor`.
 pub(in crate::nn) fn of_logits(
     logits: &Tensor,
     targets: &[u32],
@@ -61,7 +62,7 @@ pub(in crate::nn) fn of_logits(
 pub(in crate::nn) struct GpuLossHead {
     device: CudaDevice,
     targets: DeviceTargets,
-    /// Rows that count, where these are not all.
+    /// The rows that count, if not all of them do.
     some: Option<SelectedRows>,
     count: usize,
     all: usize,
@@ -71,14 +72,14 @@ pub(in crate::nn) struct GpuLossHead {
     layout: WeightLayout,
 }
 
-/// Some of the rows.
+/// A selection of rows.
 struct SelectedRows {
     rows: Vec<u32>,
-    /// The number among these of each of all rows.
+    /// The index within the selection for each of all rows.
     numbers: Vec<u32>,
 }
 
-/// Losses and gradients of the rows that count.
+/// The losses and gradients of the rows that count.
 struct LossAndGradients {
     losses: CudaSlice<f32>,
     dh: Option<Tensor>,
@@ -86,7 +87,7 @@ struct LossAndGradients {
 }
 
 impl GpuLossHead {
-    /// A head for these operands, if kernels take them; `rows` of `all` count, with these targets.
+    /// Creates a head for these operands, if kernels support them. `rows` of `all` rows count, with these targets.
     pub fn new(
         h: &Tensor,
         weight: &Tensor,
@@ -106,7 +107,7 @@ impl GpuLossHead {
         Ok(Some(Self { device, targets, some, count: rows.len(), all, cap, classes, width, layout }))
     }
 
-    /// The rows that count of `x` `[all, width]`.
+    /// Selects the rows of `x` `[all, width]` that count.
     fn take(&self, op: &'static str, x: &Tensor, width: usize) -> Result<Tensor> {
         let x = x.detach().reshape((self.all, width))?;
         let Some(some) = &self.some else { return Ok(x) };
@@ -114,7 +115,7 @@ impl GpuLossHead {
         Ok(tensor_of(taken, (self.count, width)))
     }
 
-    /// All rows: these, and zeros for those that do not count.
+    /// Expands the rows that count to all rows, with zeros for the others.
     fn put(&self, op: &'static str, some_rows: Tensor, width: usize) -> Result<Tensor> {
         let Some(some) = &self.some else { return Ok(some_rows) };
         let dtype = some_rows.dtype();
@@ -122,8 +123,8 @@ impl GpuLossHead {
         Ok(tensor_of(all, (self.all, width)))
     }
 
-    /// The losses of the rows that count times `sign`, and the gradients of the sum of the losses times their scales. `h` are
-    /// these rows.
+    /// Returns the losses of the rows that count times `sign`, and the gradients of the sum of the losses times their
+    /// scales. `h` contains these rows.
     fn run(
         &self,
         op: &'static str,
@@ -133,7 +134,7 @@ impl GpuLossHead {
         sign: f32,
         scale: &LossGradientScale<'_>,
     ) -> Result<LossAndGradients> {
-        // An absent weight is an error with its name here.
+        // If the weight is absent, this returns an error with its name.
         with_each([weight], op, |_| Ok(()))?;
         let weight = weight.detach();
         let to_classes = if self.layout == WeightLayout::OutIn { weight.t()? } else { weight.clone() };
@@ -179,7 +180,7 @@ impl GpuLossHead {
         Ok(LossAndGradients { losses, dh, dweight })
     }
 
-    /// The sum of products so far, in f32 from the second one on.
+    /// Adds a product to the sum so far, which is in f32 from the second product on.
     fn added(&self, op: &'static str, sum: Option<Tensor>, product: Tensor) -> Result<Tensor> {
         let (device, len) = (&self.device, product.elem_count());
         let Some(sum) = sum else { return Ok(product) };
@@ -193,7 +194,7 @@ impl GpuLossHead {
         Ok(sum)
     }
 
-    /// The sum of the losses over `divisor`, of hidden states `[.., width]`.
+    /// Returns the sum of the losses of hidden states `[.., width]` divided by `divisor`.
     pub fn loss(self, h: &Tensor, weight: &Tensor, divisor: f64) -> Result<Tensor> {
         const NAME: &str = "linear_cross_entropy";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
@@ -225,7 +226,7 @@ impl GpuLossHead {
         })
     }
 
-    /// The logarithms of the targets' probabilities as a tensor of `shape`: 0 for rows that do not count.
+    /// Returns the logarithms of the targets' probabilities as a tensor of `shape`, with 0 for rows that do not count.
     pub fn log_probabilities(self, h: &Tensor, weight: &Tensor, shape: &[usize]) -> Result<Tensor> {
         const NAME: &str = "linear_log_probabilities";
         let (h, weight) = (h.contiguous()?, weight.contiguous()?);
@@ -247,7 +248,7 @@ impl GpuLossHead {
             let wants = [to_h.is_wanted(), to_weight.is_wanted()];
             let rows = self.take(NAME, &h, self.width)?;
             let LossAndGradients { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
-                // The gradient of a logarithm of a probability is that of minus a loss.
+                // The gradient of a log probability is minus the gradient of a loss.
                 self.run(NAME, &rows, &weight, wants, -1.0, &LossGradientScale::Each(grad, -1.0))
             })?;
             if let Some(dweight) = dweight {
@@ -279,7 +280,7 @@ mod tests {
                 let values = (0..rows * columns).map(|i| ((i * 37 + columns) % 101) as f32 / 50.0 - 1.0);
                 Tensor::from_iter(values, &gpu).unwrap().reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
             };
-            // Three chunks.
+            // These are three chunks.
             let (rows, classes, width) = (150, 37, 8);
             let weight = if layout == WeightLayout::OutIn { numbers(classes, width) } else { numbers(width, classes) };
             let vars = [numbers(rows, width), weight].map(|t| Var::from_tensor(&t).unwrap());

@@ -1,4 +1,4 @@
-//! Lookup of rows of a table by token id.
+//! Looks up rows of a table by token id.
 
 use super::taken;
 use crate::cuda::embedding::{EmbeddingRowUses, add_rows, look_up};
@@ -8,8 +8,8 @@ use candle_core::{DType, Result, Tensor};
 
 const NAME: &str = "embedding";
 
-/// See [`crate::nn::embedding_in`]: rows of valid ids as a tensor of `shape`. Lookups of `padding` add nothing to the table's
-/// gradient.
+/// See [`crate::nn::embedding_in`]. Returns the rows of valid ids as a tensor of `shape`. Lookups of `padding` add
+/// nothing to the table's gradient.
 pub(in crate::nn) fn embedding(
     ids: &[u32],
     table: &Tensor,

@@ -1,4 +1,4 @@
-//! Linear layers: products by Candle (cuBLAS), what follows them in one pass, gradients added up in place.
+//! Linear layers: products by Candle (cuBLAS), the epilogue in one pass, gradients accumulated in place.
 
 use super::taken;
 use crate::cuda::column_sums::PartialColumnSums;
@@ -12,7 +12,7 @@ use candle_core::{CudaDevice, Result, Tensor};
 
 const NAME: &str = "linear";
 
-/// See [`crate::nn::linear_then`]; the residual's shape is checked.
+/// See [`crate::nn::linear_then`]. The residual's shape has been checked.
 pub(in crate::nn) fn linear_then(
     x: &Tensor,
     weight: &Tensor,
@@ -22,7 +22,7 @@ pub(in crate::nn) fn linear_then(
 ) -> Result<Option<Tensor>> {
     let all: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(then.residual).collect();
     let is_one_dtype = all.iter().all(|t| t.dtype() == x.dtype());
-    // cuBLAS multiplies no empty matrices.
+    // cuBLAS does not multiply empty matrices.
     let Some(device) = taken(&all).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0) else {
         return Ok(None);
     };
@@ -58,12 +58,13 @@ pub(in crate::nn) fn linear_then(
     Ok(Some(y))
 }
 
-/// Rows of a contiguous tensor, outside of any graph.
+/// Returns the rows of a contiguous tensor, outside of any graph.
 fn rows_of(x: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
     x.detach().reshape((rows, width))
 }
 
-/// The weight as a matrix `[in, out]`, outside of any graph. An absent one is an error with its name.
+/// Returns the weight as a matrix `[in, out]`, outside of any graph. If the weight is absent, returns an error with its
+/// name.
 fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
     with_each([weight], NAME, |_| Ok(()))?;
     match layout {
@@ -72,7 +73,7 @@ fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
     }
 }
 
-/// What backward needs.
+/// The values that backward needs.
 struct GpuLinearBackward {
     device: CudaDevice,
     x: SavedTensor,
@@ -111,7 +112,7 @@ impl GpuLinearBackward {
         if to_x.is_wanted() {
             to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
-        // Last, when nobody else holds it: what comes before the residual is added to it in place.
+        // This comes last, when no one else holds the tensor: the gradient before the residual is added to it in place.
         drop(g);
         to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }

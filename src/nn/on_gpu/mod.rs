@@ -1,6 +1,7 @@
-//! The layers on a GPU, with kernels of this library ([`crate::cuda`]): forward and a backward by hand, as on the CPU.
+//! The layers on a GPU, with kernels of this library ([`crate::cuda`]): a forward and a hand-written backward, as on
+//! the CPU.
 //!
-//! Each function returns nothing where its kernels do not take the operands (f64, another device): then the layer is
+//! Each function returns `None` if its kernels do not support the operands (f64, another device). The layer is then
 //! composed of Candle's operations.
 
 pub(super) mod activation;
@@ -16,7 +17,7 @@ pub(super) mod rotary;
 use crate::tensor::device_elements::{gpu_of, is_taken};
 use candle_core::{CudaDevice, Tensor};
 
-/// The GPU of the first of these tensors, if kernels take them all.
+/// Returns the GPU of the first of these tensors, if kernels support all of them.
 fn taken(tensors: &[&Tensor]) -> Option<CudaDevice> {
     let device = gpu_of(tensors.first()?)?;
     let is_there = |tensor: &&Tensor| gpu_of(tensor).is_some_and(|gpu| gpu.id() == device.id());

@@ -11,7 +11,7 @@ use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 const LAYER_NORM: &str = "layer_norm";
 const RMS_NORM: &str = "rms_norm";
 
-/// See [`crate::nn::layer_norm()`]; shapes and dtypes are checked.
+/// See [`crate::nn::layer_norm()`]. Shapes and dtypes have been checked.
 pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x, weight, bias]) else { return Ok(None) };
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
@@ -31,7 +31,7 @@ pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps:
     Ok(Some(y))
 }
 
-/// See [`crate::nn::rms_norm_with()`]; shapes and dtypes are checked.
+/// See [`crate::nn::rms_norm_with()`]. Shapes and dtypes have been checked.
 pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x, weight]) else { return Ok(None) };
     let one = if options.plus_one { 1.0 } else { 0.0 };
@@ -50,7 +50,7 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     Ok(Some(y))
 }
 
-/// A result that kernels have computed before.
+/// Returns a result that kernels have computed before.
 fn there(y: Option<Tensor>) -> Result<Tensor> {
     match y {
         Some(y) => Ok(y),
@@ -58,7 +58,7 @@ fn there(y: Option<Tensor>) -> Result<Tensor> {
     }
 }
 
-/// What backward needs.
+/// The values that backward needs.
 struct GpuNormBackward {
     device: CudaDevice,
     name: &'static str,

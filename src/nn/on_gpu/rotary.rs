@@ -13,13 +13,13 @@ use std::sync::{Arc, Mutex};
 
 const NAME: &str = "rotary";
 
-/// The angles of the positions met so far, on the GPU that met them last. Earlier ones stay, as a kernel of another thread may still
-/// read them: each has twice the positions of the one before.
+/// The angles of the positions used so far, on the GPU that used them last. Earlier tables are kept, because a kernel
+/// of another thread may still read them. Each has twice the positions of the one before.
 #[derive(Debug, Default)]
 pub(in crate::nn) struct AngleTables(Mutex<Vec<Arc<RotaryAngles>>>);
 
 impl AngleTables {
-    /// Angles of `positions` at least.
+    /// Returns the angles of at least `positions` positions.
     fn on(&self, device: &CudaDevice, host: &rope::RotaryTable, positions: usize) -> Result<Arc<RotaryAngles>> {
         let mut kept = lock(&self.0);
         if let Some(angles) = kept.iter().rev().find(|angles| angles.are_on(device, positions)) {
@@ -35,7 +35,7 @@ impl AngleTables {
     }
 }
 
-/// `x` `[batch, time, width]` turned; its shape and positions are checked.
+/// Rotates `x` `[batch, time, width]`. Its shape and positions have been checked.
 pub(in crate::nn) fn rotary(
     x: &Tensor,
     tables: &AngleTables,

@@ -2,18 +2,18 @@
 
 use crate::config::OneCycleConfig;
 
-/// beta2 while the momentum cycles, whatever the optimizer's own.
+/// The beta2 while the momentum cycles, whatever the optimizer's own.
 const BETA2: f64 = 0.99;
 
-/// Where a counter is.
+/// The phase of the schedule at a counter.
 enum OneCyclePhase {
-    /// The place in the cycle: 0 at its ends, 1 at its top.
+    /// The height in the cycle: 0 at its ends, 1 at its top.
     Cycle(f64),
-    /// After it: steps of the decay, in units of `decay_step_size`.
+    /// The steps of the decay after the cycle, in units of `decay_step_size`.
     Decay(f64),
 }
 
-/// The rate of a parameter group at counter `it`.
+/// Returns the rate of a parameter group at counter `it`.
 pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
     let decay_lr_rate = config.decay_lr_rate;
     let (min, max) = (config.cycle_min_lr.of(group), config.cycle_max_lr.of(group));
@@ -23,11 +23,11 @@ pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
     }
 }
 
-/// The betas at counter `it`, unless `cycle_momentum` is false.
+/// Returns the betas at counter `it`, unless `cycle_momentum` is false.
 pub(super) fn betas(config: &OneCycleConfig, it: f64) -> Option<(f64, f64)> {
     let OneCycleConfig { cycle_min_mom: min, cycle_max_mom: max, decay_mom_rate, cycle_momentum, .. } = *config;
     let beta1 = match phase(config, it) {
-        // The constructor sets the least momentum, although the rate is at its least too.
+        // The constructor sets the minimum momentum, although the rate is at its minimum too.
         _ if it < 0.0 => min,
         OneCyclePhase::Cycle(height) => max - (max - min) * height,
         OneCyclePhase::Decay(k) => max * (1.0 + decay_mom_rate * k),
@@ -44,7 +44,7 @@ fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
         return OneCyclePhase::Decay(if config.decay_step_size == 0.0 { 0.0 } else { steps / config.decay_step_size });
     }
     let up = first / total;
-    // 1 comes and goes as in DeepSpeed: it rounds.
+    // Adding and removing 1 rounds, as in DeepSpeed.
     let turn = 1.0 + done / total;
     let x = turn - turn.floor();
     let (height, stairs, steps, size) = if x <= up {
@@ -54,7 +54,7 @@ fn phase(config: &OneCycleConfig, it: f64) -> OneCyclePhase {
     };
     OneCyclePhase::Cycle(match stairs {
         0 => height,
-        // From whole numbers: `height` may be a hair below the edge of a stair.
+        // Computed from integers, because `height` may be slightly below the edge of a stair.
         stairs => (steps * stairs as f64 / size).floor() / stairs as f64,
     })
 }

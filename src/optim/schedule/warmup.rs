@@ -1,10 +1,10 @@
-//! WarmupLR, WarmupDecayLR, WarmupCosineLR.
+//! The schedules WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
 use crate::config::{SchedulerConfig, WarmupType};
 use std::f64::consts::PI;
 
-/// The rate of a parameter group in a warm-up at counter `it`; `None` for the schedules that are none. `base_lr` is the
-/// group's own.
+/// Returns the rate of a parameter group in a warm-up schedule at counter `it`, or `None` for other schedules.
+/// `base_lr` is the group's own rate.
 pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) -> Option<f64> {
     Some(match config {
         SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type } => {
@@ -25,7 +25,7 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
             let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.of(group));
             min + (max - min) * gamma
         }
-        // Before the counter moves, the rate is 0, whatever the ratio at the start.
+        // Before the counter advances, the rate is 0, whatever the initial ratio.
         SchedulerConfig::WarmupCosineLr { .. } if it < 0.0 => 0.0,
         SchedulerConfig::WarmupCosineLr {
             total_num_steps,
@@ -50,7 +50,7 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
     })
 }
 
-/// The rise that the three have in common.
+/// The warm-up that the three schedules share.
 struct WarmupRamp {
     steps: f64,
     shape: WarmupType,
@@ -58,11 +58,11 @@ struct WarmupRamp {
 
 impl WarmupRamp {
     fn new(steps: u64, shape: WarmupType) -> Self {
-        // A warm-up of one step is one of two: the logarithm of one would be divided by.
+        // A warm-up of 1 step is treated as 2 steps, to avoid dividing by the logarithm of 1.
         Self { steps: steps.max(2) as f64, shape }
     }
 
-    /// How far it has come at `it`, from 0 to 1; `None` when it is over.
+    /// Returns the progress of the warm-up at `it`, from 0 to 1, or `None` after its end.
     fn at(&self, it: f64) -> Option<f64> {
         match self.shape {
             _ if it < 0.0 => Some(0.0),

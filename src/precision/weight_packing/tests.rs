@@ -22,7 +22,7 @@ fn unpacked(packing: WeightPacking, bytes: &[u8], len: usize, dtype: DType) -> F
     values
 }
 
-/// Numbers of all sizes between 2^-7 and 1, the same here and in scripts/record_bitsandbytes.py.
+/// Returns numbers of all magnitudes between 2^-7 and 1, generated as in scripts/record_bitsandbytes.py.
 fn made_by_rule(count: usize) -> Vec<f32> {
     let number = |i: usize| {
         let hash = (i as u32).wrapping_mul(2_654_435_761).wrapping_add(97);
@@ -62,7 +62,7 @@ fn nf4_has_the_codes_and_values_that_bitsandbytes_recorded() {
         assert_eq!(record[2..2 + in_block.len()], *in_block, "the codes of block {i}");
         assert_eq!(record[..2], half::bf16::from_f32(scales[i]).to_le_bytes(), "the scale of block {i}");
     }
-    // The recorded scales are bf16s, so that they are the same in both.
+    // The recorded scales are bf16 numbers, so that they are the same in both.
     let mut bytes = own;
     let exact = floats(&recorded["bf16_absmax"]);
     bytes
@@ -80,7 +80,7 @@ fn double_quantized_scales_give_the_values_that_bitsandbytes_recorded() {
     let recorded = &fixture()["nested"];
     let count = recorded["count"].as_u64().unwrap() as usize;
     let packing = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
-    // One block of scales, and one that is not full.
+    // One block of scales, and a partial one.
     let (codes, nested) = (bytes_of(&recorded["codes_of_second"]), bytes_of(&recorded["absmax_codes"]));
     let offsets = floats(&recorded["offsets"]);
     let own = packed(packing, FlatRef::F32(&made_by_rule(count)));
@@ -106,7 +106,7 @@ fn the_dynamic_maps_code_as_bitsandbytes_recorded() {
         assert_eq!(values, floats(&recorded["map"]), "{name}");
         let count = recorded["count"].as_u64().unwrap() as usize;
         let mut values = made_by_rule(count);
-        // Of all decades.
+        // The numbers cover all decades.
         values.iter_mut().enumerate().for_each(|(i, x)| *x *= [1.0, 0.03, 1e-3, 1e-5][i % 4]);
         if name == "unsigned" {
             values.iter_mut().for_each(|x| *x = x.abs());
@@ -195,7 +195,7 @@ proptest! {
             let scale = block.iter().fold(0f32, |m, x| m.max(x.abs()));
             for (i, x) in block.iter().enumerate() {
                 let nearest = nf4::LEVELS.iter().fold(f32::MAX, |m, l| m.min((l * scale - x).abs()));
-                // A scale in bf16 is off by 1/256 at most.
+                // A scale in bf16 has an error of at most 1/256.
                 prop_assert!((back.as_ref().get(start + i) - x).abs() <= nearest + scale / 250.0);
             }
         }

@@ -1,4 +1,4 @@
-//! The outputs of forwards: which of them a backward has met.
+//! The outputs of forwards, and which of them a backward has reached.
 
 use super::gradient_check_state::OutputProbe;
 use crate::util::lock;
@@ -10,32 +10,32 @@ use std::sync::{Arc, Mutex};
 #[derive(Default)]
 pub(crate) struct ForwardOutputs(pub(super) Mutex<ForwardOutputsState>);
 
-/// What is known of the outputs of the step under way.
+/// The state of the outputs of the current step.
 #[derive(Default)]
 pub(super) struct ForwardOutputsState {
-    /// Updates of the weights so far.
+    /// The number of weight updates so far.
     pub(super) updates: u64,
-    /// The last one.
+    /// The last output.
     pub(super) last: Option<Arc<ForwardOutput>>,
-    /// Outputs since the last step that run no function.
+    /// The outputs since the last step that run no hook.
     pub(super) unmarked: Vec<TensorId>,
-    /// Any ever has been so.
+    /// Whether there has ever been such an output.
     pub(super) any_unmarked: bool,
-    /// Outputs, and parameters, that the backward under way has met.
+    /// The number of outputs, and of parameters, that the current backward has reached.
     pub(super) met: usize,
     pub(super) reached: usize,
 }
 
-/// One output.
+/// One output of a forward.
 pub(crate) struct ForwardOutput {
-    /// Updates of the weights before it.
+    /// The number of weight updates before it.
     pub(super) updates: u64,
     pub(super) is_differentiated: AtomicBool,
     pub(super) probe: Mutex<Option<OutputProbe>>,
 }
 
 impl ForwardOutput {
-    /// How it changes along directions.
+    /// Sets the probe: how the output changes along directions.
     pub fn set_probe(&self, probe: OutputProbe) {
         *lock(&self.probe) = Some(probe);
     }

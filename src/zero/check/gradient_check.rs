@@ -1,14 +1,14 @@
-//! A check of gradients, as far as the core goes: parameters that are moved for a forward and put back, and what a backward
-//! brings along the way.
+//! The core's part in a check of gradients: parameters are moved for a forward and put back, and a backward measures
+//! its gradients along the directions of the moves.
 //!
 //! ```text
-//!   forward    each unit's parameters moved up while it runs | moved down | as they are
-//!   backward   an output has its gradient v: v times half of the difference that the moves made
-//!              a parameter has its gradient g: g times half of the difference that was made to it
+//!   forward    each unit's parameters moved up while it runs | moved down | unchanged
+//!   backward   an output has its gradient v: v times half of the difference between the moved outputs
+//!              a parameter has its gradient g: g times half of the difference between its moved values
 //! ```
 //!
-//! Summed up, both are the change of the loss along one direction, if every operation's backward is true. No collective is
-//! needed for them, beyond those of two more forwards.
+//! If every operation's backward is correct, each sum is the change of the loss along one direction. They need no
+//! collectives beyond those of two more forwards.
 
 use super::gradient_check_state::{GradientCheckState, MeasuredGradients, Perturbation};
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
@@ -26,21 +26,22 @@ use std::sync::atomic::Ordering;
 
 /// Methods for the engine.
 impl RankCore {
-    /// From now on outputs of forwards give their gradients to the check, along the direction that `seed` chooses.
+    /// Arms the check: from now on outputs of forwards pass their gradients to it, along the direction that `seed`
+    /// chooses.
     pub fn arm_check(&self, seed: u64) {
         *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a forward runs for a check: as training, but nothing comes of it.
+    /// Returns whether a forward runs for a check: like a training forward, but without lasting effects.
     pub fn is_checking(&self) -> bool {
         self.check.shifts.load(Ordering::Relaxed)
     }
 
-    /// Runs a forward with parameters moved. Everything is as it was afterwards, and nothing can be differentiated.
+    /// Runs a forward with parameters moved. Afterwards everything is restored, and nothing can be differentiated.
     ///
     /// # Errors
-    /// That of `run`; a failed collective.
+    /// Errors of `run`; a failed collective.
     pub fn forward_again(
         self: &Arc<Self>,
         &Perturbation { sign, size, only }: &Perturbation<'_>,
@@ -54,7 +55,8 @@ impl RankCore {
         }
         let buffers = self.buffers.all()?;
         let traces = lock(&self.gather).exchange_traces(Default::default());
-        // With a graph, as the model may differentiate something in its forward; it goes before the forward that counts.
+        // With a graph, because the model may differentiate something in its forward. The graph is dropped before the
+        // real forward.
         let output = {
             let _shifted = PerturbedParams::begin(self);
             self.forward(run).map(|output| output.detach())
@@ -68,7 +70,7 @@ impl RankCore {
         output
     }
 
-    /// The coming backward is measured.
+    /// Begins to measure the coming backward.
     pub fn begin_measuring(&self) {
         let mut state = lock(&self.check.state);
         state.along = vec![DirectionalGradient::default(); self.params.len()];
@@ -76,7 +78,7 @@ impl RankCore {
         self.check.measures.store(true, Ordering::Relaxed);
     }
 
-    /// It is over; so is the check.
+    /// Ends the measurement, and the check with it.
     pub fn end_measuring(&self) -> MeasuredGradients {
         self.check.measures.store(false, Ordering::Relaxed);
         self.check.armed.store(false, Ordering::Relaxed);
@@ -87,9 +89,9 @@ impl RankCore {
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// A unit's parameters are in memory and about to be used.
+    /// Moves a unit's parameters, which are in memory and about to be used.
     pub(in crate::zero) fn shift_unit(&self, unit: UnitId) -> Result<()> {
-        // Where parameters stay whole, a unit's may be used outside of it too.
+        // If parameters are not sharded, a unit's may be used outside of it too.
         let all = !self.shards_params();
         if !self.is_checking() || (all && unit != ROOT) {
             return Ok(());
@@ -127,7 +129,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// A unit has run: its parameters have their own values again.
+    /// Restores the values of a unit's parameters after it has run.
     pub(in crate::zero) fn unshift_unit(&self, unit: UnitId) -> Result<()> {
         let all = !self.shards_params();
         if !self.is_checking() || (all && unit != ROOT) {
@@ -136,7 +138,8 @@ impl RankCore {
         self.put_back(|param| all || self.params[param].unit == unit)
     }
 
-    /// A backward that the model itself runs in its forward no longer needs a parameter. Those of the root still run.
+    /// Restores a parameter that a backward inside the model's forward no longer needs. The root's parameters are still
+    /// in use.
     pub(in crate::zero) fn unshift_passed(&self, param: ParamId) -> Result<()> {
         match self.is_checking() && self.params[param].unit != ROOT {
             true => self.put_back(|kept| kept == param),
@@ -158,7 +161,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// A parameter's gradient has come in the backward that is measured.
+    /// Measures a parameter's gradient, which has arrived in the measured backward.
     pub(in crate::zero) fn measure(&self, param: ParamId, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.check.state);
         let Some(direction) = state.directions.get(param).copied().flatten() else { return Ok(()) };
@@ -174,7 +177,7 @@ impl RankCore {
     }
 }
 
-/// Parameters are moved; whatever happens, they are put back.
+/// A guard for moved parameters: it puts them back even after an error or a panic.
 struct PerturbedParams<'a>(&'a RankCore);
 
 impl<'a> PerturbedParams<'a> {
@@ -186,7 +189,7 @@ impl<'a> PerturbedParams<'a> {
 
 impl Drop for PerturbedParams<'_> {
     fn drop(&mut self) {
-        // What cannot be put back was not taken out.
+        // A parameter that cannot be put back was not taken out.
         let _ = self.0.put_back(|_| true);
         self.0.check.shifts.store(false, Ordering::Relaxed);
     }

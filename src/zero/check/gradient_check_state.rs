@@ -1,4 +1,4 @@
-//! The state of a check of gradients, and what its forwards and its backward bring.
+//! The state of a check of gradients, and the results of its forwards and its backward.
 
 use super::perturbation::{DirectionalGradient, PerturbationDirection};
 use crate::graph::Grad;
@@ -14,32 +14,32 @@ thread_local! {
     static TOGETHER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// What this thread has done so far that all ranks do together while a model runs.
+/// Returns the number of this thread's steps so far that all ranks take together while a model runs.
 pub(crate) fn collective_steps() -> u64 {
     TOGETHER.get()
 }
 
-/// One thing more.
+/// Counts one more step.
 pub(in crate::zero) fn count_collective_step() {
     TOGETHER.set(TOGETHER.get() + 1);
 }
 
-/// What a forward is run with.
+/// The perturbation that a forward runs with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Perturbation<'a> {
-    /// 1: up, -1: down, 0: as they are.
+    /// The direction: 1 is up, -1 is down, 0 is unchanged.
     pub sign: f32,
-    /// How far, as a part of the size of each parameter.
+    /// The distance, relative to the size of each parameter.
     pub size: f64,
-    /// The parameters; all that are trained, if there is no list.
+    /// The parameters to move, or all trained ones if there is no list.
     pub only: Option<&'a [ParamId]>,
 }
 
 impl Perturbation<'_> {
-    /// Everything stays where it is.
+    /// No perturbation: everything stays where it is.
     pub const NONE: Self = Self { sign: 0.0, size: 0.0, only: None };
 
-    /// The other way.
+    /// Returns the same perturbation in the downward direction.
     pub fn down(self) -> Self {
         Self { sign: -self.sign, ..self }
     }
@@ -48,78 +48,78 @@ impl Perturbation<'_> {
 /// The state of a check.
 #[derive(Default)]
 pub(crate) struct GradientCheck {
-    /// Forwards are looked at: what they change is kept, and their outputs give their gradients.
+    /// Whether forwards are observed: their changes are undone, and their outputs report their gradients.
     pub(super) armed: AtomicBool,
-    /// A forward runs with other values of parameters.
+    /// Whether a forward runs with moved parameters.
     pub(super) shifts: AtomicBool,
-    /// The backward under way is measured.
+    /// Whether the current backward is measured.
     pub(super) measures: AtomicBool,
     pub(super) state: Mutex<GradientCheckState>,
 }
 
-/// What a check under way knows.
+/// The data of a check in progress.
 #[derive(Default)]
 pub(super) struct GradientCheckState {
-    /// How far parameters are moved, as a part of the size of each.
+    /// The distance that parameters are moved, relative to the size of each.
     pub(super) relative: f64,
     pub(super) seed: u64,
-    /// 1: up, -1: down.
+    /// The direction: 1 is up, -1 is down.
     pub(super) sign: f32,
-    /// The parameters that are moved; all of them, if there is no list.
+    /// The parameters that are moved, or all of them if there is no list.
     pub(super) only: Option<Vec<ParamId>>,
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,
-    /// The parameters that are moved now, with their own values.
+    /// The parameters that are moved now, with their original values.
     pub(super) kept: Vec<(ParamId, Flat, LedgerEntry)>,
-    /// What the backward has brought, by parameter.
+    /// The measured gradients of parameters, by parameter.
     pub(super) along: Vec<DirectionalGradient>,
-    /// What it has brought of outputs, by group of parameters.
+    /// The measured changes of outputs, by group of parameters.
     pub(super) outputs: Vec<DirectionalChange>,
-    /// Outputs without a probe had a gradient.
+    /// Whether outputs without a probe had a gradient.
     pub(super) unprobed: bool,
 }
 
-/// How an output, or the loss, changes along a direction.
+/// The change of an output, or of the loss, along a direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct DirectionalChange {
     /// Half of the difference between both moves.
     pub difference: f64,
-    /// How far the mean of both moves is from the value between them.
+    /// The distance of the mean of both moves from the value between them.
     pub bend: f64,
     /// The sum of the squares of the terms of `bend`, one for each element of an output.
     pub bend_squares: f64,
-    /// What rounding of the output may make of the difference.
+    /// The part of the difference that may come from rounding of the output.
     pub noise: f64,
 }
 
-/// How an output changes when groups of parameters are moved.
+/// The change of an output when groups of parameters are moved.
 pub(crate) struct OutputProbe {
     pub groups: Vec<OutputDifference>,
-    /// What the output's format loses of its largest element.
+    /// The absolute rounding error of the output's format at its largest element.
     pub rounding: f64,
 }
 
-/// An output's elements along one direction.
+/// The change of an output's elements along one direction.
 #[derive(Default)]
 pub(crate) struct OutputDifference {
     /// Half of the difference between both moves.
     pub difference: Vec<f32>,
-    /// How far their mean is from the value between them.
+    /// The distances of their means from the values between them.
     pub bend: Vec<f32>,
 }
 
-/// What a measured backward has brought.
+/// The results of a measured backward.
 pub(crate) struct MeasuredGradients {
-    /// By group of parameters.
+    /// The changes of outputs, by group of parameters.
     pub outputs: Vec<DirectionalChange>,
-    /// By parameter.
+    /// The gradients along directions, by parameter.
     pub along: Vec<DirectionalGradient>,
-    /// A part of the loss comes from an output that was not probed.
+    /// Whether a part of the loss comes from an output that was not probed.
     pub unprobed: bool,
 }
 
 impl OutputDifference {
-    /// How an output changes between `down` and `up`.
+    /// Computes how an output changes between `down` and `up`.
     pub fn between(value: &[f32], up: &[f32], down: &[f32]) -> Self {
         let difference = up.iter().zip(down).map(|(up, down)| (up - down) / 2.0).collect();
         let bend = value.iter().zip(up.iter().zip(down));
@@ -136,7 +136,7 @@ impl GradientCheck {
         self.measures.load(Ordering::Relaxed)
     }
 
-    /// The gradient of an output has come.
+    /// Takes the gradient of an output, which has arrived.
     pub(super) fn output_arrived(&self, probe: Option<&OutputProbe>, grad: &Grad) -> candle_core::Result<()> {
         let mut state = lock(&self.state);
         let Some(probe) = probe else {

@@ -1,9 +1,10 @@
-//! Writes into parameters that the engine does not make: Candle's in-place calls (`slice_set`, `zero_set`, `Var::set`) on a tensor
-//! of the model's.
+//! Finds writes into parameters that the engine does not make: Candle's in-place calls (`slice_set`, `zero_set`,
+//! `Var::set`) on one of the model's tensors.
 //!
-//! The optimizer's own copy of the weights knows nothing of them, so the next update would overwrite them without a word, at some
-//! stages and not at others. A few elements of each parameter are remembered while the engine leaves the weights as they are, and
-//! looked at again where they are used: a write of a whole tensor is found, a write of a few elements by chance.
+//! The optimizer's own copy of the weights does not contain such writes, so the next update would silently overwrite
+//! them, at some stages and not at others. A few elements of each parameter are remembered while the engine leaves the
+//! weights unchanged, and compared when they are used. This finds every write of an entire tensor, and a write of a few
+//! elements only by chance.
 
 use crate::error::Result;
 use crate::param::{Param, UnitId};
@@ -11,7 +12,7 @@ use crate::util::lock;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Looks at all parameters in memory: those that are remembered must be what they were, the others are remembered from now on.
+    /// Checks all parameters in memory: remembered elements must be unchanged. Others are remembered from now on.
     ///
     /// # Errors
     /// [`ParamError::Written`](crate::error::ParamError::Written).
@@ -19,12 +20,12 @@ impl RankCore {
         self.look_at(|_| true)
     }
 
-    /// The same for the parameters of a unit.
+    /// Checks the parameters of a unit in the same way.
     pub(in crate::zero) fn look_for_writes_in(&self, unit: UnitId) -> Result<()> {
         self.look_at(|param| param.unit == unit)
     }
 
-    /// The engine has changed weights, or may have: they are remembered as they are now.
+    /// Reports that the engine has changed weights, or may have: they are remembered as they are now.
     ///
     /// # Errors
     /// A parameter that cannot be read.
@@ -34,7 +35,7 @@ impl RankCore {
     }
 
     fn look_at(&self, which: impl Fn(&Param) -> bool) -> Result<()> {
-        // A check puts back what it moves, and an evaluation is followed by a forward.
+        // A check restores the parameters that it moves, and an evaluation is followed by a forward.
         if self.is_checking() || self.is_evaluating() {
             return Ok(());
         }

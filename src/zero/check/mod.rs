@@ -1,12 +1,13 @@
-//! Whether gradients are right, and what a program or the ranks do wrong.
+//! Checks that gradients are right, and finds mistakes of a program or of ranks.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `gradient_check.rs`, `gradient_check_state.rs` | parameters perturbed for a forward, and what a backward brings along the way; its state |
+//! | `gradient_check.rs` | perturbs parameters for a forward, and measures a backward's gradients along the direction |
+//! | `gradient_check_state.rs` | the state of a check |
 //! | `perturbation.rs` | the direction in which parameters are perturbed |
-//! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forwards: whether a loss is one of this step |
+//! | `forward_outputs.rs`, `output_hooks.rs` | outputs of forwards: whether a loss belongs to this step |
 //! | `weight_samples.rs`, `inplace_writes.rs` | writes into parameters that the engine does not make |
-//! | `rank_divergence.rs` | the parts that ranks were in when their calls differed |
+//! | `rank_divergence.rs` | the parts of the model that ranks ran when their calls differed |
 
 pub(crate) mod forward_outputs;
 mod gradient_check;

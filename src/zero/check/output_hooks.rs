@@ -1,8 +1,9 @@
-//! What forwards have given: a backward knows by it whether its loss is one of this step, and a check gets its gradient.
+//! Hooks on the outputs of forwards: a backward uses them to see whether its loss belongs to this step, and a check
+//! gets the output's gradient from them.
 //!
-//! An output runs a function when its gradient is complete: as a hook of the operation that made it where that is one of this
-//! library's, else in an operation of its own, which copies it. Where the copy would be large, a backward that has met no
-//! output looks for it in the loss's graph.
+//! An output runs a hook when its gradient is complete. If the operation that made the output is one of this library's,
+//! the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the output. If the
+//! copy would be large, a backward that has reached no output searches for it in the loss's graph instead.
 
 use super::forward_outputs::ForwardOutput;
 use crate::error::{EngineError, Result};
@@ -16,16 +17,16 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Elements of an output of which a copy costs nothing.
+/// The largest number of elements of an output whose copy costs nothing noticeable.
 const SMALL: usize = 1 << 12;
 
 impl RankCore {
-    /// The output of the engine's last forward, if it has a gradient.
+    /// Returns the output of the engine's last forward, if it has a gradient.
     pub fn last_output(&self) -> Option<Arc<ForwardOutput>> {
         lock(&self.outputs.0).last.clone()
     }
 
-    /// Has `output` tell when its gradient is there.
+    /// Makes `output` report when its gradient is complete.
     pub(in crate::zero) fn watch_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
         let mut outputs = lock(&self.outputs.0);
         outputs.last = None;
@@ -45,7 +46,7 @@ impl RankCore {
         let core = Arc::downgrade(self);
         let told = about.clone();
         let tell = move |grad: &Grad| core.upgrade().map_or(Ok(()), |core| core.output_arrived(&told, grad));
-        // A parameter is made by no operation that could run hooks.
+        // A parameter is not the result of an operation that could run hooks.
         let node = node_of(&output).filter(|node| !node.slot.is_behind_a_gate());
         if let Some(node) = node {
             let slot = Arc::downgrade(&node.slot);
@@ -86,18 +87,18 @@ impl RankCore {
         Ok(())
     }
 
-    /// A backward begins.
+    /// Begins to count for a backward.
     pub(in crate::zero) fn begin_counting(&self) {
         let mut outputs = lock(&self.outputs.0);
         (outputs.met, outputs.reached) = (0, 0);
     }
 
-    /// It has reached a parameter.
+    /// Counts a parameter that the backward has reached.
     pub(in crate::zero) fn count_reached(&self) {
         lock(&self.outputs.0).reached += 1;
     }
 
-    /// The backward of `loss` has met all that it meets.
+    /// Checks what the backward of `loss`, which is over, has reached.
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].
@@ -115,7 +116,7 @@ impl RankCore {
         if is_met { Ok(()) } else { Err(EngineError::OldLoss { is_old: true }.into()) }
     }
 
-    /// A micro step is over; `updated`: by an update of the weights.
+    /// Forgets the outputs at the end of a micro step. `updated`: it ended with a weight update.
     pub fn forget_outputs(&self, updated: bool) {
         let mut outputs = lock(&self.outputs.0);
         outputs.updates += u64::from(updated);

@@ -1,8 +1,8 @@
-//! The direction of a check of gradients: every element of a parameter up or down by one step, as chance has it.
+//! The direction of a check of gradients: every element of a parameter moves up or down by one step, pseudorandomly.
 //!
-//! The signs follow from the parameter's name and the element's number, so they are the same at all stages, on all ranks
-//! and in every run. The step is the same for all elements of a parameter, a part of the root mean square of its values.
-//! In 16 bits both moves are rounded to what the parameter can hold, and the difference of what is held is what counts.
+//! The signs depend on the parameter's name and the element's number, so they are the same at all stages, on all ranks
+//! and in every run. The step is the same for all elements of a parameter: a fraction of the root mean square of its
+//! values. In 16 bits both moves are rounded to representable values, and the difference of the rounded values counts.
 
 use crate::kernels::parallel;
 use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
@@ -11,9 +11,9 @@ use candle_core::{DType, Shape};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Elements that one task works on.
+/// The number of elements that one task works on.
 const CHUNK: usize = 1 << 15;
-/// Signs that one random number has; chunks begin with a new one.
+/// The number of signs in one random number. Chunks begin with a new one.
 const SIGNS: usize = 64;
 
 /// The direction of one parameter.
@@ -22,7 +22,7 @@ pub(super) struct PerturbationDirection {
     seed: u64,
     /// The length of the move of each element.
     pub step: f32,
-    /// The elements between these two are not moved.
+    /// The range of elements that are not moved.
     still: (usize, usize),
 }
 
@@ -31,22 +31,22 @@ pub(super) struct PerturbationDirection {
 pub(crate) struct DirectionalGradient {
     /// The product of the gradient and half of the difference between both moves.
     pub product: f64,
-    /// The sum of the squares of its terms: the variance of the product, if signs are by chance.
+    /// The sum of the squares of the product's terms: the variance of the product, if signs are random.
     pub squares: f64,
 }
 
 impl PerturbationDirection {
-    /// The direction of the parameter `name`, whose values are these; another one for each seed. `relative`: the step, as a part of
-    /// their root mean square.
+    /// Creates the direction of the parameter `name` with these values. Each seed gives a different one. `relative` is
+    /// the step relative to the root mean square of the values.
     pub fn new((name, seed): (&str, u64), shape: &Shape, values: FlatRef<'_>, relative: f64) -> Self {
         let mean_square = sum_of_squares(values) / values.len().max(1) as f64;
         let (size, usual) = (mean_square.sqrt(), usual_size(shape));
-        // What begins with zeros, as a bias or LoRA's B, is moved too.
+        // Parameters that begin with zeros, such as a bias or LoRA's B, are moved too.
         let size = if size > usual / 32.0 { size } else { usual };
         Self { seed: mix(fnv1a(name.as_bytes()) ^ seed), step: (relative * size) as f32, still: (0, 0) }
     }
 
-    /// The same with these elements left where they are.
+    /// Returns the same direction with these elements left unmoved.
     pub fn without(self, still: Range<usize>) -> Self {
         Self { still: (still.start, still.end), ..self }
     }
@@ -77,7 +77,7 @@ impl PerturbationDirection {
         );
     }
 
-    /// The gradient along the direction. `values`: those that the parameter has without it, where they are known.
+    /// Returns the gradient along the direction. `values` are the unmoved values of the parameter, if they are known.
     pub fn along(&self, gradient: FlatRef<'_>, values: Option<FlatRef<'_>>) -> DirectionalGradient {
         let chunks = gradient.len().div_ceil(CHUNK);
         let part = |number: usize| {
@@ -121,12 +121,12 @@ impl PerturbationDirection {
         along
     }
 
-    /// The signs of the elements from `i`, which is a multiple of their number, on.
+    /// Returns the signs of the elements from `i` on. `i` is a multiple of their number.
     fn signs_from(&self, i: usize) -> u64 {
         mix(self.seed.wrapping_add(((i / SIGNS) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// The move of element `i` upwards, by the signs of its block.
+    /// Returns the upward move of element `i`, by the signs of its block.
     fn move_by(&self, signs: u64, i: usize) -> f32 {
         if (self.still.0..self.still.1).contains(&i) {
             return 0.0;
@@ -135,7 +135,7 @@ impl PerturbationDirection {
     }
 }
 
-/// Half of the difference between a value moved up and moved down, each rounded as it is held.
+/// Returns half of the difference between a value moved up and moved down, each rounded to the parameter's dtype.
 fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
     let held = |value: f32| match dtype {
         DType::BF16 => bf16::from_f32(value).to_f32(),
@@ -145,7 +145,7 @@ fn half_difference(value: f32, by: f32, dtype: DType) -> f64 {
     (f64::from(held(value + by)) - f64::from(held(value - by))) / 2.0
 }
 
-/// The size that values of such a shape usually have.
+/// Returns the size that values of such a shape usually have.
 fn usual_size(shape: &Shape) -> f64 {
     match shape.dims() {
         [first, rest @ ..] if !rest.is_empty() => {

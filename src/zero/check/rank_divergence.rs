@@ -1,4 +1,4 @@
-//! The parts of a model that ranks were in when their collectives differed, by name.
+//! Names the parts of a model that ranks ran when their collectives differed.
 
 use crate::comm::{CollectiveKind as Collective, content_of};
 use crate::error::{CommError, EngineError, Error};
@@ -7,7 +7,7 @@ use crate::util::lock;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// The same error; where ranks have run different parts of the model, with their names and what to do.
+    /// Returns the same error. If ranks have run different parts of the model, it names the parts and the remedy.
     pub fn name_parts(&self, error: Error) -> Error {
         let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
         let parts = (self.part(here), self.part(there));
@@ -19,7 +19,7 @@ impl RankCore {
         EngineError::PartsDiverged { rank: *rank, here, peer: *peer, there }.into()
     }
 
-    /// A collective, and what it carries; nothing where that is no unit and no parameter.
+    /// Describes a collective and the unit or parameters that it carries. Returns `None` if it carries neither.
     fn part(&self, call: &str) -> Option<String> {
         let content = content_of(call)?;
         let carries = |params: &[ParamId]| self.tag(params) as u32 == content;
@@ -36,7 +36,7 @@ impl RankCore {
     }
 }
 
-/// The collective in a text that may begin with the engine's call.
+/// Returns the collective in a text that may begin with the engine's call.
 fn collective_of(call: &str) -> &str {
     let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
     kinds.iter().filter_map(|kind| call.find(kind.name())).min().map_or(call, |at| &call[at..])

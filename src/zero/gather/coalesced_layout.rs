@@ -1,8 +1,8 @@
-//! The layout of shards or gradients that travel in one flat buffer, through one collective, and how whole parameters are made
-//! of it.
+//! The layout of shards or gradients that share one flat buffer and one collective, and the assembly of whole
+//! parameters from it.
 //!
-//! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
-//! parameters share a buffer, and are copied out of it piece by piece.
+//! If a parameter has its own collective, the chunks of all ranks, one after the other, are the parameter: it takes the
+//! buffer over. Small parameters share a buffer, and are copied out of it piece by piece.
 
 use crate::comm::WireFormat;
 use crate::error::Result;
@@ -15,33 +15,33 @@ use crate::zero::share::packed_weights;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
-/// How the shards or gradients of some parameters lie in one flat buffer.
+/// The layout of the shards or gradients of some parameters in one flat buffer.
 pub(crate) struct CoalescedLayout {
     pub params: Vec<ParamId>,
-    /// Offset of each parameter's shard, or piece, in a rank's chunk. What lies between two of them is zeros.
+    /// The offset of each parameter's shard, or piece, in a rank's chunk. Gaps between them are zeros.
     pub offsets: Vec<usize>,
-    /// Elements of a rank's chunk.
+    /// The number of elements of a rank's chunk.
     pub chunk: usize,
-    /// How its weights are held, where it carries weights: elements of packed ones are words.
+    /// The format of the weights, if the layout carries weights: elements of packed ones are words.
     weights: WeightFormat,
 }
 
 impl CoalescedLayout {
-    /// One layout for each large parameter and one for all others that are packed alike.
+    /// Creates one layout for each large parameter, and one for all others that are packed alike.
     pub fn split(params: &[ParamId], all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
         alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, mesh, wire)).collect()
     }
 
-    /// Parameters whose weights are held alike, and can travel together.
+    /// Groups parameters whose weights have the same format, and can share a collective.
     pub fn alike(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
         let mut alike: BTreeMap<WeightFormat, Vec<ParamId>> = BTreeMap::new();
         params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));
         alike.into_values()
     }
 
-    /// Weights on the wire, some of which are packed already.
+    /// Creates a layout of weights for a collective. Some weights may already be packed.
     pub fn of_weights(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let weights = params.first().map_or(WeightFormat::Model, |p| all[*p].weights);
         let Some(packing) = weights.packing() else {
@@ -57,29 +57,30 @@ impl CoalescedLayout {
         Self { params, offsets, chunk, weights }
     }
 
-    /// The dtype of its elements, for weights in `dtype`.
+    /// Returns the dtype of the layout's elements, for weights in `dtype`.
     pub fn dtype(&self, dtype: DType) -> DType {
         self.weights.packing().map_or(self.weights.dtype(dtype), |_| DType::F32)
     }
 
-    /// Whether it carries packed weights, which lie on the host.
+    /// Returns whether the layout carries packed weights, which lie on the host.
     pub fn is_packed(&self) -> bool {
         self.weights.packing().is_some()
     }
 
-    /// How it travels, if weights go by `wire`: what is packed is coded already.
+    /// Returns the layout's wire format if weights use `wire`: packed weights are already coded.
     pub fn wire(&self, wire: WireFormat) -> WireFormat {
         self.weights.packing().map_or(wire, |_| WireFormat::Exact)
     }
 
-    /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
+    /// Creates a layout. Coded parameters have separate blocks, which do not depend on the other parameters of the
+    /// collective.
     pub fn new(params: Vec<ParamId>, all: &[Param], mesh: ShardMesh, wire: WireFormat) -> Self {
         let cuts: Vec<ShardCut> = params.iter().map(|p| all[*p].cut()).collect();
         let (offsets, chunk) = chunk_offsets(&cuts, mesh, wire.alignment());
         Self { params, offsets, chunk, weights: WeightFormat::Model }
     }
 
-    /// Gives each whole parameter to `install`. `chunks` are those of all shards, in their order.
+    /// Passes each whole parameter to `install`. `chunks` are those of all shards, in order.
     pub fn unpack<R: RankBackend>(
         &self,
         rank: &R,
@@ -90,7 +91,7 @@ impl CoalescedLayout {
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
-                // Words lie on the host.
+                // The words lie on the host.
                 let whole = packed_weights::whole(packing, param, &chunks, at, rank.dtype(), rank.mesh())?;
                 install(param, whole.moved_to(rank.model_place())?)?;
             }
@@ -98,7 +99,7 @@ impl CoalescedLayout {
         }
         if let [param] = &self.params[..] {
             let param = &rank.params()[*param];
-            // What is left over is padding, less than an element for each rank.
+            // The rest is padding, less than one element per rank.
             chunks.truncate(param.numel);
             return install(param, chunks);
         }

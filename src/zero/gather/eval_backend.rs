@@ -1,8 +1,8 @@
-//! A second instance of a model, over the weights of the first: for evaluation.
+//! A second instance of a model, over the weights of the first, for evaluation.
 //!
-//! Candle records an operation whenever one of its arguments is recorded, as a parameter's tensor is, and keeps its
-//! arguments as long as its result. The tensors of this instance share the parameters' storages, wherever those are
-//! gathered and released, and are recorded nowhere. Buffers are the same variables.
+//! Candle records an operation whenever one of its arguments is recorded, such as a parameter's tensor, and keeps its
+//! arguments as long as its result. The tensors of this instance share the parameters' storages, whether gathered or
+//! released, and are not recorded. Buffers are the same variables.
 
 use super::unit::UnitRegistrar;
 use crate::error::{Error, ParamError, Result};
@@ -36,7 +36,7 @@ impl EvalBackend {
         Self(Arc::new(EvalBackendInner { core: core.clone(), link, by_name, failure: Mutex::new(None) }))
     }
 
-    /// The typed error behind a failed construction.
+    /// Returns the typed error behind a failed construction.
     pub fn explain(&self, error: candle_core::Error) -> Error {
         if let Some(failure) = lock(&self.0.failure).take() {
             return failure;
@@ -51,7 +51,7 @@ impl EvalBackend {
         let core = &self.0.core;
         let tensor = match self.0.by_name.get(name) {
             Some(id) => core.params()[*id].tensor.detach(),
-            // A variable, which layers take as theirs.
+            // A variable, which layers expect for buffers.
             None => match core.buffers().list().iter().find(|buffer| buffer.name == name) {
                 Some(buffer) => buffer.tensor.clone(),
                 None => return Err(ParamError::NotTheModel { name: name.into() }.into()),
@@ -82,7 +82,7 @@ impl UnitRegistrar for EvalBackend {
 
     fn close_unit(&self) {}
 
-    /// The first instance has marked it.
+    /// Does nothing: the first instance has marked it.
     fn mark_leaf(&self, _: UnitId) {}
 
     fn link(&self) -> EngineLink {

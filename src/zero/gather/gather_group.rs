@@ -1,4 +1,4 @@
-//! Parameters that are gathered and released together, and how: from all ranks, or from this host's second copy.
+//! Parameters that are gathered and released together, from all ranks or from this host's second copy.
 
 use super::coalesced_layout::CoalescedLayout;
 use crate::comm::WireFormat;
@@ -17,7 +17,7 @@ use crate::zero::share::state_storage::StateStorage;
 use crate::zero::transfer::device_copy::CopyKind;
 use crate::zero::transfer::pending_collective::CollectiveOp;
 
-/// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
+/// Parameters that are gathered and released together, by one all-gather for each large one and one for all small ones.
 pub(super) struct GatherGroup {
     pub params: Vec<ParamId>,
     pub layouts: Vec<CoalescedLayout>,
@@ -25,30 +25,30 @@ pub(super) struct GatherGroup {
     pub wire: WireFormat,
 }
 
-/// The all-gathers of a group that are under way, one for each of its layouts.
+/// The pending all-gathers of a group, one for each of its layouts.
 pub(super) type PendingGather<R> = Vec<(GatherProgress<R>, LedgerEntry)>;
 
-/// How far an all-gather has come.
+/// The progress of an all-gather.
 pub(super) enum GatherProgress<R: RankBackend> {
-    /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
-    /// issue it at the same point.
+    /// This rank's shards are being read from a file. The all-gather begins when the parameters are needed, so that all
+    /// ranks issue it at the same point.
     Reading(<R::Files as StateFiles>::Reading),
-    /// They are on their way from the host to the GPU. Likewise.
+    /// The shards are being copied from the host to the GPU. The all-gather also begins when the parameters are needed.
     Moving(R::PendingCopy),
-    /// The all-gather is under way.
+    /// The all-gather is pending.
     Travelling(R::Pending),
 }
 
-/// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep, one buffer
-/// for each layout of a group; none until a forward has gathered it.
+/// This rank's secondary shards (`zero_hpz_partition_size`): its part of a second copy that the ranks of a host keep,
+/// with one buffer for each layout of a group. `None` until a forward has gathered it.
 pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareMemory>::Buffer, LedgerEntry)>>;
 
-/// What to do with a group after it has been gathered.
+/// The treatment of a group after it has been gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterGather {
-    /// It is used, and gathered in the same way the next time.
+    /// The group is used, and gathered in the same way the next time.
     Used,
-    /// This rank's group keeps a copy of it, to gather it from.
+    /// This rank's group of ranks keeps a copy, from which it is gathered the next time.
     Kept,
 }
 
@@ -64,7 +64,7 @@ impl GatherGroup {
         self.params.iter().try_for_each(|param| release(&all[*param]).map(drop))
     }
 
-    /// Begins the all-gathers inside of this rank's group.
+    /// Begins the all-gathers within this rank's group.
     ///
     /// # Errors
     /// A GPU without memory.
@@ -86,7 +86,7 @@ impl GatherGroup {
         self.layouts.iter().zip(second).map(launch).collect()
     }
 
-    /// Begins the all-gathers of this rank's shares, or to read them.
+    /// Begins the all-gathers of this rank's shares, or begins to read the shares.
     ///
     /// # Errors
     /// A GPU without memory.
@@ -95,14 +95,14 @@ impl GatherGroup {
         let launch = |layout: &CoalescedLayout| {
             let _about = timeline::about(|| core.names(&layout.params));
             let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
-            // They lie in one place, as they are of one kind.
+            // They lie in one place, because they are of one kind.
             let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
                 _ => None,
             });
             let place = place.unwrap_or_else(R::Buffer::host);
             let goes_on = goes_to_gpu(core, layout, &place);
-            // Room for the chunks of all shards, where they are gathered: the others' arrive in the same buffer.
+            // If they are gathered in this buffer, it has room for the chunks of all shards: the others arrive in it.
             let room = if goes_on { layout.chunk } else { layout.chunk * core.mesh().shards() };
             let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
@@ -130,7 +130,7 @@ impl GatherGroup {
         self.layouts.iter().map(launch).collect()
     }
 
-    /// Begins to bring this rank's shards to the GPU. On the way they are entered already.
+    /// Begins to copy this rank's shards to the GPU. The ledger counts them from the beginning of the copy.
     fn send<R: RankBackend>(
         &self,
         core: &R,
@@ -146,8 +146,8 @@ impl GatherGroup {
         core.gather(layout.wire(self.wire), chunk, &layout.params)
     }
 
-    /// Waits for the all-gathers and puts the whole parameters into their tensors. Gives this rank's part of a second copy, if
-    /// one is to be kept.
+    /// Waits for the all-gathers and puts the whole parameters into their tensors. Returns this rank's part of a second
+    /// copy if one is to be kept.
     pub fn install<R: RankBackend>(
         &self,
         core: &R,
@@ -155,7 +155,7 @@ impl GatherGroup {
         kind: MemoryKind,
         after: AfterGather,
     ) -> Result<SecondaryShards<R>> {
-        // All of them are on their way to the GPU, and then travel, before the first is waited for.
+        // All copies to the GPU and all all-gathers begin before the first is waited for.
         let read = |(layout, (way, held)): (&CoalescedLayout, (GatherProgress<R>, LedgerEntry))| {
             let _about = timeline::about(|| core.names(&layout.params));
             match (way, core.files()) {
@@ -191,7 +191,7 @@ impl GatherGroup {
                 second.push(part_of_group(core, &chunks)?);
             }
             let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&layout.params));
-            // Small parameters are copied out of the buffer, which a GPU has no room to spare for.
+            // Small parameters are copied out of the buffer, which needs additional GPU memory for a short time.
             let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
             let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));
             layout.unpack(core, chunks, |param, whole| {
@@ -205,13 +205,13 @@ impl GatherGroup {
     }
 }
 
-/// Whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they have to be brought. Packed ones are
-/// unpacked on the host.
+/// Returns whether the shards of a layout, which lie in `place`, are gathered on the GPU, to which they must be copied.
+/// Packed ones are unpacked on the host.
 fn goes_to_gpu<R: RankBackend>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
     R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
 }
 
-/// This rank's part of a layout's chunks, as its group divides them.
+/// Returns this rank's part of a layout's chunks, as its group divides them.
 fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, LedgerEntry)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
@@ -221,7 +221,8 @@ fn part_of_group<R: RankBackend>(core: &R, chunks: &R::Buffer) -> Result<(R::Buf
     Ok((part, held))
 }
 
-/// Waits for all-gathers that nobody came for: also for what is only being read, since the step may write there.
+/// Waits for all-gathers whose results are not used, and for pending reads too, because the step may write to those
+/// extents.
 pub(super) fn forget<R: RankBackend>(core: &R, gathering: PendingGather<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
         (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
@@ -231,7 +232,7 @@ pub(super) fn forget<R: RankBackend>(core: &R, gathering: PendingGather<R>) -> R
     })
 }
 
-/// Empties a parameter's tensor; false if it was empty already.
+/// Empties a parameter's tensor. Returns false if it was already empty.
 pub(in crate::zero) fn release(param: &Param) -> Result<bool> {
     if !param.is_whole() {
         return Ok(false);

@@ -1,40 +1,41 @@
-//! Leaf units: gathered as one with all units inside, whichever of them a rank runs.
+//! Leaf units: gathered together with all units inside, whichever of them a rank runs.
 //!
-//! DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and others do not; gathered each
-//! for itself, ranks would wait for different ones. Inside of a leaf nothing is gathered for itself: all ranks that
-//! enter the leaf gather everything in it, and what a rank's experts did not learn counts as zeros.
+//! They correspond to DeepSpeed's `z3_leaf_module`. The experts of a mixture are units that some ranks run and others
+//! do not. If each were gathered separately, ranks would wait for different ones. Nothing inside a leaf is gathered
+//! separately: all ranks that enter the leaf gather everything in it, and gradients that a rank's experts did not
+//! produce count as zeros.
 
 use crate::config::{LeafModule, ZeroConfig};
 use crate::param::{Param, UnitId};
 
-/// Where a unit is, as far as leaves go.
+/// The position of a unit relative to leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeafPosition {
-    /// It is gathered for itself, as any unit.
+    /// The unit is gathered separately, like any unit.
     Outside,
-    /// It is a leaf, and in no other.
+    /// The unit is a leaf, and not inside another one.
     Leaf,
-    /// It lies in a leaf, and is gathered with it.
+    /// The unit lies in a leaf, and is gathered with it.
     Inside,
 }
 
-/// Which unit lies in which, and which of them are leaves.
+/// The nesting of units, and which of them are leaves.
 #[derive(Debug, Clone)]
 pub(crate) struct LeafUnits {
-    /// The unit around each unit; the root's is itself.
+    /// The enclosing unit of each unit. The root encloses itself.
     around: Vec<UnitId>,
     is_marked: Vec<bool>,
 }
 
 impl Default for LeafUnits {
-    /// The root alone.
+    /// Creates a set that has only the root.
     fn default() -> Self {
         Self { around: vec![crate::param::ROOT], is_marked: vec![false] }
     }
 }
 
 impl LeafUnits {
-    /// A unit is built inside of the unit `around`, and gets the next number.
+    /// Adds a unit inside the unit `around`. It gets the next number.
     pub fn push(&mut self, around: UnitId) {
         self.around.push(around);
         self.is_marked.push(false);
@@ -44,7 +45,8 @@ impl LeafUnits {
         self.is_marked[unit] = true;
     }
 
-    /// Marks the units that the configuration means, by `units`, the names of all; gives what names none of them.
+    /// Marks the units that the configuration selects, by `units`, the names of all units. Returns the entries that
+    /// match none.
     pub fn mark_named<'a>(&mut self, units: &[String], named: &'a LeafModule) -> Vec<&'a str> {
         let mut mark = |means: &dyn Fn(&str) -> bool| {
             let meant: Vec<UnitId> = (1..units.len()).filter(|unit| means(&units[*unit])).collect();
@@ -56,18 +58,18 @@ impl LeafUnits {
         names.into_iter().chain(suffixes).map(String::as_str).collect()
     }
 
-    /// For each unit the outermost leaf around it; where there is none, itself.
+    /// Returns the outermost leaf around each unit, or the unit itself if it is in no leaf.
     pub fn outermost(&self) -> Vec<UnitId> {
         let mut outermost: Vec<UnitId> = Vec::new();
         for (unit, around) in self.around.iter().enumerate() {
-            // Units are numbered from the outside in.
+            // Outer units have smaller numbers.
             let lies_in_leaf = *around < unit && self.is_marked[outermost[*around]];
             outermost.push(if lies_in_leaf { outermost[*around] } else { unit });
         }
         outermost
     }
 
-    /// The place of each unit.
+    /// Returns the position of each unit.
     pub fn places(&self) -> Vec<LeafPosition> {
         let place = |(unit, leaf): (UnitId, UnitId)| match (self.is_marked[leaf], unit == leaf) {
             (false, _) => LeafPosition::Outside,
@@ -77,7 +79,7 @@ impl LeafUnits {
         self.outermost().into_iter().enumerate().map(place).collect()
     }
 
-    /// The parameters that ranks may miss in a backward.
+    /// Returns for each parameter whether ranks may miss its gradient in a backward.
     pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
         let places = self.places();
         let is_optional = |param: &Param| zero.ignore_unused_parameters || places[param.unit] != LeafPosition::Outside;
@@ -90,7 +92,7 @@ mod tests {
     use super::LeafPosition::{Inside, Leaf, Outside};
     use super::*;
 
-    /// Root, a (with a.x, a.x.y and a.z inside), b.
+    /// The root, a (with a.x, a.x.y and a.z inside), b.
     fn nested() -> (LeafUnits, Vec<String>) {
         let mut leaves = LeafUnits::default();
         [0, 1, 2, 1, 0].into_iter().for_each(|around| leaves.push(around));

@@ -1,13 +1,15 @@
 //! Parameters at stage 3: gathered when a unit needs them, prefetched, released.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `leaf_units.rs` | units that are gathered as one with all units inside |
-//! | `param_gatherer.rs` | which units are gathered when, and released |
+//! | `unit.rs` | the unit of gathering and releasing; recomputation |
+//! | `leaf_units.rs` | units that are gathered together with all units inside |
+//! | `param_gatherer.rs` | decides when each unit is gathered and released |
 //! | `unit_trace.rs` | the order in which units are needed |
-//! | `gather_group.rs`, `coalesced_layout.rs` | parameters that are gathered together, and how they lie in a collective's buffer |
-//! | `recompute_input.rs`, `recompute_check.rs` | what recomputation keeps, and where; whether it gives the same again |
+//! | `gather_group.rs` | parameters that are gathered together |
+//! | `coalesced_layout.rs` | their layout in a collective's buffer |
+//! | `recompute_input.rs` | the input that recomputation keeps, and its storage |
+//! | `recompute_check.rs` | checks that recomputation reproduces the output |
 //! | `eval_backend.rs` | the `VarBuilder` backend of a second instance of the model, for evaluation |
 
 pub(crate) mod coalesced_layout;

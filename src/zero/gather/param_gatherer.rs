@@ -1,25 +1,24 @@
-//! Stage 3: units are gathered when they are needed, released when they are not, and gathered ahead in the recorded
-//! order.
+//! Gathers and releases units at stage 3: when they are needed, and ahead of use in the recorded order.
 //!
 //! ```text
 //!   forward    gather u0 | run u0 | release u0 | gather u1 | run u1 | release u1 | ...
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! Where shards lie in a file, a gather begins with reading them. With `zero_quantized_weights` it carries int8: all
-//! ranks, the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the
-//! optimizer changes.
+//! If shards lie in a file, a gather begins by reading them. With `zero_quantized_weights` it carries int8: all ranks,
+//! the owner of a shard included, compute with the received values, while the owner keeps the exact weights that the
+//! optimizer updates.
 //!
-//! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank lets go of values when
-//! its own gradients arrive, but counts and state of the unit follow its events alone, which all ranks have in common.
-//! Where unused parameters are ignored, this holds for all units.
+//! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank releases values when
+//! its own gradients arrive. The counts and the state of the unit depend only on its events, which all ranks have in
+//! common. If unused parameters are ignored, this holds for all units.
 //!
-//! On several hosts, with `zero_hpz_partition_size`, each rank of a group inside of a host keeps a part of what a forward
-//! has gathered, and the unit is gathered from these parts until weights change: nothing of it crosses to other hosts.
+//! On several hosts, with `zero_hpz_partition_size`, each rank of a group within a host keeps a part of the unit that a
+//! forward has gathered. The unit is gathered from these parts until weights change, without traffic between hosts.
 //!
-//! From the second micro step on, while one unit runs the next ones are already on their way, as far as
-//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
-//! never on time, so all ranks issue the same collectives in the same order.
+//! From the second micro step on, the next units are gathered while one unit runs, as far as
+//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends only on counts, never
+//! on time, so all ranks issue the same collectives in the same order.
 
 use super::gather_group::{AfterGather, GatherGroup, PendingGather, SecondaryShards, forget, release};
 use super::leaf_units::{LeafPosition, LeafUnits};
@@ -38,31 +37,32 @@ pub(crate) struct ParamGatherer<R: RankBackend> {
     units: Vec<UnitState<R>>,
     /// The unit with which each unit is gathered: itself, or the leaf around it.
     outermost: Vec<UnitId>,
-    /// Ranks may use different parameters: of leaves, or of all units.
+    /// Whether ranks may use different parameters of each unit: true for leaves, or for all units.
     ranks_differ: Vec<bool>,
-    /// Units of those whose backward has begun, until another one's begins.
+    /// The units whose backward has begun, of those whose parameters ranks may use differently, until the backward of
+    /// another one begins.
     spent: Vec<UnitId>,
     persistent: GatherGroup,
     /// Whether each parameter is persistent.
     is_persistent: Vec<bool>,
-    /// The persistent parameters were released too, and have not been needed since.
+    /// Whether the persistent parameters were released too, and have not been needed since.
     persistent_is_released: bool,
-    /// The trace of training, and that of evaluation, which has forwards only.
+    /// The traces of training and of evaluation. Evaluation has only forwards.
     traces: [UnitTrace; 2],
-    /// Elements of gathered parameters, without the persistent ones.
+    /// The number of elements of gathered parameters, without the persistent ones.
     live: usize,
-    /// Elements of gathers under way, and at most of those ahead of use.
+    /// The number of elements of pending gathers, and the maximum for those ahead of use.
     in_flight: usize,
     ahead: usize,
-    /// What is packed is not gathered ahead: it is here.
+    /// Whether packed shares are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,
-    /// Units of this micro step will run again in backward.
+    /// Whether units of this micro step will run again in backward.
     recomputes: bool,
-    /// Backwards that run inside of others: a recomputing unit runs one of its own.
+    /// The number of backwards that run inside others: a recomputing unit runs a separate one.
     depth: usize,
-    /// The unit that each of these backwards, the engine's first, was the last to enter.
+    /// The last unit that each of these backwards, the engine's first, has entered.
     entered: Vec<UnitId>,
-    /// Those of them that run inside of a backward that is not the engine's.
+    /// The number of nested backwards that run inside a backward that is not the engine's.
     passing: usize,
 }
 
@@ -70,40 +70,41 @@ struct UnitState<R: RankBackend> {
     group: GatherGroup,
     second: SecondaryShards<R>,
     state: GatherState<R>,
-    /// Elements of it that count as live.
+    /// The number of the unit's elements that count as live.
     live: usize,
-    /// The least depth at which a backward has entered the unit in this micro step.
+    /// The smallest depth at which a backward has entered the unit in this micro step.
     outermost: usize,
-    /// Depth of the backward that was the last to enter the unit.
+    /// The depth of the last backward that entered the unit.
     depth: usize,
-    /// That backward has gone on to another unit.
+    /// Whether that backward has moved on to another unit.
     is_behind: bool,
-    /// Gathered for a backward that is not the engine's, and nothing else.
+    /// Whether the unit is gathered only for a backward that is not the engine's.
     passed: bool,
-    /// It has parameters that are packed at rest.
+    /// Whether the unit has parameters that are packed at rest.
     is_packed: bool,
 }
 
 /// The parts of a unit's parameters that are in memory.
 enum GatherState<R: RankBackend> {
-    /// Only this rank's shares.
+    /// Only this rank's shares are in memory.
     Released,
-    /// A gather is under way.
+    /// A gather is pending.
     InFlight(PendingGather<R>),
-    /// All of them.
+    /// All parameters are in memory.
     Gathered,
-    /// Some of them, or all: backward releases one after the other.
+    /// Some or all parameters are in memory: backward releases one after the other.
     Partly,
 }
 
 impl<R: RankBackend> ParamGatherer<R> {
-    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
+    /// Creates a gatherer for sharded parameters. At stages 0 to 2 there is nothing to gather and every call does
+    /// nothing.
     pub fn new(params: &[Param], leaves: &LeafUnits, zero: &ZeroConfig, plan: &SharePlan) -> Self {
         let mut persistent = Vec::new();
         let outermost = leaves.outermost();
         let mut by_unit = vec![Vec::new(); outermost.len()];
         let mut persistent_elements = 0usize;
-        // What is whole all the time is never released either.
+        // Parameters that are not sharded are never released either.
         let mut is_persistent: Vec<bool> = params.iter().map(|param| !plan.shards(param.weights)).collect();
         for (id, param) in params.iter().enumerate() {
             if is_persistent[id] {
@@ -162,7 +163,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         }
     }
 
-    /// Gathers the persistent parameters again, after the weights have changed; second copies are out of date.
+    /// Gathers the persistent parameters again after the weights have changed. Second copies are out of date.
     pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
         self.units.iter_mut().for_each(|unit| unit.second = None);
         if self.persistent.params.is_empty() {
@@ -174,8 +175,8 @@ impl<R: RankBackend> ParamGatherer<R> {
         self.persistent.install(core, gathering, MemoryKind::Persistent, AfterGather::Used).map(drop)
     }
 
-    /// A unit is about to run: gathers it if need be, and begins to gather what comes next. What lies in a leaf is
-    /// there.
+    /// Prepares a unit that is about to run: gathers it if necessary, and begins to gather the next units. A unit
+    /// inside a leaf is already in memory.
     pub fn enter(&mut self, core: &R, event: UnitEvent) -> Result<()> {
         let unit = event.unit();
         if self.outermost[unit] != unit {
@@ -206,15 +207,15 @@ impl<R: RankBackend> ParamGatherer<R> {
         )?;
         self.units[unit].passed = false;
         if matches!(event, UnitEvent::Backward(_)) && self.ranks_differ[unit] {
-            // From here on this rank releases what it has used.
+            // From here on this rank releases the parameters that it has used.
             self.units[unit].state = GatherState::Partly;
             self.spent.push(unit);
         }
         self.prefetch(core)
     }
 
-    /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
-    /// and the record of the engine's own order stays as it is.
+    /// Prepares a unit that is about to run in a backward that is not the engine's: gathers it if necessary. Nothing is
+    /// gathered ahead, and the record of the engine's own order does not change.
     pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());
@@ -228,7 +229,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         *depth = self.depth;
         *is_behind = false;
         let passed = *passed;
-        // What is left of it in memory is released on the way.
+        // Parameters of it that are still in memory are released on the way.
         self.ensure_gathered(core, unit, AfterGather::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
@@ -239,7 +240,8 @@ impl<R: RankBackend> ParamGatherer<R> {
         Ok(())
     }
 
-    /// A backward that is not the engine's no longer needs a parameter: releases it if it was gathered for that.
+    /// Releases a parameter that a backward that is not the engine's no longer needs, if it was gathered for that
+    /// backward.
     pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         if self.units[self.outermost[core.params()[param].unit]].passed {
             self.release_param(core, param)
@@ -248,7 +250,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         }
     }
 
-    /// Releases what backwards that are not the engine's have left.
+    /// Releases the parameters left by backwards that are not the engine's.
     pub fn release_passed(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             if self.units[unit].passed {
@@ -258,39 +260,39 @@ impl<R: RankBackend> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Whether a unit has parameters that are gathered and released.
+    /// Returns whether a unit has parameters that are gathered and released.
     pub fn has_params(&self, unit: UnitId) -> bool {
         !self.units[unit].group.params.is_empty()
     }
 
-    /// A unit of this micro step will run again in backward.
+    /// Reports that a unit of this micro step will run again in backward.
     pub fn will_recompute(&mut self) {
         self.recomputes = true;
     }
 
-    /// A backward inside of a backward begins; `passes` if that one is not the engine's.
+    /// Begins a backward inside a backward. `passes`: the outer one is not the engine's.
     pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
         self.passing += usize::from(passes);
         self.entered.push(ROOT);
     }
 
-    /// It is over, that of `unit`: what this rank has not used of it is released too.
+    /// Ends the inner backward, that of `unit`: also releases the parameters that this rank has not used.
     pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
         let left = self.leave_behind(core, last);
         let (unit, depth) = (self.outermost[unit], self.depth);
         self.depth -= 1;
         self.passing -= usize::from(passes);
-        // A backward around this one may have entered the unit too.
+        // An outer backward may have entered the unit too.
         if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
             self.release_unit(core, unit)?;
         }
         left
     }
 
-    /// The backward under way has gone on from a unit, whose input has its gradient: nothing needs the unit's frozen
-    /// parameters any more, unless a trained one still waits for its gradient.
+    /// Reports that the current backward has moved on from a unit, whose input has its gradient. The unit's frozen
+    /// parameters are no longer needed, unless a trained one still waits for its gradient.
     fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if unit == ROOT || self.units[unit].depth < self.depth {
             return Ok(());
@@ -310,8 +312,9 @@ impl<R: RankBackend> ParamGatherer<R> {
         }
     }
 
-    /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`. What is packed would
-    /// not be worth packing if all of it were unpacked between forward and backward: it is released whatever the distance.
+    /// Ends a unit's forward: releases the unit, unless its backward comes within `stage3_max_reuse_distance`. A packed
+    /// unit is released whatever the distance, because packing would save nothing if everything stayed unpacked between
+    /// forward and backward.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());
@@ -323,10 +326,11 @@ impl<R: RankBackend> ParamGatherer<R> {
         if stays { Ok(()) } else { self.release_unit(core, unit) }
     }
 
-    /// A parameter's gradient has arrived: the backward that made it no longer needs the values.
+    /// Takes note that a parameter's gradient has arrived: the backward that computed it no longer needs the values.
     ///
-    /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
-    /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
+    /// Another backward may need them. A parameter that is used inside and outside of a recomputing unit has a gradient
+    /// from each. Therefore a parameter of a unit that an outer backward has entered stays, and the root's parameters
+    /// also stay while units will recompute.
     pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
         let id = self.outermost[params[param].unit];
@@ -343,7 +347,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         self.release_frozen(core, id)
     }
 
-    /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
+    /// Ends the micro step: releases the remaining parameters (unused parameters, gathers whose results were not used).
     pub fn end(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
@@ -358,17 +362,17 @@ impl<R: RankBackend> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Micro steps of training so far that used units in another order than the one before.
+    /// Returns the number of training micro steps so far that used units in a different order from the one before.
     pub fn order_changes(&self) -> u64 {
         self.traces[0].changes()
     }
 
-    /// The trace of what the model is used for now.
+    /// Returns the trace for the model's current use.
     fn trace(&mut self, core: &R) -> &mut UnitTrace {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    /// Goes by other records from now on. Gives those before.
+    /// Replaces the traces from now on. Returns the previous ones.
     pub fn exchange_traces(&mut self, traces: [UnitTrace; 2]) -> [UnitTrace; 2] {
         std::mem::replace(&mut self.traces, traces)
     }
@@ -433,7 +437,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         let mut distance = 0usize;
         for event in self.traces[usize::from(core.is_evaluating())].coming() {
             if event.unit() == unit {
-                // A distance of 0 elements keeps nothing, not even what is used again at once.
+                // A distance of 0 elements keeps nothing, not even a unit that is used again immediately.
                 let zero = core.zero();
                 return distance < zero.max_reuse_distance && self.live <= zero.max_live_parameters;
             }
@@ -442,7 +446,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         false
     }
 
-    /// Gathers parameters that are not whole, whatever unit they are of; gives those that it has gathered.
+    /// Gathers absent parameters, whatever their units. Returns those that it has gathered.
     pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
         let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
         if !absent.is_empty() {
@@ -458,7 +462,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         params.iter().try_for_each(|param| release(&core.params()[*param]).map(drop))
     }
 
-    /// Releases all parameters, the persistent ones until they are needed, and forgets the recorded order.
+    /// Releases all parameters, including the persistent ones until they are needed, and forgets the recorded order.
     pub fn release_everything(&mut self, core: &R) -> Result<()> {
         self.end(core)?;
         self.release_passed(core)?;
@@ -469,7 +473,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         Ok(())
     }
 
-    /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
+    /// Waits for a gather whose result is not used, and forgets it. The other ranks depend on this rank's part in it.
     fn settle(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { group, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, GatherState::Released) {
@@ -495,7 +499,7 @@ impl<R: RankBackend> ParamGatherer<R> {
         Ok(())
     }
 
-    /// The unit of which a gather carries these parameters.
+    /// Returns the unit of which a gather carries these parameters.
     pub fn unit_that(&self, carries: impl Fn(&[ParamId]) -> bool) -> Option<UnitId> {
         self.units.iter().position(|unit| unit.group.layouts.iter().any(|layout| carries(&layout.params)))
     }

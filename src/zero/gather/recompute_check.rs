@@ -1,25 +1,25 @@
-//! Whether a unit that recomputes gives the second time what it gave the first time.
+//! Checks that a recomputing unit returns the same output the second time.
 //!
-//! If not, the gradients of its second run are those of another function than the one whose loss was computed. A digest
-//! of the first output is kept, and the second one is compared with it, in every backward: one more pass over the
-//! unit's output, beside products that read it many times.
+//! If it does not, the gradients of its second run are those of a different function from the one whose loss was
+//! computed. A digest of the first output is kept, and every backward compares the second output with it. This costs
+//! one more pass over the unit's output, which is small next to matrix products that read it many times.
 
 use crate::kernels::digest::digest;
 use crate::tensor::residency::with_view;
 use candle_core::{D, DType, Result, Shape, Tensor};
 
-/// What a unit's output was, without its values.
+/// The digest of a unit's output, without its values.
 pub(super) struct OutputDigest {
     shape: Shape,
     values: ValuesDigest,
 }
 
-/// The values.
+/// The digest of the values.
 enum ValuesDigest {
-    /// Of the bits.
+    /// A digest of the bits.
     Bits(u64),
-    /// Of a tensor on a GPU, and still there: its sum and that of its squares, in f32. A kernel that forms them in a
-    /// fixed order makes the same bits of the same values.
+    /// The sum, and the sum of squares, of a tensor on a GPU in f32, which also stay there. A kernel that computes them
+    /// in a fixed order produces the same bits from the same values.
     Sums(Tensor),
 }
 
@@ -29,7 +29,7 @@ impl OutputDigest {
             ValuesDigest::Bits(with_view(output, |values| digest(values.as_bytes()))?)
         } else {
             let values = output.detach().to_dtype(DType::F32)?;
-            // Row by row: one sum of everything would be the work of one of the GPU's many processors.
+            // Row by row: a single sum of all values would run on only one of the GPU's many processors.
             let sum = |values: Tensor| match values.rank() {
                 0 => Ok(values),
                 _ => values.sum(D::Minus1)?.sum_all(),
@@ -39,7 +39,7 @@ impl OutputDigest {
         Ok(Self { shape: output.shape().clone(), values })
     }
 
-    /// Whether `output` is the same.
+    /// Returns whether `output` is the same.
     pub fn is_again(&self, output: &Tensor) -> Result<bool> {
         if *output.shape() != self.shape {
             return Ok(false);

@@ -1,4 +1,5 @@
-//! The input that a recomputing unit keeps from its forward to its backward, where `cpu_checkpointing` puts it.
+//! The input that a recomputing unit keeps from its forward to its backward, in the storage that `cpu_checkpointing`
+//! selects.
 
 use crate::offload::SpilledTensor;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
@@ -17,7 +18,7 @@ pub(super) enum RecomputeInput {
 }
 
 impl RankCore {
-    /// Keeps `input` where `cpu_checkpointing` says, without a graph.
+    /// Keeps `input` in the storage that `cpu_checkpointing` selects, without a graph.
     pub(super) fn keep_input(&self, input: &Tensor) -> Result<RecomputeInput> {
         let input = input.detach();
         if !self.recomputation.cpu_checkpointing || !matches!(input.dtype(), DType::F32 | DType::BF16 | DType::F16) {
@@ -29,7 +30,7 @@ impl RankCore {
             let spilled = offload.spill(values).map_err(|e| self.stash(e))?;
             return Ok(RecomputeInput::File(spilled, input.shape().clone(), device));
         }
-        // On a CPU, the host's memory is where it is.
+        // On a CPU, the input is already in the host's memory.
         if device.is_cpu() {
             Ok(RecomputeInput::Here(input))
         } else {
@@ -37,7 +38,7 @@ impl RankCore {
         }
     }
 
-    /// The input, on the model's device.
+    /// Returns the input, on the model's device.
     pub(super) fn kept_input(&self, kept: &RecomputeInput) -> Result<Tensor> {
         match kept {
             RecomputeInput::Here(input) => Ok(input.clone()),

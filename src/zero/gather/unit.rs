@@ -1,13 +1,13 @@
-//! A unit is what is gathered and released together: one transformer block.
+//! A unit is the part of a model that is gathered and released together: one transformer block.
 //!
 //! ```text
 //!   forward    gather | inner.forward | release | mark the output
 //!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
 //! ```
 //!
-//! The mark runs before the unit's last operation is differentiated, and so before any of its operations: as a hook of
-//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an
-//! engine, and where parameters are not sharded, a unit passes through.
+//! The mark runs before the unit's last operation is differentiated, and so before any of its operations. If that
+//! operation is one of this library's, the mark is a hook of it. Otherwise it is an identity operation on the unit's
+//! output. Without an engine, or if parameters are not sharded, a unit passes through.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
@@ -35,28 +35,28 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 thread_local! {
-    /// Where the model that this thread is building for an engine has its units.
+    /// The units of the model that this thread is building for an engine.
     static BUILDING: RefCell<Option<Arc<dyn UnitRegistrar>>> = const { RefCell::new(None) };
 }
 
 /// The units of a model under construction.
 pub(crate) trait UnitRegistrar {
-    /// Begins a unit of this name, and gives its number and the way to the engine.
+    /// Begins a unit of this name, and returns its number and the link to the engine.
     fn open_unit(&self, name: String) -> Result<(UnitId, EngineLink)>;
-    /// The unit is built.
+    /// Ends the unit under construction.
     fn close_unit(&self);
-    /// A unit is gathered as one with all units inside.
+    /// Marks a unit to be gathered together with all units inside.
     fn mark_leaf(&self, unit: UnitId);
-    /// The way to the engine.
+    /// Returns the link to the engine.
     fn link(&self) -> EngineLink;
 }
 
-/// The way to the engine for which this thread is building a model; a way to nowhere where there is none.
+/// Returns the link to the engine for which this thread is building a model, or a link to nothing if there is none.
 pub(crate) fn link_under_construction() -> EngineLink {
     BUILDING.with_borrow(|units| units.as_ref().map(|units| units.link())).unwrap_or_default()
 }
 
-/// Runs `build` with `units` as those that [`unit()`] finds.
+/// Runs `build` with `units` as the registrar that [`unit()`] finds.
 pub(crate) fn building<T>(units: &(impl UnitRegistrar + Clone + 'static), build: impl FnOnce() -> T) -> T {
     struct RegistrarReset(Option<Arc<dyn UnitRegistrar>>);
     impl Drop for RegistrarReset {
@@ -71,13 +71,13 @@ pub(crate) fn building<T>(units: &(impl UnitRegistrar + Clone + 'static), build:
 /// A part of a model whose parameters are gathered and released together at stage 3.
 pub struct Unit<M> {
     inner: Arc<M>,
-    /// The unit's number and the way to the engine; nothing outside of an engine.
+    /// The unit's number and the link to the engine; `None` outside of an engine.
     hook: Option<(UnitId, EngineLink)>,
     recompute: bool,
 }
 
 /// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
-/// take by the same name belongs to none of them: it is in memory during the whole forward and backward.
+/// take by the same name belongs to none of them: it is in memory during the entire forward and backward.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -111,30 +111,33 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 }
 
 impl<M> Unit<M> {
-    /// With `true`, backward runs the unit's forward again instead of keeping its activations: memory falls to the
-    /// unit's input, and a step takes about a third longer. Without an engine it has no effect.
+    /// Sets whether the unit recomputes. With `true`, backward runs the unit's forward again instead of keeping its
+    /// activations: only the unit's input stays in memory, and a step takes about a third longer. Without an engine it
+    /// has no effect.
     ///
-    /// Losses are the same bits. So are gradients, unless a sum of them has parts from inside of the unit and from
-    /// outside: that of an input which the unit uses several times and others use too, or that of a parameter which
-    /// other parts of the model use. The unit then adds up its own parts first, and last bits may differ.
+    /// Losses have the same bits, and so have gradients, with one exception: a sum of gradients that has terms from
+    /// inside and from outside of the unit. This concerns an input that the unit uses several times and others use too,
+    /// and a parameter that other parts of the model use. The unit then adds up its own terms first, and last bits may
+    /// differ.
     ///
-    /// The second forward must give what the first one gave, which every backward checks
-    /// ([`EngineError::RecomputationDiffers`]): what a module draws at random comes from
-    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Candle's own (`candle_nn::Dropout`,
-    /// `Tensor::rand`) cannot be.
+    /// The second forward must return the first one's output, which every backward checks
+    /// ([`EngineError::RecomputationDiffers`]). Random numbers in a module must therefore come from
+    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Those of Candle (`candle_nn::Dropout`,
+    /// `Tensor::rand`) cannot be repeated.
     #[must_use]
     pub fn checkpointed(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
         self
     }
 
-    /// Makes this unit a leaf: it is gathered as one with all units inside, for modules of which ranks run different
-    /// parts, as the experts of a mixture. All ranks have to run the leaf itself; what a rank's run of it does not use
-    /// has a gradient of zeros. Also by [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
-    /// `zero_optimization.leaf_module`. Called while the model is built; without an engine it has no effect.
+    /// Makes this unit a leaf: it is gathered together with all units inside. Use it for modules of which ranks run
+    /// different parts, such as the experts of a mixture. All ranks must run the leaf itself. Parameters that a rank's
+    /// run does not use get a gradient of zeros. [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
+    /// `zero_optimization.leaf_module` do the same. Call it while the model is built; without an engine it has no
+    /// effect.
     ///
-    /// The gradients of a leaf are held until backward ends, and so are, at stage 3, the values that a rank has not used,
-    /// unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    /// The gradients of a leaf are held until backward ends. At stage 3, the values that a rank has not used are held
+    /// too, unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
     #[must_use]
     pub fn leaf(self) -> Self {
         if let Some((unit, _)) = &self.hook {
@@ -143,17 +146,18 @@ impl<M> Unit<M> {
         self
     }
 
-    /// The module inside. Its parameters may be used only while the unit's forward runs, or [`evaluate`](Self::evaluate).
+    /// Returns the module inside. Its parameters may be used only while the unit's forward or
+    /// [`evaluate`](Self::evaluate) runs.
     pub fn inner(&self) -> &M {
         &self.inner
     }
 
-    /// Runs something else than the module's forward, with its parameters in memory: what a module computes in evaluation
-    /// alone, as of one more token of a text, from what it has kept of the others. The result has no graph. All ranks run
-    /// it, as they run a forward.
+    /// Runs something other than the module's forward, with its parameters in memory: a computation that a module does
+    /// only in evaluation, such as that of one more token of a text, from the values kept of earlier ones. The result
+    /// has no graph. All ranks must run it, as they must run a forward.
     ///
     /// # Errors
-    /// That of `run`, and what keeps the parameters from being gathered.
+    /// Errors of `run`, and failures to gather the parameters.
     pub fn evaluate(&self, run: impl FnOnce(&M) -> Result<Tensor>) -> Result<Tensor> {
         let result = without_gradients(|| match self.connected() {
             Some(hook) => self.run(&hook, run),
@@ -171,12 +175,12 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
 }
 
 impl<M: Send + Sync + 'static> Unit<M> {
-    /// A forward that is not the module's own: `run` is given the module and `x`, and may know more, as where in a row of a
-    /// batch another text begins. Where the unit recomputes, `run` runs again in backward. What it knows of tensors has no
-    /// gradient.
+    /// Runs a forward that is not the module's own: `run` receives the module and `x`, and may use more information,
+    /// such as where in a row of a batch another text begins. If the unit recomputes, `run` runs again in backward.
+    /// Tensors that it captures get no gradient.
     ///
     /// # Errors
-    /// That of `run`, and what keeps the parameters from being gathered.
+    /// Errors of `run`, and failures to gather the parameters.
     pub fn forward_by(
         &self,
         x: &Tensor,
@@ -187,10 +191,10 @@ impl<M: Send + Sync + 'static> Unit<M> {
             return Ok(self.run(&hook, |inner| run(inner, &x.detach()))?.detach());
         }
         if !x.track_op() && hook.core.is_frozen(hook.unit) {
-            // Nothing in it or below it is trained: no graph, and no backward.
+            // Neither the unit nor anything before it is trained: no graph, and no backward.
             return Ok(without_gradients(|| self.run(&hook, |inner| run(inner, x)))?.detach());
         }
-        // Where every unit recomputes, a leaf does as one.
+        // If every unit recomputes, a leaf recomputes as one unit.
         let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != LeafPosition::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
@@ -216,14 +220,14 @@ impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
 }
 
 impl<M> Unit<M> {
-    /// The way to the engine, where there is one.
+    /// Returns the unit's context, if it is connected to an engine.
     fn connected(&self) -> Option<UnitContext> {
         let (unit, link) = self.hook.clone()?;
         let core = link.core()?;
         Some(UnitContext { unit, link, core })
     }
 
-    /// Forward: the unit's parameters are in memory while the module runs.
+    /// Runs a forward with the unit's parameters in memory.
     fn run(
         &self,
         UnitContext { unit, core, .. }: &UnitContext,
@@ -247,8 +251,8 @@ impl<M> Unit<M> {
 }
 
 impl<M> Unit<M> {
-    /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
-    /// and a backward of its own.
+    /// Computes the input's gradient from the output's gradient, by a second forward, which must reproduce the output
+    /// of the `first`, and a separate backward.
     fn run_again(
         &self,
         run: &impl Fn(&M, &Tensor) -> Result<Tensor>,
@@ -271,7 +275,7 @@ impl<M> Unit<M> {
             Ok((input, y))
         };
         core.nested_backward(unit, forward, |(input, y)| {
-            // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
+            // A scalar whose derivative with respect to y is `grad`: its backward seeds the graph with it.
             let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
             let grad = grad.clone();
             let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
@@ -281,7 +285,7 @@ impl<M> Unit<M> {
 }
 
 impl<M: Send + Sync + 'static> Unit<M> {
-    /// Forward without a graph, as one operation whose backward runs the unit again.
+    /// Runs a forward without a graph, as one operation whose backward runs the unit again.
     fn forward_to_recompute(
         &self,
         hook: &UnitContext,
@@ -290,7 +294,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
     ) -> Result<Tensor> {
         hook.core.will_recompute();
         let (draws, format) = (stream_position(), autocast_format());
-        // As it will lie in memory the second time: the order of a sum may follow from that.
+        // Contiguous, as it will be the second time: the order of a sum may depend on the layout.
         let input = x.detach().contiguous()?;
         let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));
         let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
@@ -310,17 +314,17 @@ impl<M: Send + Sync + 'static> Unit<M> {
     }
 }
 
-/// What a unit that recomputes keeps of its first run.
+/// The values that a recomputing unit keeps of its first run.
 struct FirstForward {
     input: RecomputeInput,
-    /// The gradients of the input's uses are added up by this library's layers, not by Candle, which rounds each before.
+    /// Whether this library's layers add up the gradients of the input's uses. Candle would round each one first.
     adds_up: bool,
     output: OutputDigest,
-    /// As they were before it.
+    /// The buffers as they were before the first run.
     buffers: SavedBuffers,
 }
 
-/// The variable as the result of an operation of this library.
+/// Returns the variable as the result of an operation of this library.
 fn adding_up(input: &Var) -> Result<Tensor> {
     let (storage, shape) = copy_of(input)?;
     OpInputs::of([Some(input.as_tensor())])?
@@ -334,7 +338,7 @@ struct UnitContext {
     core: Arc<RankCore>,
 }
 
-/// The gradient of an input that a leaf makes nothing of.
+/// The zero gradient of an input that a leaf does not use.
 struct ZeroGradient {
     dtype: DType,
     numel: usize,
@@ -355,7 +359,7 @@ impl UnitContext {
         self.core.leaves[self.unit]
     }
 
-    /// Begins the unit's backward.
+    /// Returns a function that begins the unit's backward.
     fn begin_backward(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
         let (unit, link) = (self.unit, self.link.clone());
         move || {
@@ -367,8 +371,9 @@ impl UnitContext {
         }
     }
 
-    /// [`mark_output`](Self::mark_output) of a leaf: its backward begins on all ranks, and goes on to what lies before
-    /// the leaf, whether or not this rank's run has used its parameters or its input.
+    /// Marks the output of a leaf, like [`mark_output`](Self::mark_output). The leaf's backward begins on all ranks and
+    /// continues to the operations before the leaf, whether or not this rank's run has used its parameters or its
+    /// input.
     fn mark_leaf(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let begin = self.begin_backward();
         if !x.track_op() && !y.track_op() {
@@ -376,7 +381,7 @@ impl UnitContext {
             return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
         }
         let ((storage, shape), unused) = (copy_of(y)?, ZeroGradient::like(x));
-        // Of two inputs the second is differentiated first: what the output alone depends on.
+        // Of two inputs the second is differentiated first: here everything that only the output depends on.
         let y = OpInputs::of([Some(x), Some(y)])?.result(
             "leaf-output",
             ResultStorage(storage),
@@ -394,7 +399,7 @@ impl UnitContext {
         Ok(y)
     }
 
-    /// For the profile, the unit's backward ends when its input has its gradient.
+    /// Ends the unit's backward in the profile when its input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;
         if let (true, Some(node)) = (spans::is_recording(), node_of(x)) {
@@ -405,7 +410,7 @@ impl UnitContext {
         }
     }
 
-    /// Lets the unit's backward begin before the last of its operations is differentiated.
+    /// Makes the unit's backward begin before the last of its operations is differentiated.
     fn mark_output(&self, y: Tensor) -> Result<Tensor> {
         let shards_params = self.core.shards_params() && self.place() != LeafPosition::Inside;
         if !shards_params && !spans::is_recording() && !timeline::is_recording() {

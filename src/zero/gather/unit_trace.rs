@@ -2,12 +2,12 @@
 
 use crate::param::UnitId;
 
-/// A unit is about to be used.
+/// A use of a unit that is about to begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum UnitEvent {
-    /// Its forward.
+    /// The unit's forward.
     Forward(UnitId),
-    /// Its backward.
+    /// The unit's backward.
     Backward(UnitId),
 }
 
@@ -19,21 +19,21 @@ impl UnitEvent {
     }
 }
 
-/// Recording, or following what was recorded. A micro step that differs from the record replaces it.
+/// A recording of unit events, or a position in a complete one. A micro step that differs from the record replaces it.
 #[derive(Debug, Default)]
 pub(crate) struct UnitTrace {
     events: Vec<UnitEvent>,
-    /// Events of this micro step so far.
+    /// The number of events of this micro step so far.
     at: usize,
     complete: bool,
-    /// Micro steps that differed from the record.
+    /// The number of micro steps that differed from the record.
     changes: u64,
-    /// This micro step does.
+    /// Whether this micro step differs from the record.
     differs: bool,
 }
 
 impl UnitTrace {
-    /// `event` happens now.
+    /// Reports that `event` happens now.
     pub fn advance(&mut self, event: UnitEvent) {
         if self.complete && self.events.get(self.at) != Some(&event) {
             self.events.truncate(self.at);
@@ -46,7 +46,7 @@ impl UnitTrace {
         self.at += 1;
     }
 
-    /// The micro step is over.
+    /// Ends the micro step.
     pub fn end(&mut self) {
         if self.complete && self.at != self.events.len() {
             self.events.truncate(self.at);
@@ -57,12 +57,13 @@ impl UnitTrace {
         self.at = 0;
     }
 
-    /// Micro steps so far that used units in another order than the one before, or only some of them.
+    /// Returns the number of micro steps so far that used units in a different order from the one before, or only some
+    /// of them.
     pub fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// The units that will be needed next, in order; empty while recording.
+    /// Returns the units that will be needed next, in order; empty while recording.
     pub fn coming(&self) -> &[UnitEvent] {
         if self.complete { &self.events[self.at..] } else { &[] }
     }

@@ -38,9 +38,10 @@ pub(in crate::zero) fn update(
                 Some(master) => (master, Some(weights)),
                 None => (weights, None),
             };
-            // SAFETY: the steps run below. Till then the buffers are this function's, and the tensors of parameters, whose memory
-            // nothing but this engine replaces, the core's. Slots share no elements. All of them are used on Candle's stream, or by
-            // collectives, which wait for it and for which it waits; a tensor that is used on another one is told of below.
+            // SAFETY: the steps run below. Until then this function owns the buffers, and the core owns the tensors of
+            // parameters, whose memory only this engine replaces. Slots share no elements. All of them are used on
+            // Candle's stream, or by collectives, which wait for it and for which it waits. Use of a tensor on another
+            // stream is announced below.
             unsafe { steps.add(&rule, param, &grad, moments, half) }
         };
         match weights {
@@ -50,7 +51,7 @@ pub(in crate::zero) fn update(
     }
     steps.run()?;
     if weights.is_none() {
-        // Streams that are not this library's may use tensors, and wait for what is launched by now.
+        // Streams that are not this library's may use tensors, and wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
             change(&core.params[slot.param].tensor, |mut whole| {
@@ -63,7 +64,7 @@ pub(in crate::zero) fn update(
 }
 
 impl StateStorage<RankCore> {
-    /// Elements `range` of the sub-group, which lies on a GPU.
+    /// Returns elements `range` of the sub-group, which lies on a GPU.
     fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),

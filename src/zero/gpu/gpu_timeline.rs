@@ -1,4 +1,4 @@
-//! The model's work on a GPU in a timeline: when it ran there, which is later than when the host launched it.
+//! The model's work on a GPU in a timeline: when it ran there, which is later than the launch by the host.
 
 use crate::cuda::TimedEvent;
 use crate::error::Result;
@@ -14,10 +14,11 @@ pub(in crate::zero) struct GpuTimelineSpan {
 }
 
 impl GpuTimelineSpan {
-    /// What is launched from now on; nothing where the model is elsewhere, or nothing is recorded.
+    /// Begins a span of the work that is launched from now on. Returns `None` if the model is not on a GPU, or nothing
+    /// is recorded.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn begin(core: &RankCore) -> Result<Option<Self>> {
         let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
         let stream = device.cuda_stream();
@@ -25,19 +26,19 @@ impl GpuTimelineSpan {
         Ok(Some(Self { stream, moments }))
     }
 
-    /// It has been launched by now.
+    /// Ends the span: all its work has been launched.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn end(mut self) -> Result<Self> {
         self.moments[1] = TimedEvent::behind(&self.stream)?;
         Ok(self)
     }
 
-    /// Records it. Waits for the GPU.
+    /// Waits for the GPU and records the span.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn record(self, name: &'static str) -> Result<()> {
         let [begin, end] = &self.moments;
         let times = TimedEvent::when([begin, end], &self.stream)?;

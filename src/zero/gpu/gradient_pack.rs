@@ -1,6 +1,6 @@
-//! Gradients of a model on a GPU, as they will travel: cast, scaled and packed there.
+//! Packs gradients of a model on a GPU for a collective: they are cast, scaled and packed there.
 //!
-//! The arithmetic is that of [`crate::zero::reduce::gradient_reducer`] on the host, with its bits.
+//! The arithmetic, and the resulting bits, are those of [`crate::zero::reduce::gradient_reducer`] on the host.
 
 use crate::cuda::DeviceFlat;
 use crate::error::Result;
@@ -9,14 +9,14 @@ use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType};
 use std::ops::Range;
 
-/// How gradients travel: rounded to this dtype, when they have been multiplied with the factor.
+/// The format of gradients in a collective: multiplied by the factor, then rounded to this dtype.
 #[derive(Clone, Copy)]
 pub(in crate::zero) struct GradientPackFormat {
     pub dtype: DType,
     pub factor: f32,
 }
 
-/// One gradient, with zeros behind it up to `padded` elements.
+/// Prepares one gradient, followed by zeros up to `padded` elements.
 pub(in crate::zero) fn prepare(
     device: &CudaDevice,
     GradientPackFormat { dtype, factor }: GradientPackFormat,
@@ -27,7 +27,7 @@ pub(in crate::zero) fn prepare(
     Ok(with_each([&tensor], "pack", |[values]| DeviceFlat::scaled(device, dtype, values, factor, padded))?)
 }
 
-/// A bucket of `len` elements. Each gradient comes with its pieces, and where each of them begins in the bucket.
+/// Packs a bucket of `len` elements. Each gradient comes with its pieces, and the offset of each in the bucket.
 pub(in crate::zero) fn pack<P: Iterator<Item = (usize, Range<usize>)>>(
     device: &CudaDevice,
     GradientPackFormat { dtype, factor }: GradientPackFormat,

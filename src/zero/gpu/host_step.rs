@@ -1,7 +1,8 @@
 //! Weights that lie on a GPU while the step that changes them runs on the host (ZeRO-Offload, arXiv 2101.06840).
 //!
 //! ```text
-//!   master weights, moments, gradients on the host -> step -> new weights -> GPU, while the next piece is updated -> in their place
+//!   master weights, states, gradients on the host -> step -> new weights -> GPU -> in place
+//!                                                            (while the next piece is updated)
 //!   without master weights: weights -> host, before the step
 //! ```
 
@@ -21,17 +22,17 @@ use candle_core::CudaDevice;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Pieces on their way at a time.
+/// The number of pending pieces.
 const IN_FLIGHT: usize = 1;
 
 /// A sweep through weights that lie on a GPU.
 pub(in crate::zero) struct HostStep<'a> {
     core: &'a RankCore,
-    /// Where shards of weights are; nothing where weights are whole, in the parameters' tensors.
+    /// The storage of shards of weights; `None` if weights are not sharded, but in the parameters' tensors.
     storage: Option<&'a mut StateStorage<RankCore>>,
     device: &'a CudaDevice,
     mode: SweepMode,
-    /// The step makes them anew, from master weights.
+    /// Whether the step computes the weights anew from master weights.
     made_anew: bool,
     under_way: VecDeque<(WeightRange, DeviceCopy)>,
 }
@@ -40,15 +41,15 @@ pub(in crate::zero) struct HostStep<'a> {
 #[derive(Clone)]
 pub(in crate::zero) struct WeightRange {
     pub param: ParamId,
-    /// The elements in the parameter's tensor, where it is whole.
+    /// The elements in the parameter's tensor, if the weights are not sharded.
     pub in_tensor: Range<usize>,
     /// The elements in the sub-group.
     pub in_group: Range<usize>,
 }
 
 impl<'a> HostStep<'a> {
-    /// For the weights of a sub-group, which lie in its `storage` or in the parameters' tensors. Where they are not on a GPU, or a sweep
-    /// does without them, gives their storage back.
+    /// Creates a sweep for the weights of a sub-group, which lie in its `storage` or in the parameters' tensors. If
+    /// they are not on a GPU, or a sweep does not need them, returns their storage.
     pub fn for_weights(
         core: &'a RankCore,
         storage: &'a mut Option<StateStorage<RankCore>>,
@@ -63,12 +64,13 @@ impl<'a> HostStep<'a> {
         }
     }
 
-    /// ElementBuffer that are visited together. What is only looked at is looked at as a whole.
+    /// Returns the number of elements that are visited together. If they are only read, all of them are visited
+    /// together.
     pub fn piece(&self) -> usize {
         if self.mode.changes() { UPDATED_TOGETHER } else { usize::MAX }
     }
 
-    /// Calls `visit` with weights on the host, and begins to bring them back if the sweep changes them.
+    /// Calls `visit` with weights on the host, and begins to copy them back if the sweep changes them.
     pub fn visit(&mut self, place: WeightRange, visit: impl FnOnce(FlatMut<'_>)) -> Result<()> {
         let mut weights = match self.made_anew {
             true => Flat::zeros(self.core.params[place.param].weights.dtype(self.core.dtype), place.in_group.len()),
@@ -84,12 +86,12 @@ impl<'a> HostStep<'a> {
         self.settle(IN_FLIGHT)
     }
 
-    /// Waits until all weights are in their place.
+    /// Waits until all weights are in place.
     pub fn finish(mut self) -> Result<()> {
         self.settle(0)
     }
 
-    /// Waits for the oldest until at most `left` are on their way, and puts them in their place.
+    /// Waits for the oldest copies until at most `left` are pending, and puts their weights in place.
     fn settle(&mut self, left: usize) -> Result<()> {
         while self.under_way.len() > left {
             let Some((place, moving)) = self.under_way.pop_front() else { break };

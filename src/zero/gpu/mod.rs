@@ -1,11 +1,11 @@
-//! What runs on the GPU, or waits for it.
+//! Work that runs on the GPU, or waits for it.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `gradient_pack.rs` | gradients packed into a bucket |
+//! | `gradient_pack.rs` | packs gradients into a bucket |
 //! | `device_step.rs` | the optimizer step of a share that lies on the GPU |
 //! | `host_step.rs` | weights on the GPU that a step on the host changes |
-//! | `gpu_timeline.rs` | when the model's work ran |
+//! | `gpu_timeline.rs` | records when the model's work ran |
 
 pub(in crate::zero) mod device_step;
 pub(in crate::zero) mod gpu_timeline;

@@ -1,15 +1,15 @@
-//! Which parameters travel together, and how many batches of them are under way.
+//! Batches of parameters that share a collective, and a limit on the number of pending batches.
 //!
-//! A large parameter travels alone: nothing is packed. Small ones are collected until they would be more elements than
-//! a bucket may have.
+//! A large parameter gets its own collective: nothing is packed. Small ones are collected until they would exceed the
+//! maximum number of elements of a bucket.
 
 use crate::layout::{BucketFill, PACKED_BELOW};
 use std::collections::VecDeque;
 
-/// Batches under way before the oldest is waited for: one travels while the next one fills.
+/// The number of pending batches before the oldest is waited for: one is transferred while the next one fills.
 pub(in crate::zero) const IN_FLIGHT: usize = 2;
 
-/// Collects items of type `I` into batches, and keeps those that travel, as `T`.
+/// Collects items of type `I` into batches, and keeps pending batches as `T`.
 pub(in crate::zero) struct BucketQueue<I, T> {
     rule: BucketFill,
     batch: Vec<I>,
@@ -17,12 +17,12 @@ pub(in crate::zero) struct BucketQueue<I, T> {
 }
 
 impl<I, T> BucketQueue<I, T> {
-    /// A queue of batches of at most `limit` elements, where parameters allow.
+    /// Creates a queue of batches of at most `limit` elements, unless a single parameter is larger.
     pub fn new(limit: usize) -> Self {
         Self { rule: BucketFill::new(limit), batch: Vec::new(), in_flight: VecDeque::new() }
     }
 
-    /// Adds the item of a parameter of `numel` elements; gives the batch that has to leave now.
+    /// Adds the item of a parameter of `numel` elements. Returns the batch that must leave now, if any.
     pub fn push(&mut self, item: I, numel: usize) -> Option<Vec<I>> {
         if numel >= PACKED_BELOW {
             return Some(vec![item]);
@@ -32,18 +32,18 @@ impl<I, T> BucketQueue<I, T> {
         full
     }
 
-    /// There are no more items: gives those that have not left.
+    /// Ends the items: returns those that have not left.
     pub fn rest(&mut self) -> Option<Vec<I>> {
         self.rule.reset();
         (!self.batch.is_empty()).then(|| std::mem::take(&mut self.batch))
     }
 
-    /// A batch is under way.
+    /// Adds a pending batch.
     pub fn launched(&mut self, batch: T) {
         self.in_flight.push_back(batch);
     }
 
-    /// The oldest under way, if there are more than `left`: it has to be waited for.
+    /// Returns the oldest pending batch, which must be waited for, if there are more than `left`.
     pub fn due(&mut self, left: usize) -> Option<T> {
         if self.in_flight.len() > left { self.in_flight.pop_front() } else { None }
     }

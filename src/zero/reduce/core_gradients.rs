@@ -1,4 +1,4 @@
-//! Gradients with their values: summed, and packed into buckets as they will travel.
+//! Gradients with their values: sums them, and packs them into buckets for their collectives.
 
 use super::gradient_reducer::{ArrivedGradient, GradientBackend, ReducePlan};
 use crate::error::Result;
@@ -35,7 +35,7 @@ impl GradientBackend for RankCore {
 
     fn sum(a: Grad, b: Grad) -> Result<Grad> {
         if a.dtype() != b.dtype() {
-            // One of them is a sum already, of micro steps that were not reduced.
+            // One of them may already be a sum, of micro steps that were not reduced.
             let mut sum = a.into_own()?;
             let all = 0..sum.len();
             b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;
@@ -76,11 +76,11 @@ impl GradientBackend for RankCore {
     }
 }
 
-/// One gradient with its padding, in its own buffer where nobody else sees it.
+/// Prepares one gradient with its padding, in its own buffer if that is not shared.
 fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: ArrivedGradient<Grad>) -> Result<Flat> {
     match grad {
         Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
-            // Exact: spare room of a large gradient would be waste.
+            // Exact: spare room of a large gradient would be wasted.
             flat.reserve_exact(padded - flat.len());
             flat.extend_zeros(padded - flat.len());
             if plan.before != 1.0 {
@@ -116,7 +116,7 @@ impl RankCore {
         Ok(flat)
     }
 
-    /// The pieces of a parameter that has this offset in a layout's chunks, and where each begins in the bucket.
+    /// Returns the pieces of a parameter with this offset in a layout's chunks, and the offset of each in the bucket.
     fn places(
         &self,
         param: ParamId,

@@ -1,25 +1,27 @@
-//! Gradients: from the backward that makes them to this rank's share.
+//! Brings gradients from the backward that computes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes, or is added to, the share
+//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes the share,
+//!                                                                                             or is added to it
 //! ```
 //!
-//! A large gradient travels alone, in the buffer that its layer wrote: a parameter's pieces lie in it one after the other
-//! already. Small ones are packed together. From stage 2 on a gradient is gone as soon as it is reduced, while backward
-//! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
-//! whole sum is kept.
+//! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces already lie in it
+//! one after the other. Small ones are packed together. From stage 2 on, a gradient is dropped as soon as it is
+//! reduced, while backward continues. At stage 1 every rank holds its full gradient until backward is over, as ZeRO
+//! defines it. At stage 0 the full sum is kept.
 //!
-//! A parameter that ranks may miss (`ignore_unused_parameters`, the experts of a leaf unit) waits until this rank's
-//! backward is over: Candle gives no earlier point at which it is known that a gradient will not come. Then all of them
-//! travel in one order, with zeros for what has not come, so that ranks which missed different ones still issue the
-//! same collectives.
+//! A parameter whose gradient ranks may miss (`ignore_unused_parameters`, the experts of a leaf unit) waits until this
+//! rank's backward is over: Candle offers no earlier point at which it is known that a gradient will not come. Then all
+//! such gradients are reduced in one order, with zeros for missing ones, so that ranks that missed different ones still
+//! issue the same collectives.
 //!
-//! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter
-//! and the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact. With
-//! `compress_between_hosts_only` what is coded, or rounded to `communication_data_type`, is the sum of a host's ranks.
+//! With `zero_quantized_gradients`, a rank sends its gradients as int4, in blocks that depend only on the parameter and
+//! the number of ranks. Sums are always formed in f32, and at stage 0 they are transferred exactly. With
+//! `compress_between_hosts_only`, only the sum of a host's ranks is coded, or rounded to `communication_data_type`.
 //!
-//! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
-//! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
+//! Every stage reduces in every micro step, even if it could wait for the accumulation boundary: the result is a sum
+//! over micro steps of sums over ranks. Only in this way do all stages add the same numbers in the same order, and
+//! produce the same bits.
 
 use super::bucket_queue::{BucketQueue, IN_FLIGHT};
 use crate::comm::{InterHostFormat, WireFormat};
@@ -38,35 +40,36 @@ use crate::zero::transfer::pending_collective::CollectiveOp;
 use candle_core::DType;
 use std::collections::{BTreeMap, VecDeque};
 
-/// How gradients are reduced.
+/// The settings of gradient reduction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReducePlan {
-    /// Each rank receives only its shards.
+    /// Whether each rank receives only its shards.
     pub scatter: bool,
-    /// Whole gradients stay until backward is over.
+    /// Whether full gradients are held until backward is over.
     pub hold: bool,
-    /// Buckets travel while backward runs.
+    /// Whether buckets are transferred while backward runs.
     pub overlap: bool,
-    /// Factor before the reduction.
+    /// The factor before the reduction.
     pub(super) before: f32,
-    /// Factor after it.
+    /// The factor after it.
     after: f32,
-    /// The dtype to which gradients and their sums are rounded before they travel.
+    /// The dtype to which gradients and their sums are rounded before a transfer.
     pub dtype: DType,
-    /// How the gradients then travel.
+    /// The wire format of the gradients after that rounding.
     pub wire: WireFormat,
-    /// The dtype in which they are accumulated.
+    /// The dtype in which gradients are accumulated.
     pub accumulate: DType,
 }
 
 impl ReducePlan {
-    /// `dtype` is the model's.
+    /// Creates the plan of `config`. `dtype` is the model's.
     pub fn new(config: &Config, placement: Placement, world_size: usize, dtype: DType) -> Self {
         let world = world_size as f64;
         let predivide = config.gradient_predivide_factor;
         let (before, after) = match config.gradient_allreduce_op {
             GradientOp::Sum => (1.0, 1.0),
-            // A factor of 1 means: all of it at once. Before the reduction, so that 16-bit sums do not overflow.
+            // A factor of 1 means that the mean is one division. It comes before the reduction, so that 16-bit sums do
+            // not overflow.
             GradientOp::Mean if config.prescale_gradients || predivide == 1.0 => (1.0 / world, 1.0),
             GradientOp::Mean => (1.0 / predivide, predivide / world),
         };
@@ -84,7 +87,7 @@ impl ReducePlan {
     }
 }
 
-/// The dtype to which gradients of a model of `dtype` are rounded before they travel, and how they then travel.
+/// Returns the dtype to which gradients of a model of `dtype` are rounded before a transfer, and their wire format.
 fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
     let chosen = config.communication_data_type;
     let int4 = config.zero.quantized_gradients;
@@ -97,24 +100,24 @@ fn travels(config: &Config, dtype: DType) -> (DType, WireFormat) {
         Some(DType::F16) => Some(InterHostFormat::F16),
         _ => None,
     };
-    // Only more digits than the model's are something for the inside of a host.
+    // Within a host, the chosen dtype is used only if it has more precision than the model's.
     let inside = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
     (inside, code.map_or(WireFormat::Exact, WireFormat::BetweenHosts))
 }
 
 /// The executor of the decisions of [`GradientReducer`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait GradientBackend: RankBackend {
-    /// A gradient as backward has made it.
+    /// A gradient as computed by backward.
     type Grad;
-    /// Its bytes.
+    /// Returns the bytes of a gradient.
     fn bytes(grad: &Self::Grad) -> usize;
-    /// Where they are.
+    /// Returns the memory tier of a gradient.
     fn tier_of(grad: &Self::Grad) -> MemoryTier;
-    /// A gradient of zeros.
+    /// Creates a gradient of zeros.
     fn zeros(&self, param: &Param) -> Self::Grad;
-    /// The sum of two gradients of one parameter.
+    /// Returns the sum of two gradients of one parameter.
     fn sum(a: Self::Grad, b: Self::Grad) -> Result<Self::Grad>;
-    /// Packs gradients by a layout, piece by piece, as they will travel. Each is dropped when it has been copied.
+    /// Packs gradients by a layout, piece by piece, for their collective. Each is dropped once it has been copied.
     fn pack(
         &self,
         plan: &ReducePlan,
@@ -123,22 +126,23 @@ pub(crate) trait GradientBackend: RankBackend {
     ) -> Result<Self::Buffer>;
 }
 
-/// Gradients of the micro step under way.
+/// The gradients of the current micro step.
 pub(crate) struct GradientReducer<C: GradientBackend> {
     plan: ReducePlan,
     buckets: BucketQueue<ArrivedGradient<C::Grad>, PendingReduction<C>>,
-    /// Sums on their way to the share, the oldest first.
+    /// The sums that are being transferred to the share, the oldest first.
     leaving: VecDeque<(CoalescedLayout, C::PendingCopy)>,
     held: Vec<ArrivedGradient<C::Grad>>,
-    /// Parameters that ranks may miss; what has not come counts as zeros.
+    /// Whether ranks may miss each parameter's gradient. A missing gradient counts as zeros.
     optional: Vec<bool>,
-    /// Those whose gradient has come, until backward ends.
+    /// The gradients of such parameters that have arrived, until backward ends.
     waiting: BTreeMap<ParamId, ArrivedGradient<C::Grad>>,
-    /// Parameters whose gradient has come in the first accumulation; `None` once that has been judged.
+    /// Whether each parameter's gradient has arrived in the first accumulation; `None` once that has been judged.
     seen: Option<Vec<bool>>,
 }
 
-/// Whether a backward has to give this parameter a gradient. Nothing can be learned where there are no elements.
+/// Returns whether a backward must produce a gradient of this parameter. Parameters without elements have nothing to
+/// learn.
 pub(super) fn is_expected(param: &Param) -> bool {
     param.is_trained() && param.numel > 0
 }
@@ -150,7 +154,7 @@ pub(crate) struct ArrivedGradient<G> {
     pub held: LedgerEntry,
 }
 
-/// A bucket under way.
+/// A pending bucket.
 struct PendingReduction<C: GradientBackend> {
     layout: CoalescedLayout,
     pending: C::Pending,
@@ -158,14 +162,14 @@ struct PendingReduction<C: GradientBackend> {
 }
 
 impl<C: GradientBackend> GradientReducer<C> {
-    /// `optional`, for each parameter: ranks may miss it.
+    /// Creates a reducer. `optional` has for each parameter whether ranks may miss its gradient.
     pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
         let seen = Some(vec![false; optional.len()]);
         let (buckets, held, waiting) = (BucketQueue::new(bucket_size), Vec::new(), BTreeMap::new());
         Self { plan, buckets, leaving: VecDeque::new(), held, optional, waiting, seen }
     }
 
-    /// A parameter's gradient is complete.
+    /// Takes a parameter's gradient, which is complete.
     pub fn arrive(&mut self, core: &C, param: ParamId, grad: C::Grad) -> Result<()> {
         if let Some(seen) = &mut self.seen {
             seen[param] = true;
@@ -184,7 +188,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         self.collect(core, arrived)
     }
 
-    /// Backward is over: the rest travels, and everything under way is waited for.
+    /// Ends backward: reduces the remaining gradients, and waits for all pending reductions.
     pub fn end_backward(&mut self, core: &C) -> Result<()> {
         for arrived in std::mem::take(&mut self.held) {
             self.collect(core, arrived)?;
@@ -202,7 +206,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         self.finish(core, 0)
     }
 
-    /// Whether each parameter's gradient has come since the start; `None` if that was asked before.
+    /// Returns whether each parameter's gradient has arrived since the start; `None` on later calls.
     pub fn take_seen(&mut self) -> Option<Vec<bool>> {
         self.seen.take()
     }
@@ -213,8 +217,8 @@ impl<C: GradientBackend> GradientReducer<C> {
         ArrivedGradient { param, grad, held }
     }
 
-    /// A parameter that is used inside of a recomputing unit and outside has a gradient from each; ranks may differ in
-    /// that too, so the sum travels.
+    /// Holds a gradient until backward ends. A parameter that is used inside and outside of a recomputing unit has a
+    /// gradient from each. Ranks may differ in that too, so the sum is reduced.
     fn wait_for_others(&mut self, ArrivedGradient { param, grad, held }: ArrivedGradient<C::Grad>) -> Result<()> {
         let arrived = match self.waiting.remove(&param) {
             Some(first) => ArrivedGradient { grad: C::sum(first.grad, grad)?, ..first },
@@ -238,7 +242,8 @@ impl<C: GradientBackend> GradientReducer<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
         let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
-        // On a GPU a bucket lies beside the gradients that it is packed from; on the host a large gradient becomes it.
+        // On a GPU a bucket exists in addition to the gradients that it is packed from. On the host a large gradient
+        // becomes it.
         let packed = layout.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
         let is_copied = C::Buffer::is_device(core.model_place());
         let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), MemoryKind::Buckets, packed));
@@ -255,8 +260,8 @@ impl<C: GradientBackend> GradientReducer<C> {
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
-    /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share. Where that lies
-    /// elsewhere, at most `left` are on their way to it then.
+    /// Waits for the oldest reductions until at most `left` are pending, and adds their sums to this rank's share. If
+    /// the share lies on another device, at most `left` sums are still being copied to it afterwards.
     fn finish(&mut self, core: &C, left: usize) -> Result<()> {
         while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(left) {
             let sum = core.wait(pending)?;
@@ -285,7 +290,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
         let mesh = core.mesh();
-        // The pieces that this rank keeps, and where they start in what it received.
+        // The pieces that this rank keeps, and their offsets in the received buffer.
         let pieces = match core.placement().optim.is_sharded() {
             true => mesh.pieces_of(mesh.shard_of(core.rank())),
             false => 0..mesh.world_size(),
@@ -302,7 +307,7 @@ impl<C: GradientBackend> GradientReducer<C> {
             if known.is_none() && params.len() == 1 && fits {
                 // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
-                // A GPU's memory is not given back in part: for a moment both are there.
+                // A GPU's memory cannot be freed in part: both buffers exist for a short time.
                 let bucket = C::Buffer::is_device(&sum.place()).then(|| core.hold(MemoryKind::Buckets, &sum));
                 sum.shrink_to_fit()?;
                 if after != 1.0 {
@@ -319,7 +324,7 @@ impl<C: GradientBackend> GradientReducer<C> {
             for (piece, start) in &chunks {
                 let piece = mesh.piece(core.params()[*param].cut(), *piece);
                 let from = start + offset;
-                // A tail piece may be empty and lie at the end of the parameter.
+                // A tail piece may be empty and begin at the end of the parameter.
                 let to = piece.start - owned.start;
                 grads.buffer_mut().add_scaled(to, &sum, from..from + piece.len(), after)?;
             }
@@ -328,12 +333,12 @@ impl<C: GradientBackend> GradientReducer<C> {
         Ok(())
     }
 
-    /// After an optimizer step: no gradients.
+    /// Drops all gradients after an optimizer step.
     pub fn clear(&self, core: &C) {
         core.groups().iter_mut().for_each(|group| group.grads.fill_with(|| GradientShare::Absent));
     }
 
-    /// The dtype in which gradients are accumulated.
+    /// Returns the dtype in which gradients are accumulated.
     pub fn accumulate_dtype(&self) -> DType {
         self.plan.accumulate
     }

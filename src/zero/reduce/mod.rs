@@ -1,11 +1,11 @@
-//! Gradients: from the backward that makes them to this rank's share.
+//! Brings gradients from the backward that computes them to this rank's share.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `gradient_reducer.rs` | gradients bucketed, reduced, added to the share |
-//! | `core_gradients.rs` | the same with values: gradients summed, and packed into buckets |
-//! | `bucket_queue.rs` | which parameters share a bucket, and how many buckets are under way |
-//! | `unreduced_gradients.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
+//! | `gradient_reducer.rs` | buckets gradients, reduces them, and adds them to the share |
+//! | `core_gradients.rs` | the part of this that needs values: sums gradients, and packs them into buckets |
+//! | `bucket_queue.rs` | the parameters that share a bucket, and the pending buckets |
+//! | `unreduced_gradients.rs`, `no_sync.rs` | gradients that stay on their rank until they are reduced |
 //! | `unused_params.rs` | parameters that no backward reaches |
 
 pub(in crate::zero) mod bucket_queue;

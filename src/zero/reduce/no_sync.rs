@@ -8,28 +8,28 @@ use crate::zero::rank_core::RankCore;
 use crate::zero::share::sub_group::GradientShare;
 
 impl RankCore {
-    /// From now on gradients are kept by the rank that made them, or reduced.
+    /// Sets whether gradients are kept by the rank that made them from now on, or reduced.
     pub fn hold_unreduced(&self, holds: bool) {
         lock(&self.unreduced).holds = holds;
     }
 
-    /// Whether gradients are kept by the rank that made them.
+    /// Returns whether gradients are kept by the rank that made them.
     pub(in crate::zero) fn holds_unreduced(&self) -> bool {
         lock(&self.unreduced).holds
     }
 
-    /// The gradient that is to be reduced now that `grad` has arrived; nothing where it is kept.
+    /// Returns the gradient to reduce now that `grad` has arrived, or `None` if it is kept.
     pub(in crate::zero) fn to_reduce(&self, param: ParamId, grad: Grad) -> candle_core::Result<Option<Grad>> {
         let dtype = lock(&self.gradients).accumulate_dtype();
         lock(&self.unreduced).add(param, grad, dtype, &self.ledger)
     }
 
-    /// A backward is over whose gradients are kept.
+    /// Records that a backward whose gradients are kept is over.
     pub(in crate::zero) fn keep_unreduced(&self) {
         lock(&self.unreduced).waits = true;
     }
 
-    /// Hands over the sums of the parameters that the present backward has not reached.
+    /// Hands over the sums of the parameters that the current backward has not reached.
     pub(in crate::zero) fn release_unreduced(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
         unreduced.waits = false;
@@ -39,7 +39,7 @@ impl RankCore {
         sums.into_iter().try_for_each(|(param, sum)| gradients.arrive(self, param, Grad::Own(sum.into_buffer())))
     }
 
-    /// Collective: reduces the gradients that were kept, if there are any.
+    /// Collective: reduces the kept gradients, if there are any.
     pub fn reduce_unreduced(&self) -> Result<()> {
         if !lock(&self.unreduced).waits {
             return Ok(());
@@ -56,7 +56,7 @@ impl RankCore {
         drop(unreduced);
         for group in lock(&self.groups).iter_mut() {
             for grads in &mut group.grads {
-                // Its place in the file is written again before long.
+                // Its extent in the file will soon be written again.
                 if let GradientShare::File { writing: Some(writing), .. } =
                     std::mem::replace(grads, GradientShare::Absent)
                 {

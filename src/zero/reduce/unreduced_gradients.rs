@@ -1,4 +1,5 @@
-//! Gradients of micro steps that are not reduced (`no_sync`): this rank's own, whole, until a backward that is.
+//! Gradients of micro steps that are not reduced (`no_sync`): this rank's own full gradients, until a backward that
+//! reduces.
 
 use crate::graph::Grad;
 use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
@@ -10,15 +11,16 @@ use std::collections::BTreeMap;
 /// The sums of this rank's own gradients.
 #[derive(Default)]
 pub(in crate::zero) struct UnreducedGradients {
-    /// More are coming.
+    /// Whether gradients of the current backwards are kept.
     pub holds: bool,
-    /// A backward has been kept since the last one that was not: on all ranks, whatever has come on this one.
+    /// Whether a backward's gradients have been kept since the last reduction. It is the same on all ranks, whatever
+    /// arrived here.
     pub waits: bool,
     pub sums: BTreeMap<ParamId, TrackedBuffer>,
 }
 
 impl UnreducedGradients {
-    /// A gradient has arrived: added to its sum, which is kept, or given back where gradients are reduced.
+    /// Adds a gradient to its sum. Keeps the sum, or returns it if gradients are reduced.
     pub fn add(
         &mut self,
         param: ParamId,

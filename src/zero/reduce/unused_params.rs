@@ -1,8 +1,8 @@
-//! Parameters that no backward reaches: an error, or zeros, judged once.
+//! Checks once for parameters that no backward reaches: they are an error, or get zeros.
 //!
-//! The first accumulation is judged as a whole and over all ranks, so a model whose micro steps or ranks take turns
-//! with its parts is no error. A checkpoint of a run that has made steps was judged when that run began: what is loaded
-//! may skip a part in its first step.
+//! The first accumulation is judged as a whole and over all ranks, so that a model whose micro steps or ranks take
+//! turns with its parts is not an error. A checkpoint of a run that has made steps was judged when that run began: a
+//! run that loads it may skip a part in its first step.
 
 use super::gradient_reducer::is_expected;
 use crate::error::{EngineError, Result};
@@ -13,15 +13,15 @@ use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Collective in the first optimizer step, and nothing in the others.
+    /// Judges in the first optimizer step, in which it is collective. Does nothing in later steps.
     ///
     /// # Errors
-    /// [`EngineError::NoGradient`] where no rank has a gradient of a parameter that all have to reach.
+    /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that all must reach.
     pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;
         let is_missing = |param: usize| seen.iter().all(|rank| rank.get(param) == Some(&0));
-        // An expert that was given nothing is no mistake.
+        // An expert that received no input is not an error.
         let is_in_leaf = |p: &Param| self.leaves[p.unit] != LeafPosition::Outside;
         let params = self.params.iter().enumerate();
         let missing = params.filter(|(id, p)| is_expected(p) && !is_in_leaf(p) && is_missing(*id));
@@ -42,7 +42,7 @@ impl RankCore {
         }
     }
 
-    /// What has been loaded was judged when it was trained first.
+    /// Skips the check: the loaded state was judged when it was first trained.
     pub fn unused_was_judged(&self) {
         lock(&self.gradients).take_seen();
     }

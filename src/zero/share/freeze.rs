@@ -1,11 +1,11 @@
-//! Freezing and thawing: parameters change their class between two steps.
+//! Freezing and unfreezing: parameters change their class between two steps.
 //!
 //! ```text
-//!   all ranks agree -> every share is laid out anew, its weights with all digits -> moments of those that stay trained
+//!   all ranks agree -> every share is laid out anew, weights at full precision -> states of those that stay trained
 //! ```
 //!
-//! The new layout is that of an engine that was built so. Until it is complete the old one stays: where a file gets no
-//! space, nothing has changed. A share on a GPU is there twice for a moment.
+//! The new layout is that of an engine built with these parameters trained. The old one stays until the new one is
+//! complete: if a file gets no space, nothing has changed. A share on a GPU exists twice for a short time.
 
 use super::state_access::{ParamStateKind, pieces};
 use super::sub_group::places;
@@ -21,8 +21,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl RankCore {
-    /// Collective: from now on the parameters are trained of which `trained` says so, those that were not before with
-    /// fresh optimizer states, after `updates` updates of the others. There are no gradients now.
+    /// Collective: from now on exactly the parameters that `trained` selects are trained. Those that were not trained
+    /// before get fresh optimizer states, after `updates` updates of the others. No gradients may exist now.
     ///
     /// # Errors
     /// Files that get no space: on all ranks, and nothing has changed. A failed collective.
@@ -41,7 +41,7 @@ impl RankCore {
         };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {
-                // As they are: packing what came out of a packing need not give the same codes.
+                // Copied as they are: packing values that came out of a packing need not give the same codes.
                 Some(words) => words,
                 None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
             };
@@ -74,7 +74,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Elements `range`, of those that this rank owns, of a state in f32.
+    /// Returns elements `range`, counted among those that this rank owns, of a state in f32.
     pub(super) fn own_values(&self, state: ParamStateKind, param: usize, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::with_capacity(DType::F32, range.len());
         let take = |found: FlatRef<'_>| values.extend_cast(found);
@@ -82,14 +82,14 @@ impl RankCore {
         Ok(values)
     }
 
-    /// Collective: an error on all ranks where they want to train different parameters.
+    /// Collective: returns an error on all ranks if they want to train different parameters.
     pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), CollectiveFailure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
         let rank = self.comm().rank();
         match (0..all.len()).find(|other| all[*other] != all[rank]) {
             Some(other) => Err(CollectiveFailure::InStep(EngineError::TrainableDiffers { rank, other }.into())),
-            // Another pair of ranks may differ; then so does one of them from this one.
+            // If another pair of ranks differs, one of the two also differs from this rank.
             None => Ok(()),
         }
     }

@@ -1,17 +1,17 @@
 //! This rank's share of the model.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `param_registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
+//! | `param_registry.rs`, `share_plan.rs` | the `VarBuilder` backend: registers parameters, shards them among ranks |
 //! | `share_memory.rs` | the memory and the files in which a rank keeps its share |
-//! | `state_storage.rs` | where a state of a sub-group lies |
-//! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and how it is laid out |
+//! | `state_storage.rs` | the storage of a state of a sub-group |
+//! | `sub_group.rs`, `sub_group_builder.rs` | the share, sub-group by sub-group, and its layout |
 //! | `optim_state.rs` | an optimizer state of a sub-group, in its format |
 //! | `packed_weights.rs` | packed weights, as words |
-//! | `state_access.rs` | states by parameter, read and written wherever they lie |
-//! | `param_access.rs` | one parameter, its gradient and states, read and set |
-//! | `freeze.rs` | parameters frozen and thawed between steps |
-//! | `safetensors_export.rs` | whole parameters in a file |
+//! | `state_access.rs` | states by parameter, read and written in any storage |
+//! | `param_access.rs` | reads and sets one parameter, its gradient and states |
+//! | `freeze.rs` | freezes and unfreezes parameters between steps |
+//! | `safetensors_export.rs` | writes whole parameters to a file |
 
 mod freeze;
 pub(crate) mod optim_state;

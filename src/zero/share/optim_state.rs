@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!   f32, bf16     | elements                         |   in memory, or in a file
-//!   eight bits    | codes, a byte for each element   |   in memory, or in a file
-//!                 | scales (f32), one for 256        |   in memory
+//!   8-bit         | codes, one byte per element      |   in memory, or in a file
+//!                 | scales (f32), one per 256        |   in memory
 //! ```
 //!
-//! A step works on f32: what is kept in another format becomes f32 part by part, and is rounded when the part has been
-//! updated. Shares of parameters with codes begin with a block, on every rank, so that blocks do not depend on the number
-//! of ranks.
+//! A step works on f32: a state in another format is converted to f32 part by part, and rounded when the part has been
+//! updated. On every rank, shares of parameters with codes begin at a block boundary, so that blocks do not depend on
+//! the number of ranks.
 
 use super::share_memory::{BufferPlaceOf, FileExtentOf, ShareMemory};
 use super::state_storage::StateStorage;
@@ -27,7 +27,7 @@ use std::slice::IterMut;
 /// One state of the parameters of a sub-group.
 pub(crate) struct OptimState<R: ShareMemory> {
     pub format: StateFormat,
-    /// The elements, or their codes: in memory two in each 16-bit number, in a file each a number of eight bits.
+    /// The elements, or their codes: in memory two codes in each 16-bit number, in a file one 8-bit number per code.
     pub storage: StateStorage<R>,
     /// The scales of codes.
     scales: Option<TrackedBuffer<R::Buffer>>,
@@ -40,10 +40,10 @@ pub(in crate::zero) enum OptimStateView<'a> {
 }
 
 impl<R: ShareMemory> OptimState<R> {
-    /// Zeros for `len` elements, in memory.
+    /// Creates zeros for `len` elements, in memory.
     ///
     /// # Errors
-    /// A GPU has no more.
+    /// A GPU without enough memory.
     pub fn in_memory(ledger: &Ledger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
@@ -54,15 +54,15 @@ impl<R: ShareMemory> OptimState<R> {
         Ok(Self { format, storage: StateStorage::Memory(values), scales: Self::scales(ledger, format, len)? })
     }
 
-    /// `len` elements in a file, in which there are zeros.
+    /// Creates a state of `len` elements in a file that contains zeros.
     ///
     /// # Errors
-    /// As [`in_memory`](Self::in_memory).
+    /// See [`in_memory`](Self::in_memory).
     pub fn in_file(ledger: &Ledger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
         Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
     }
 
-    /// The type of the numbers in a file.
+    /// Returns the type of the numbers in a file.
     pub fn dtype(format: StateFormat) -> DType {
         match format {
             StateFormat::F32 => DType::F32,
@@ -71,7 +71,7 @@ impl<R: ShareMemory> OptimState<R> {
         }
     }
 
-    /// Of zero scales, so that any code is a zero.
+    /// Creates scales of zero, so that any code is a zero.
     fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
         format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()
@@ -79,7 +79,7 @@ impl<R: ShareMemory> OptimState<R> {
 }
 
 impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
-    /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
+    /// Returns elements `range` of the sub-group: from memory, or from the next of the `staged` states.
     pub(in crate::zero) fn part<'a>(
         &'a mut self,
         staged: &mut IterMut<'a, StagedState>,
@@ -97,8 +97,8 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
         OptimStateView::Codes { map, codes, scales }
     }
 
-    /// Gives the numbers of elements `range`, which are part of one parameter and begin with a block, to `take`: such
-    /// numbers that [`write`](Self::write) restores the state from.
+    /// Passes the numbers of elements `range` to `take`, in a form from which [`write`](Self::write) restores the
+    /// state. The elements must be part of one parameter and begin at a block boundary.
     pub(in crate::zero) fn read(
         &mut self,
         range: Range<usize>,
@@ -139,7 +139,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
         Ok(())
     }
 
-    /// Sets elements `range`, which are part of one parameter and begin with a block, to numbers.
+    /// Sets elements `range`, which must be part of one parameter and begin at a block boundary, to numbers.
     pub(in crate::zero) fn write(
         &mut self,
         range: Range<usize>,
@@ -180,17 +180,17 @@ impl<R: ShareMemory<Buffer = FlatBuffer, Files = FileIo>> OptimState<R> {
 }
 
 impl<'a> OptimStateView<'a> {
-    /// Whether a step works on them where they are.
+    /// Returns whether a step works on the elements in place.
     pub fn is_f32(&self) -> bool {
         matches!(self, Self::Floats(FlatMut::F32(_)))
     }
 
-    /// Whether elements of a format need room to become f32.
+    /// Returns whether elements of a format need a buffer for their conversion to f32.
     pub fn needs_room(format: StateFormat) -> bool {
         format != StateFormat::F32
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         match self {
             Self::Floats(own) => own.len(),
@@ -198,7 +198,8 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Elements `range` of these, which begin with a block, in f32: where they are, or in `room`.
+    /// Returns elements `range` of these in f32: in place, or converted in `room`. The range begins at a block
+    /// boundary.
     pub fn in_f32<'s>(&'s mut self, range: Range<usize>, room: &'s mut [f32]) -> &'s mut [f32] {
         if let Self::Floats(FlatMut::F32(own)) = self {
             return &mut own[range];
@@ -208,7 +209,7 @@ impl<'a> OptimStateView<'a> {
         room
     }
 
-    /// The elements, which are in f32.
+    /// Returns the elements, which must be f32.
     pub fn into_f32(self) -> &'a mut [f32] {
         match self {
             Self::Floats(FlatMut::F32(values)) => values,
@@ -216,7 +217,7 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Elements `range` of these, which begin with a block, in f32.
+    /// Converts elements `range` of these, which begin at a block boundary, to f32.
     fn widen(&self, range: Range<usize>, values: &mut [f32]) {
         match self {
             Self::Floats(own) => FlatMut::F32(values).copy_cast(own.as_ref().slice(range)),
@@ -226,8 +227,8 @@ impl<'a> OptimStateView<'a> {
         }
     }
 
-    /// Elements `range` of these, which begin with a block, become `values`, rounded: to nearest, or by chance, with the
-    /// number of the first in its parameter.
+    /// Sets elements `range` of these, which begin at a block boundary, to `values`, rounded to nearest or
+    /// stochastically. For stochastic rounding, `chance` has the number of the first element in its parameter.
     pub fn narrow(&mut self, range: Range<usize>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
         match self {
             Self::Floats(own) => round(own.reborrow().slice(range), values, chance),
@@ -239,7 +240,7 @@ impl<'a> OptimStateView<'a> {
     }
 }
 
-/// `values` in the format of `own`: rounded to nearest, or by chance where that is bfloat16.
+/// Writes `values` into `own` in its format: rounded to nearest, or stochastically if the format is bfloat16.
 pub(in crate::zero) fn round(own: FlatMut<'_>, values: &[f32], chance: Option<(RoundingDice, usize)>) {
     match (own, chance) {
         (FlatMut::BF16(own), Some((dice, first))) => dice.round(values, own, first),

@@ -1,5 +1,5 @@
-//! Packed weights in buffers, files and collectives, which carry them as 32-bit words: a rank's shard of a parameter is
-//! whole units of its packing, filled up to whole words.
+//! Packed weights in buffers, files and collectives, which carry them as 32-bit words. A rank's shard of a parameter
+//! consists of complete units of its packing, padded to complete words.
 
 use crate::error::Result;
 use crate::layout::ShardMesh;
@@ -7,12 +7,13 @@ use crate::param::Param;
 use crate::precision::{ElementBuffer, Flat, FlatMut, FlatRef, WeightPacking};
 use candle_core::DType;
 
-/// Words of `elements` elements.
+/// Returns the number of words of `elements` elements.
 pub(in crate::zero) fn words(packing: WeightPacking, elements: usize) -> usize {
     packing.packed_len(elements).div_ceil(size_of::<f32>())
 }
 
-/// The words of a shard of `shard_len` elements that begins with `values`; those of counted values are none.
+/// Returns the words of a shard of `shard_len` elements that begins with `values`, or no words if the values are only
+/// counted.
 pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_len: usize) -> Flat {
     if values.is_empty() {
         return Flat::zeros(DType::F32, 0);
@@ -23,14 +24,14 @@ pub(in crate::zero) fn pack(packing: WeightPacking, values: FlatRef<'_>, shard_l
     packed
 }
 
-/// The values of a packed shard from element `from` on, which begins a unit.
+/// Writes the values of a packed shard from element `from` on, which must begin a unit.
 pub(in crate::zero) fn unpack(packing: WeightPacking, words: FlatRef<'_>, from: usize, values: FlatMut<'_>) {
     let start = packing.packed_len(from);
     let bytes = packing.packed_len(values.len());
     packing.unpack(&words.as_bytes()[start..start + bytes], values);
 }
 
-/// The values as they come out of the packing, in `dtype`.
+/// Returns the values after packing and unpacking, in `dtype`.
 pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtype: DType) -> Flat {
     let packed = pack(packing, values, values.len());
     let mut rounded = Flat::zeros(dtype, values.len());
@@ -38,7 +39,8 @@ pub(in crate::zero) fn rounded(packing: WeightPacking, values: FlatRef<'_>, dtyp
     rounded
 }
 
-/// A whole parameter of the words of all shards, `chunk` words each, in which its own begin at `offset`.
+/// Assembles a whole parameter from the words of all shards. Each shard has `chunk` words, and the parameter's own
+/// begin at `offset` in it.
 pub(in crate::zero) fn whole<B: ElementBuffer>(
     packing: WeightPacking,
     param: &Param,

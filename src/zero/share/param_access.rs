@@ -1,4 +1,4 @@
-//! One parameter's values, gradient and optimizer states, whole or this rank's part, read and set by the user.
+//! One parameter's values, gradient and optimizer states, in full or this rank's part, read and set by the user.
 
 use super::state_access::{ParamStateKind, pieces};
 #[cfg(feature = "cuda")]
@@ -12,11 +12,11 @@ use candle_core::DType;
 use std::ops::Range;
 
 impl RankCore {
-    /// This rank's part of a state, in f32.
+    /// Returns this rank's part of a state, in f32.
     pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         let owned = self.owned(param);
         if self.params[param].packing().is_some() {
-            // Unpacked at once: pieces would read all words again.
+            // Unpacked in one call: pieces would read all words again.
             return self.own_values(state, param, owned);
         }
         let mut own = Flat::with_capacity(DType::F32, owned.len());
@@ -26,7 +26,7 @@ impl RankCore {
         Ok(own)
     }
 
-    /// This rank's part of a gradient as it was accumulated, in f32; nothing where none has been reduced.
+    /// Returns this rank's part of a gradient as it was accumulated, in f32, or `None` if none has been reduced.
     pub fn own_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
@@ -37,17 +37,17 @@ impl RankCore {
         Ok(Some(own))
     }
 
-    /// Collective: a whole optimizer state, in f32.
+    /// Collective: gathers a whole optimizer state, in f32.
     pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         self.gather_whole(param, self.own_state(state, param)?)
     }
 
-    /// Collective: a whole gradient, in f32.
+    /// Collective: gathers a whole gradient, in f32.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
         self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
     }
 
-    /// Sets a state on every rank that has a part of it; weights also where they are whole or in 16 bits.
+    /// Sets a state on every rank that has a part of it. Weights are also set in their whole or 16-bit copies.
     pub fn set_state(&self, state: ParamStateKind, param: ParamId, whole: &[f32]) -> Result<()> {
         let part = |range: Range<usize>| Ok(Flat::F32(whole[range].to_vec()));
         self.write_state(state, param, self.owned(param), part)?;
@@ -65,12 +65,12 @@ impl RankCore {
         self.write_state(moment, param, owned, part)
     }
 
-    /// Sets a gradient that has been reduced; false where there is none.
+    /// Sets a gradient that has been reduced. Returns false if there is none.
     pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
         self.set_own_gradient(param, &whole[self.owned(param)])
     }
 
-    /// Sets this rank's part of a gradient that has been reduced; false where there is none.
+    /// Sets this rank's part of a gradient that has been reduced. Returns false if there is none.
     pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
@@ -80,20 +80,20 @@ impl RankCore {
         Ok(true)
     }
 
-    /// Collective: the whole values of which each rank gives its own part.
+    /// Collective: assembles whole values from the parts of all ranks.
     pub fn whole_of_parts(&self, param: ParamId, own: Vec<f32>) -> Result<Vec<f32>> {
         Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
     }
 
-    /// Collective: the values that one rank has of a parameter; the others give none.
+    /// Collective: returns the values that one rank has of a parameter. The others pass `None`.
     pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
-        // A negative zero added to any number gives that number, also zero with its sign.
+        // A negative zero added to any number gives that number, including a zero with its sign.
         let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
         Ok(f32_values(self.comm().all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
-    /// Collective where parameters are sharded: runs `run` while parameters are whole that are not so already. The inner
-    /// error is that of `run`, after which ranks are still in step.
+    /// Collective if parameters are sharded: gathers those of the parameters that are not yet in memory while `run`
+    /// runs. The inner error is that of `run`, after which ranks are still in step.
     pub fn with_gathered<T>(
         &self,
         params: &[ParamId],
@@ -113,7 +113,7 @@ impl RankCore {
         Ok(result)
     }
 
-    /// Releases all gathered parameters, also the persistent ones, until they are needed.
+    /// Releases all gathered parameters, including the persistent ones, until they are needed.
     pub fn empty_cache(&self) -> Result<()> {
         if self.shards_params() {
             lock(&self.gather).release_everything(self)?;

@@ -1,7 +1,7 @@
 //! The `VarBuilder` backend behind a model under construction.
 //!
-//! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
-//! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
+//! For each parameter that the model requests, the backend creates the initial values (at stage 3 only this rank's
+//! share), lays the share into its sub-group, and hands the model a tensor. Stage 3 never holds a whole parameter here.
 
 use super::packed_weights;
 use super::share_plan::SharePlan;
@@ -43,26 +43,26 @@ struct ParamRegistryInner {
     params: Vec<Param>,
     inits: Vec<Init>,
     buffers: Vec<ModelBuffer>,
-    /// Besides those that are buffers by their names and types.
+    /// Selects further buffers, in addition to those recognized by their names and types.
     buffer_rule: Option<BufferFilter>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     leaves: LeafUnits,
     open_units: Vec<UnitId>,
-    /// The parameters that each unit uses, its own and others'.
+    /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
-    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
-    /// would keep the first values for ever.
+    /// Whole parameters and the values that they get once the model is built. If a model computed something from them
+    /// before, the result would keep the initial values forever.
     waiting: Vec<(Tensor, Storage)>,
-    /// Names, shapes and units only: no parameter gets memory, nor a share.
+    /// Whether only names, shapes and units are collected: no parameter gets memory or a share.
     shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
     failure: Option<Error>,
 }
 
 impl ParamRegistry {
-    /// `offload`: the files of offloaded state.
+    /// Creates a registry. `offload` has the files of offloaded state.
     pub fn new(
         plan: SharePlan,
         device: Device,
@@ -94,7 +94,8 @@ impl ParamRegistry {
         })))
     }
 
-    /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
+    /// Creates a registry that collects names, shapes and units, for a model that is only inspected: its tensors are
+    /// absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
             states: StatePrecision { master_weights: true, bf16_moments: false },
@@ -124,7 +125,7 @@ impl ParamRegistry {
         registry
     }
 
-    /// From now on, what `rule` selects by name and shape is a buffer too.
+    /// Makes tensors that `rule` selects by name and shape buffers too, from now on.
     pub fn also_buffers(&self, rule: Option<BufferFilter>) {
         lock(&self.0).buffer_rule = rule;
     }
@@ -144,7 +145,7 @@ impl ParamRegistry {
         lock(&self.0).open_units.pop();
     }
 
-    /// The typed error behind a failed construction.
+    /// Returns the typed error behind a failed construction.
     pub fn explain(&self, error: candle_core::Error) -> Error {
         let mut inner = lock(&self.0);
         if let Some(failure) = inner.failure.take() {
@@ -177,7 +178,7 @@ impl ParamRegistry {
     }
 }
 
-/// What is kept of a parameter.
+/// The settings of a parameter.
 struct ParamSettings {
     group: usize,
     role: OptimizerRole,
@@ -187,7 +188,7 @@ struct ParamSettings {
 
 impl ParamRegistryInner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        /// What safetensors files call the object of their own in the header.
+        /// The name of the metadata object in the header of safetensors files.
         const RESERVED: &str = "__metadata__";
         if name == RESERVED {
             return Err(ParamError::ReservedName { name: RESERVED }.into());
@@ -229,7 +230,7 @@ impl ParamRegistryInner {
         let shard = plan.mesh.shard(cut, plan.mesh.shard_of(plan.rank));
         let (id, class) = (self.params.len(), ParamClass::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
-        // In f32: the master weights begin with all digits of the source.
+        // In f32: the master weights begin at the full precision of the source.
         let (tensor, residency) = if plan.shards(weights) {
             let (source, start) = (&self.source, shard.start);
             let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
@@ -238,7 +239,7 @@ impl ParamRegistryInner {
         } else {
             let values = match packing {
                 None if !is_trained => {
-                    // There are no states that need all digits.
+                    // No state needs full precision.
                     self.groups.push_share(id, cut, FlatRef::F32(&[]), class)?;
                     let mut whole = Flat::with_capacity(dtype, numel);
                     for part in pieces(numel, LOADED) {
@@ -251,7 +252,7 @@ impl ParamRegistryInner {
                     let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
                     self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
                     match packing {
-                        // The values that stage 3 computes with.
+                        // The same values that stage 3 computes with.
                         Some(packing) => packed_weights::rounded(packing, FlatRef::F32(&values), dtype),
                         None => Flat::from_f32(values, dtype),
                     }
@@ -267,7 +268,7 @@ impl ParamRegistryInner {
         Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
     }
 
-    /// Whether the model asks for a buffer.
+    /// Returns whether the model requests a buffer.
     fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
         let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
         !self.by_name.contains_key(name)
@@ -278,7 +279,7 @@ impl ParamRegistryInner {
         self.buffers.iter().find(|buffer| buffer.name == name)
     }
 
-    /// The tensor of a buffer, which is a variable.
+    /// Creates the tensor of a buffer, which is a variable.
     fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         let dtype = match self.plan.buffer_dtype {
             Some(cast) if dtype.is_float() => cast,
@@ -308,22 +309,23 @@ impl ParamRegistryInner {
         Ok(tensor)
     }
 
-    /// The tensor of the next parameter, which begins with `values`.
+    /// Creates the tensor of the next parameter, which begins with `values`.
     fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
         let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
         Ok(gradient_capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
     }
 
-    /// The tensor of the next parameter, absent.
+    /// Creates the tensor of the next parameter, absent.
     fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
-        // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+        // A storage of the true dtype, from which the tensor takes its own. It has one element because CUDA may refuse
+        // none.
         let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
 
-    /// Adds a parameter, and gives its tensor.
+    /// Adds a parameter and returns its tensor.
     fn add(
         &mut self,
         name: &str,
@@ -352,25 +354,26 @@ impl ParamRegistryInner {
         tensor
     }
 
-    /// The unit under construction.
+    /// Returns the unit under construction.
     fn open_unit(&self) -> UnitId {
         self.open_units.last().copied().unwrap_or(ROOT)
     }
 
-    /// The units under construction use a parameter.
+    /// Records that the units under construction use a parameter.
     fn is_used(&mut self, param: ParamId) {
         for unit in &self.open_units {
             self.used_by[*unit].insert(param);
         }
     }
 
-    /// The parameter that was registered under `name`, for one more use of it.
+    /// Returns the parameter that was registered under `name`, for one more use of it.
     fn known(&mut self, name: &str) -> Option<&Param> {
         let (unit, id) = (self.open_unit(), *self.by_name.get(name)?);
         self.is_used(id);
         let known = &mut self.params[id];
         if known.unit != unit {
-            // One unit would release what another one is using; the root's parameters are there for all of them.
+            // One unit would release a parameter that another unit is using. The root's parameters are available to all
+            // of them.
             known.unit = ROOT;
         }
         Some(known)

@@ -1,4 +1,4 @@
-//! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
+//! Writes whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they arrive.
 
 use super::state_access::ParamStateKind;
 use crate::comm::WireFormat;
@@ -20,11 +20,11 @@ use std::io::{BufWriter, Error, ErrorKind, Read as _, Write};
 use std::path::Path;
 
 impl RankCore {
-    /// Collective: parameters, rounded to `dtype`, and rank 0's buffers in their own types. The file appears under its name only when it is complete and on
-    /// disk.
+    /// Collective: writes parameters, rounded to `dtype`, and rank 0's buffers in their own types. The file gets its
+    /// final name only once it is complete and on disk.
     ///
     /// # Errors
-    /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
+    /// A communication error; a write error of rank 0, which leaves the ranks in step: a full disk or a wrong path must
     /// not cost the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), CollectiveFailure> {
         let mut file =
@@ -44,10 +44,10 @@ impl RankCore {
         agree(self.comm(), written.map_err(failed), elsewhere)
     }
 
-    /// Looks whether [`export`](Self::export) can write to `path`, and has room there.
+    /// Checks whether [`export`](Self::export) can write to `path`, and has enough space there.
     ///
     /// # Errors
-    /// What export would bring.
+    /// The errors that the export would return.
     pub fn check_export(&self, path: &Path, dtype: DType) -> Result<()> {
         let failed = |source| crate::Error::Io { action: "write", path: path.to_owned(), source };
         let header = header(&self.params, self.buffers.list(), dtype);
@@ -61,7 +61,7 @@ impl RankCore {
         files::check_free_space(files::folder_of(&folder), header.len() as u64 + values.chain(buffers).sum::<u64>())
     }
 
-    /// Collective: a whole parameter in f32, from the master weights where there are any.
+    /// Collective: returns a whole parameter in f32, from the master weights if they exist.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
         if self.is_whole_in_f32(param)? {
             let mut whole = Flat::with_capacity(DType::F32, self.params[param].numel);
@@ -71,7 +71,7 @@ impl RankCore {
         self.whole_state(ParamStateKind::Weights, param)
     }
 
-    /// Whether every rank has a whole parameter, of which there are no other digits elsewhere.
+    /// Returns whether every rank has a whole parameter, and no copy of it with more precision exists.
     fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
         #[cfg(feature = "cuda")]
         if matches!(*self.landed()?, DelayedUpdate::Ready(_)) {
@@ -81,10 +81,10 @@ impl RankCore {
         Ok(ParamStateKind::Weights.storage(&mut lock(&self.groups)[group]).is_none())
     }
 
-    /// Collective: a whole parameter of the elements that each rank owns.
+    /// Collective: assembles a whole parameter from the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (mesh, about) = (self.mesh(), &self.params[param]);
-        // Not a question of how much this rank owns: a parameter of one element lies in one shard alone.
+        // Not decided by how much this rank owns: a parameter with one element lies in only one shard.
         if mesh.shards() == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
@@ -99,7 +99,7 @@ impl RankCore {
     }
 }
 
-/// A safetensors file under construction, beside its place.
+/// A safetensors file under construction, with its destination.
 struct SafetensorsExport {
     file: BufWriter<File>,
     new: AtomicFile,
@@ -107,7 +107,7 @@ struct SafetensorsExport {
 }
 
 impl SafetensorsExport {
-    /// Writes the header. A file that is there is replaced if it is an earlier export of the same parameters.
+    /// Writes the header. An existing file is replaced if it is an earlier export of the same parameters.
     fn begin(path: &Path, params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> std::io::Result<Self> {
         let header = header(params, buffers, dtype);
         let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;
@@ -136,14 +136,14 @@ impl SafetensorsExport {
         Ok(self)
     }
 
-    /// Brings the file to disk and under its name.
+    /// Syncs the file to disk and gives it its final name.
     fn finish(self) -> std::io::Result<()> {
         self.file.into_inner().map_err(|e| e.into_error())?;
         self.new.finish().map(drop)
     }
 }
 
-/// The header of a safetensors file with these tensors.
+/// Returns the header of a safetensors file with these tensors.
 fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
     let mut end = 0usize;
     let mut header = serde_json::Map::new();
@@ -158,14 +158,14 @@ fn header(params: &[Param], buffers: &[ModelBuffer], dtype: DType) -> Vec<u8> {
         header.insert(name.clone(), info);
     }
     let mut header = Value::Object(header).to_string().into_bytes();
-    // The format wants the data aligned to 8 bytes; spaces are allowed there.
+    // The format requires the data to be aligned to 8 bytes; spaces are allowed there.
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }
 
-/// Refuses what is at `path`, unless it is nothing, an empty file, or a safetensors file with tensors of these names and shapes.
+/// Refuses an existing file at `path`, unless it is empty or a safetensors file with tensors of these names and shapes.
 fn check_earlier(path: &Path, tensors: &serde_json::Map<String, Value>) -> std::io::Result<()> {
-    /// No header is longer.
+    /// The maximum length of a header.
     const MOST: u64 = 1 << 27;
     let mut file = match path.symlink_metadata() {
         Ok(_) => files::open(path)?,

@@ -1,4 +1,4 @@
-//! How parameters are shared among ranks, and where a rank keeps its share.
+//! The division of parameters among ranks, and the memory or files in which a rank keeps its share.
 
 use crate::config::{Config, StatePrecision};
 use crate::layout::{Placement, ShardMesh};
@@ -10,16 +10,16 @@ use crate::zero::transfer::device_copy::CopyKind;
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
-/// Where a rank keeps its share, as far as it is not in files.
+/// The places where a rank keeps the parts of its share that are not in files.
 #[derive(Debug, Clone)]
 pub(crate) struct ShareDevices<P> {
-    /// Master weights, moments and gradients.
+    /// The place of master weights, optimizer states and gradients.
     pub states: P,
-    /// Shards of weights in the model's dtype.
+    /// The place of shards of weights in the model's dtype.
     pub weights: P,
 }
 
-/// How parameters are shared among ranks, and where a rank keeps its share.
+/// The division of parameters among ranks, and the memory or files in which a rank keeps its share.
 #[derive(Clone)]
 pub(crate) struct SharePlan {
     pub rank: usize,
@@ -31,24 +31,24 @@ pub(crate) struct SharePlan {
     pub grad_dtype: DType,
     /// Decides which states a parameter has.
     pub grouping: Arc<ParameterGrouping>,
-    /// What buffers of floats are cast to (`data_types.buffer_dtype`); `None`: nothing.
+    /// The dtype that float buffers are cast to (`data_types.buffer_dtype`). `None`: no cast.
     pub buffer_dtype: Option<DType>,
-    /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
+    /// The number of elements of weights that stay in memory (`max_in_cpu`) if the others lie in files.
     pub weights_in_memory: Option<usize>,
-    /// States are to be on the host (`offload_optimizer`), whatever device computes the model.
+    /// Whether states are kept on the host (`offload_optimizer`), whatever device computes the model.
     pub offloads_states: bool,
-    /// Shards of weights are (`offload_param`).
+    /// Whether shards of weights are kept on the host (`offload_param`).
     pub offloads_weights: bool,
-    /// How master weights and moments are kept.
+    /// The precision of master weights and optimizer states.
     pub states: StatePrecision,
-    /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
+    /// The fraction of the sub-groups whose optimizer states lie in files (`ratio`), if any do.
     pub states_in_files: Option<f64>,
-    /// Frozen parameters are packed.
+    /// Whether frozen parameters are packed.
     pub packs: bool,
 }
 
 impl SharePlan {
-    /// As `config` says, for gradients that are accumulated in `grad_dtype`.
+    /// Creates the plan that `config` asks for, for gradients that are accumulated in `grad_dtype`.
     pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<ParameterGrouping>) -> Self {
         let zero = &config.zero;
         Self {
@@ -69,27 +69,28 @@ impl SharePlan {
         }
     }
 
-    /// Whether a rank holds its shard of a parameter whose weights are held so, and gathers the whole when it is needed; else
-    /// the parameter is whole in its tensor all the time. At stage 3 that is so for what is packed and for what others have
-    /// a part of: a rank with a packed model and nobody to share it with would hold the rest of it twice.
+    /// Returns whether a rank holds only its shard of a parameter with weights in this format, and gathers the whole
+    /// parameter when it is needed. Otherwise the parameter's tensor always holds all of it. Stage 3 shards packed
+    /// parameters, and those of which other ranks have a part. Otherwise a single rank with a packed model would hold
+    /// its unpacked parameters twice.
     pub fn shards(&self, weights: WeightFormat) -> bool {
         let shares = self.mesh.shards() > 1 || self.offloads_weights || !self.packs;
         self.placement.params.is_sharded() && (shares || weights.packing().is_some())
     }
 
-    /// Whether packed shares are unpacked from where they are, for a rank that is alone and has no files: a copy of them, made
-    /// early, speeds nothing up.
+    /// Returns whether packed shares are unpacked from where they lie. This holds for a single rank without files,
+    /// because an early copy of them would speed nothing up.
     pub fn unpacks_in_place(&self) -> bool {
         self.mesh.shards() == 1 && !self.has_files()
     }
 
-    /// Where the share lies of a model on `device`.
+    /// Returns the places of the share of a model on `device`.
     pub fn devices(&self, device: &Device) -> ShareDevices<BufferDevice> {
         self.devices_of(BufferDevice::of(device), BufferDevice::Host)
     }
 
-    /// Where the share lies of a model in the memory `model`: there too, its states if kernels of a GPU can update them there, and
-    /// either if it is not to be on the `host`.
+    /// Returns the places of the share of a model in the memory `model`. States lie there too if kernels of a GPU can
+    /// update them there. Weights or states lie on the `host` if they are offloaded.
     pub fn devices_of<P>(&self, model: P, host: P) -> ShareDevices<P>
     where
         P: Clone,
@@ -100,7 +101,8 @@ impl SharePlan {
         }
     }
 
-    /// What passes between the host and a GPU that computes the model, which has parameters that are trained or none.
+    /// Returns the kinds of copies between the host and a GPU that computes the model, whose parameters are trained or
+    /// frozen.
     #[cfg(feature = "cuda")]
     pub fn copy_kinds(&self, trains: bool) -> impl Iterator<Item = CopyKind> + use<> {
         let on_host = self.devices_of(false, true);
@@ -110,7 +112,7 @@ impl SharePlan {
         all.into_iter().filter_map(|(kind, passes)| passes.then_some(kind))
     }
 
-    /// Whether a GPU keeps and updates the share of a model that it computes.
+    /// Returns whether a GPU keeps and updates the share of a model that it computes.
     fn stays_on_device(&self) -> bool {
         let wide = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &OptimizerRole| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
@@ -121,12 +123,12 @@ impl SharePlan {
             && OptimizerRole::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 
-    /// Whether trained parameters have master weights.
+    /// Returns whether trained parameters have master weights.
     pub fn has_master(&self) -> bool {
         self.dtype != DType::F32 && self.states.master_weights
     }
 
-    /// How the moments of a role's parameters are kept.
+    /// Returns the formats of the optimizer states of a role's parameters.
     pub fn formats(&self, role: OptimizerRole) -> Vec<StateFormat> {
         let optimizer = self.grouping.optimizer(role);
         let format = |state| match optimizer.map_or(StateFormat::F32, |optimizer| optimizer.state_format(state)) {
@@ -136,17 +138,18 @@ impl SharePlan {
         (0..self.grouping.state_names(role).len()).map(format).collect()
     }
 
-    /// Elements of a role's parameters that lie on one rank together.
+    /// Returns how many elements of a role's parameters must lie together on one rank.
     pub fn block(&self, role: OptimizerRole) -> usize {
         self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
     }
 
-    /// Elements of which a share in files has a multiple: the codes of as many fill whole pages, or the 16-bit numbers.
+    /// Returns the number of elements by which the length of a share in files must be divisible: their codes, or
+    /// 16-bit numbers, fill complete pages.
     pub fn step(&self) -> usize {
         if OptimizerRole::ALL.into_iter().any(|role| self.block(role) > 1) { ALIGN } else { STEP }
     }
 
-    /// Some states lie in files.
+    /// Returns whether some states lie in files.
     pub fn has_files(&self) -> bool {
         self.weights_in_memory.is_some() || self.states_in_files.is_some()
     }

@@ -1,4 +1,4 @@
-//! This rank's share of the model's state, read and written by parameter, wherever it lies.
+//! Reads and writes this rank's share of the model's state by parameter, in any storage.
 
 use super::packed_weights;
 use super::state_storage::StateStorage;
@@ -15,23 +15,23 @@ use crate::zero::rank_core::RankCore;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Name of the state that every parameter has: its weights with all their digits.
+/// The name of the state that every parameter has: its weights at full precision.
 pub(crate) const WEIGHTS: &str = "fp32";
 
-/// Elements that are on their way at a time: a multiple of [`STEP`].
+/// The number of elements that are transferred at a time: a multiple of [`STEP`].
 pub(crate) const PIECE: usize = 512 * STEP;
 
-/// A kind of state: the parameters with all their digits, or an optimizer state by number.
+/// A kind of state: the parameters at full precision, or an optimizer state by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ParamStateKind {
-    /// Master weights; with f32 parameters, these.
+    /// The master weights, or the parameters themselves if they are f32.
     Weights,
-    /// A state that the optimizer has of the parameter.
+    /// An optimizer state of the parameter.
     Moment(usize),
 }
 
 impl ParamStateKind {
-    /// The state that checkpoints call `name`, of a parameter of which the optimizer has the states `moments`.
+    /// Returns the state that checkpoints call `name`, for a parameter with the optimizer states `moments`.
     pub fn named(name: &str, moments: &[&str]) -> Option<Self> {
         match moments.iter().position(|moment| *moment == name) {
             None if name == WEIGHTS => Some(Self::Weights),
@@ -51,19 +51,19 @@ impl ParamStateKind {
 }
 
 impl RankCore {
-    /// Names of the optimizer states that there are of a parameter.
+    /// Returns the names of a parameter's optimizer states.
     pub fn moments(&self, param: &Param, trainer: &GroupedOptimizer) -> &'static [&'static str] {
         if param.is_trained() { trainer.state_names(param.group) } else { &[] }
     }
 
-    /// Elements of parameter `param` that this rank holds optimizer state of.
+    /// Returns the elements of parameter `param` whose optimizer state this rank holds.
     pub fn owned(&self, param: usize) -> Range<usize> {
         let (group, slot) = self.place_of(param);
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
-    /// Gives elements `range` (of those that this rank owns), one of the [`pieces`], of a state to `take`, which only
-    /// copies them: state in memory is locked meanwhile.
+    /// Passes elements `range` (counted among those that this rank owns), one of the [`pieces`], of a state to `take`.
+    /// It should only copy them: state in memory is locked meanwhile.
     pub fn read_state(
         &self,
         state: ParamStateKind,
@@ -78,7 +78,7 @@ impl RankCore {
         let group = &mut groups[number];
         if let Some((packing, storage)) = group.packed() {
             let (slot, words) = (&group.slots[slot], self.words(storage, &group.slots[slot])?);
-            // What the model computes with: whole units, from the one on in which the range begins.
+            // The values that the model computes with: complete units, from the unit in which the range begins.
             let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
             let to = range.end - slot.owned.start;
             let mut values = Flat::zeros(self.dtype, to - from);
@@ -112,8 +112,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Sets elements `range` (of those that this rank owns) of a state, and 16-bit shards with it. `values` says what
-    /// belongs at elements of the parameter.
+    /// Sets elements `range` (counted among those that this rank owns) of a state, and 16-bit shards with it. `values`
+    /// returns the values of a range of the parameter's elements.
     pub fn write_state(
         &self,
         state: ParamStateKind,
@@ -125,7 +125,7 @@ impl RankCore {
         drop(self.landed()?);
         let (group, slot) = self.place_of(param);
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
-            // It lies in the parameter's tensor: nothing is to be read for it.
+            // It lies in the parameter's tensor: nothing has to be read for it.
             return Ok(());
         }
         if let Some(packing) = self.params[param].packing() {
@@ -153,8 +153,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Packs the elements `range`, all that this rank owns of a parameter. Those that it has already stay as they are:
-    /// packing what came out of a packing need not give the same codes.
+    /// Packs the elements `range`, all that this rank owns of a parameter. Elements that already have these values stay
+    /// as they are: packing values that came out of a packing need not give the same codes.
     fn write_packed(
         &self,
         packing: WeightPacking,
@@ -172,7 +172,7 @@ impl RankCore {
         assert_eq!(slot.owned, range, "packed weights are set as a whole");
         let mut old = Flat::zeros(DType::F32, range.len());
         packed_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
-        // In the model's dtype: a checkpoint of a lower stage has what the model computes with.
+        // In the model's dtype: a checkpoint of a lower stage has the values that the model computes with.
         let seen = |values: &Flat| {
             let mut seen = Flat::with_capacity(self.dtype, values.len());
             seen.extend_cast(values.as_ref());
@@ -187,14 +187,14 @@ impl RankCore {
         self.set(storage, slot.padded(), words.as_ref())
     }
 
-    /// The words of this rank's share of a parameter, if they are packed.
+    /// Returns the words of this rank's share of a parameter, if they are packed.
     pub(super) fn own_words(&self, param: usize) -> Result<Option<Flat>> {
         let (group, slot) = self.place_of(param);
         let group = &lock(&self.groups)[group];
         group.packed().map(|(_, storage)| self.words(storage, &group.slots[slot])).transpose()
     }
 
-    /// The words of a packed share.
+    /// Returns the words of a packed share.
     fn words(&self, storage: &StateStorage<RankCore>, slot: &SubGroupSlot) -> Result<Flat> {
         match storage {
             StateStorage::Memory(share) => share.buffer().read(slot.padded(), |words| words.to_flat()),
@@ -221,7 +221,7 @@ impl RankCore {
         }
     }
 
-    /// Sets elements of a parameter that is whole on this rank.
+    /// Sets elements of a parameter that this rank holds in full.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| !self.shards(param)) else { return Ok(()) };
         if let Some(packing) = param.packing() {
@@ -245,7 +245,7 @@ impl RankCore {
         })?
     }
 
-    /// Access to files, where there are some.
+    /// Returns the file access, if there are files.
     pub(in crate::zero) fn io(&self) -> Option<&FileIo> {
         self.offload.as_ref().map(|offload| &*offload.io)
     }
@@ -255,7 +255,7 @@ impl RankCore {
     }
 }
 
-/// `range` in pieces of at most [`PIECE`] elements that begin where a file allows it.
+/// Divides `range` into pieces of at most [`PIECE`] elements that begin at offsets that a file allows.
 pub(crate) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let Range { start, end } = *range;
     (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))

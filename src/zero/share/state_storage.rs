@@ -1,4 +1,4 @@
-//! Where a state of a sub-group lies: in memory, or in a file.
+//! The storage of a state of a sub-group: memory, or a file.
 
 use super::share_memory::{FileExtentOf, ShareMemory};
 use crate::memory::TrackedBuffer;
@@ -7,16 +7,16 @@ use crate::precision::{ElementBuffer, FlatMut};
 use crate::tensor::flat_buffer::FlatBuffer;
 use std::ops::Range;
 
-/// Where one kind of state of a sub-group lies.
+/// The storage of one kind of state of a sub-group.
 pub(crate) enum StateStorage<R: ShareMemory> {
-    /// All of it is in memory.
+    /// The complete state is in memory.
     Memory(TrackedBuffer<R::Buffer>),
-    /// It is in a file; only the part that the step works on is in memory.
+    /// The state is in a file. Only the part that the step works on is in memory.
     File(FileExtentOf<R>),
 }
 
 impl<R: ShareMemory> StateStorage<R> {
-    /// The place in a file.
+    /// Returns the extent in a file.
     pub fn file(&self) -> Option<&FileExtentOf<R>> {
         match self {
             Self::Memory(_) => None,
@@ -26,7 +26,7 @@ impl<R: ShareMemory> StateStorage<R> {
 }
 
 impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
-    /// ElementBuffer `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
+    /// Returns elements `range` of the sub-group, on the host: from memory, or from the next of the `staged` states.
     pub fn part<'a>(
         &'a mut self,
         staged: &mut std::slice::IterMut<'a, StagedState>,
@@ -39,7 +39,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
     }
 }
 
-/// Whether weights lie on a GPU: in their `storage`, or, where they are whole, in the parameters' tensors.
+/// Returns whether weights lie on a GPU: in their `storage`, or, if they are not sharded, in the parameters' tensors.
 pub(crate) fn lie_on_gpu<R: ShareMemory>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
     match storage {
         Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),

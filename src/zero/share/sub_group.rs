@@ -1,9 +1,9 @@
-//! This rank's share of the model, sub-group by sub-group: what the optimizer works through.
+//! This rank's share of the model, sub-group by sub-group, as the optimizer works through it.
 //!
-//! A sub-group is a run of parameters whose shares lie one after the other, in one buffer or one part of a file per
-//! kind of state, and that are of one class: Muon's matrices and AdamW's vectors have different states, and of frozen
-//! parameters there are weights alone, so each class has sub-groups of its own. The optimizer step goes from sub-group
-//! to sub-group.
+//! A sub-group is a run of parameters of one class whose shares lie one after the other, in one buffer or one extent of
+//! a file per kind of state. Each class has separate sub-groups because its states differ: Muon's matrices and AdamW's
+//! vectors have different states, and frozen parameters have only weights. The optimizer step goes from sub-group to
+//! sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
@@ -12,8 +12,8 @@
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
-//! Where nothing is offloaded to files, all of it is in memory. `offload_param` moves `weights`, `offload_optimizer`
-//! the others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
+//! If nothing is offloaded to files, all states are in memory. `offload_param` moves `weights`, `offload_optimizer` the
+//! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::optim_state::OptimState;
 use super::share_memory::{FileExtentOf, ShareMemory};
@@ -27,33 +27,33 @@ use crate::precision::{ElementBuffer, WeightPacking, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 
-/// Where the owned part of one parameter lies in its sub-group.
+/// The position of the owned part of one parameter in its sub-group.
 #[derive(Debug, Clone)]
 pub(crate) struct SubGroupSlot {
     pub param: ParamId,
-    /// ElementBuffer of the whole parameter that this rank owns.
+    /// The elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
-    /// Of these, counted from the first, the piece that this rank answers for: all of them where optimizer states are sharded
-    /// and no other rank has the same shard.
+    /// The piece of the owned elements, counted from the first, that this rank answers for: all of them if optimizer
+    /// states are sharded and no other rank has the same shard.
     pub piece: Range<usize>,
-    /// Offset of the first of them in the sub-group. Packed weights are counted in words.
+    /// The offset of the first owned element in the sub-group. Packed weights are counted in words.
     pub at: usize,
-    /// ElementBuffer, or words, of a rank's share of the parameter, the padding of the last ranks included.
+    /// The number of elements, or words, of a rank's share of the parameter, including the padding of the last ranks.
     pub len: usize,
 }
 
 impl SubGroupSlot {
-    /// The owned elements in the sub-group, without padding.
+    /// Returns the owned elements in the sub-group, without padding.
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.owned.len()
     }
 
-    /// The share in the sub-group, with its padding.
+    /// Returns the share in the sub-group, with its padding.
     pub fn padded(&self) -> Range<usize> {
         self.at..self.at + self.len
     }
 
-    /// Where elements `range` of the whole parameter, which this rank owns, lie in the sub-group.
+    /// Returns the position in the sub-group of elements `range` of the whole parameter, which this rank owns.
     pub fn place(&self, range: &Range<usize>) -> Range<usize> {
         self.at + range.start - self.owned.start..self.at + range.end - self.owned.start
     }
@@ -65,11 +65,11 @@ pub(crate) enum GradientShare<R: ShareMemory> {
     Absent,
     /// The gradient is in memory.
     Memory(TrackedBuffer<R::Buffer>),
-    /// The gradient is in the sub-group's gradient file, or on its way there.
+    /// The gradient is in the sub-group's gradient file, or being written there.
     File {
-        /// The way there, until it has been waited for.
+        /// The write in progress, until it has been waited for.
         writing: Option<<R::Files as StateFiles>::Writing>,
-        /// Sum of the squares of this rank's piece.
+        /// The sum of the squares of this rank's piece.
         squares: f64,
     },
 }
@@ -78,27 +78,27 @@ pub(crate) enum GradientShare<R: ShareMemory> {
 pub(crate) struct SubGroup<R: ShareMemory> {
     pub class: ParamClass,
     pub slots: Vec<SubGroupSlot>,
-    /// ElementBuffer of each kind of state, padding included.
+    /// The number of elements of each kind of state, including padding.
     pub len: usize,
     pub weights: Option<StateStorage<R>>,
     pub master: Option<StateStorage<R>>,
-    /// Per slot.
+    /// The gradients, one per slot.
     pub grads: Vec<GradientShare<R>>,
-    /// Where gradients lie, if not in memory.
+    /// The file extent of gradients, if they are not in memory.
     pub grad_file: Option<FileExtentOf<R>>,
     pub moments: Vec<OptimState<R>>,
 }
 
-/// The states that a sweep through a share has in memory, and whether it changes them.
+/// The states that a sweep through a share loads into memory, and whether it changes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SweepMode {
-    /// Everything, which stays as it is.
+    /// All states are loaded, and none changes.
     Look,
-    /// Everything: weights and moments change by the gradients.
+    /// All states are loaded; weights and optimizer states are updated by the gradients.
     Update,
-    /// Moments, which change by the gradients. Weights stay where they are.
+    /// Optimizer states are loaded and updated by the gradients. Weights stay where they are.
     Moments,
-    /// Weights, which change by something else than the gradients.
+    /// Weights are loaded, and changed by something other than the gradients.
     Weights,
 }
 
@@ -107,7 +107,7 @@ impl SweepMode {
         self != Self::Moments
     }
 
-    /// Moments and gradients.
+    /// Returns whether the sweep loads optimizer states and gradients.
     pub fn has_moments(self) -> bool {
         self != Self::Weights
     }
@@ -118,12 +118,12 @@ impl SweepMode {
 }
 
 impl<R: ShareMemory> SubGroup<R> {
-    /// The packing of its weights and where they lie, if they are packed.
+    /// Returns the packing of the weights and their storage, if they are packed.
     pub fn packed(&self) -> Option<(WeightPacking, &StateStorage<R>)> {
         self.class.weights.packing().zip(self.weights.as_ref())
     }
 
-    /// Takes a gradient out, to be added to and put back; nothing where none has arrived.
+    /// Takes a gradient out, to be added to and put back. Returns `None` if none has arrived.
     pub fn take_grads(&mut self, slot: usize, rank: &R) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         match (std::mem::replace(&mut self.grads[slot], GradientShare::Absent), &self.grad_file, rank.files()) {
             (GradientShare::Memory(grads), ..) => Ok(Some(grads)),
@@ -137,11 +137,11 @@ impl<R: ShareMemory> SubGroup<R> {
         }
     }
 
-    /// A gradient is complete as far as this micro step goes: it stays in memory, or begins its way to the file.
+    /// Stores a gradient that is complete for this micro step: in memory, or by a write to the file that begins now.
     pub fn put_grads(&mut self, slot: usize, grads: TrackedBuffer<R::Buffer>, rank: &R) {
         self.grads[slot] = match (&self.grad_file, rank.files()) {
             (Some(extent), Some(files)) => {
-                // Now, while it is in memory. The last micro step's is what counts.
+                // Computed now, while it is in memory. The last micro step's value counts.
                 let piece = self.slots[slot].piece.clone();
                 let squares = grads.buffer().values().map_or(0.0, |values| sum_of_squares(values.slice(piece)));
                 let writing = Some(files.store(grads, extent, self.slots[slot].padded()));
@@ -151,16 +151,16 @@ impl<R: ShareMemory> SubGroup<R> {
         };
     }
 
-    /// The gradient buffer of a slot (its owned elements and padding), zeroed where none has arrived.
+    /// Returns the gradient buffer of a slot (its owned elements and padding), zeroed if no gradient has arrived.
     pub fn zeroed_grads(&self, slot: usize, rank: &R, dtype: DType) -> Result<TrackedBuffer<R::Buffer>> {
         let zeros = R::Buffer::zeros(rank.share_place(), dtype, self.slots[slot].len)?;
         Ok(TrackedBuffer::new(rank.ledger(), MemoryKind::Gradients, zeros))
     }
 
-    /// Sum of the squares of this rank's piece of each slot's gradient.
+    /// Returns the sum of the squares of this rank's piece of each slot's gradient.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn squares(&self) -> Result<Vec<f64>> {
         let slots = self.slots.iter().zip(&self.grads);
         let in_memory = slots.filter_map(|(slot, grads)| match grads {
@@ -177,13 +177,13 @@ impl<R: ShareMemory> SubGroup<R> {
         Ok(self.grads.iter().map(sum).collect())
     }
 
-    /// The states that a window of a sweep reads from files and writes back, in the order in which [`StateStorage::part`] asks
-    /// for it: weights, master weights, moments, gradients.
+    /// Returns the states that a window of a sweep reads from files and writes back, in the order in which
+    /// [`StateStorage::part`] requests them: weights, master weights, optimizer states, gradients.
     pub fn streams(&self, mode: SweepMode) -> Vec<StateStream<FileExtentOf<R>>> {
         let writes = mode.changes();
         let changes =
             |storage: &StateStorage<R>| storage.file().map(|e| StateStream { extent: e.clone(), reads: true, writes });
-        // 16-bit weights are made anew from the master weights, if there are some.
+        // 16-bit weights are recomputed from the master weights, if they exist.
         let made_anew = self.master.is_some();
         let of_weights = self.weights.as_ref().and_then(changes).map(|s| StateStream { reads: !made_anew, ..s });
         let weights = of_weights.into_iter().chain(self.master.as_ref().and_then(changes));
@@ -194,7 +194,7 @@ impl<R: ShareMemory> SubGroup<R> {
     }
 }
 
-/// Sub-group and slot of each of `count` parameters.
+/// Returns the sub-group and slot of each of `count` parameters.
 pub(crate) fn places<R: ShareMemory>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
     let mut places = vec![(0, 0); count];
     for (g, group) in groups.iter().enumerate() {

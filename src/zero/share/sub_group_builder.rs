@@ -1,8 +1,8 @@
-//! Sub-groups, laid out while parameters are registered.
+//! Lays out sub-groups while parameters are registered.
 //!
-//! A share goes to the end of the open sub-group of its half of the optimizer: its initial values into memory, or into
-//! files, which grow with every share. When all parameters are there, what belongs on a GPU moves there, and gradients and moments
-//! get their places.
+//! A share is appended to the open sub-group of its class: its initial values go into memory, or into files, which grow
+//! with every share. When all parameters are registered, the states that belong on a GPU move there, and gradients and
+//! optimizer states get their storage.
 
 use super::optim_state::OptimState;
 use super::packed_weights;
@@ -30,7 +30,7 @@ pub(crate) enum SubGroupStateKind {
     Weights,
     Master,
     Gradients,
-    /// The moment of that name.
+    /// The optimizer state of that name.
     Moment(&'static str),
 }
 
@@ -47,7 +47,7 @@ impl SubGroupStateKind {
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait StateFileBuilder<R: ShareMemory> {
-    /// A place at the end of a state's file, without elements yet.
+    /// Begins an extent of a state's file, without elements yet.
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
@@ -59,7 +59,7 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
     fn written(&mut self) -> Result<()> {
         Ok(())
     }
-    /// Reads `count` elements into `room` and gives their place back; nothing where they had none.
+    /// Reads `count` elements into `room` and frees their extent. Returns `None` if they have no space in a file.
     fn take_back(
         &mut self,
         extent: &FileExtentOf<R>,
@@ -68,20 +68,20 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
     ) -> Result<Option<TrackedBuffer<R::Buffer>>>;
 }
 
-/// Elements of initial values that are read together. As many are whole units of every packing, and packed they fill whole pages
-/// of a file.
+/// The number of elements of initial values that are read together. So many elements form complete units of every
+/// packing, and fill complete pages of a file when packed.
 pub(super) const LOADED: usize = 1 << 24;
 
 /// A share that is being filled.
 struct UnfinishedShare {
     class: ParamClass,
-    /// Where it begins in its sub-group.
+    /// The offset of the share in its sub-group.
     at: usize,
-    /// Its elements, those that fill it up included.
+    /// The number of elements of the share, including padding.
     room: usize,
-    /// Elements that it has.
+    /// The number of elements filled so far.
     filled: usize,
-    /// The sub-group ends with it.
+    /// Whether the sub-group ends with this share.
     closes: bool,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
     sharing: ShareLayout,
     files: C,
     ledger: Ledger,
-    /// Where sub-groups lie when they are complete, if not in files. Until then they lie on the host.
+    /// The places of complete sub-groups that are not in files. Until they are complete they lie on the host.
     devices: ShareDevices<BufferPlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
@@ -101,13 +101,13 @@ pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
 impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: Ledger, devices: ShareDevices<BufferPlaceOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
-        // In files a parameter's share begins where a request may begin.
+        // In files, a parameter's share begins at an offset where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
         Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; ParamClass::COUNT] }
     }
 
-    /// Adds a parameter to the sub-groups of a class. `read` gives initial values of the `len` elements that this rank owns,
-    /// some at a time, in order.
+    /// Adds a parameter to the sub-groups of a class. `read` returns initial values of the `len` elements that this
+    /// rank owns, some at a time, in order.
     pub fn push(
         &mut self,
         param: ParamId,
@@ -120,7 +120,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         for start in (0..len).step_by(LOADED) {
             let values = read(start..len.min(start + LOADED))?;
             match self.packing(class) {
-                // The last ones are followed by those that fill the shard up.
+                // The last values are followed by the padding of the shard.
                 Some(packing) => {
                     let is_last = start + values.len() == len;
                     let shard_len = if is_last { self.plan.mesh.shard_len(cut) - start } else { values.len() };
@@ -133,19 +133,19 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         self.end(share)
     }
 
-    /// How shares of a class are packed, if they are.
+    /// Returns how shares of a class are packed, if they are.
     fn packing(&self, class: ParamClass) -> Option<WeightPacking> {
         class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
     }
 
-    /// The same with the share's values as they lie in a sub-group: words, where they are packed.
+    /// Adds a parameter by its share's values in the form that a sub-group holds: words, if they are packed.
     pub fn push_share(&mut self, param: ParamId, cut: ShardCut, values: FlatRef<'_>, class: ParamClass) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
         self.fill(&mut share, values)?;
         self.end(share)
     }
 
-    /// A place for the share of a parameter.
+    /// Reserves room for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: ShardCut, class: ParamClass) -> Result<UnfinishedShare> {
         let shard_len = self.plan.mesh.shard_len(cut);
         let shard_len = self.packing(class).map_or(shard_len, |packing| packed_weights::words(packing, shard_len));
@@ -163,7 +163,8 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match storage {
                 StateStorage::File(extent) => self.files.grow(extent, room)?,
-                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
+                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be
+                // wasted.
                 StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
             }
         }
@@ -179,7 +180,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Ok(UnfinishedShare { class, at, room, filled: 0, closes })
     }
 
-    /// Adds values to a share.
+    /// Appends values to a share.
     fn fill(&mut self, share: &mut UnfinishedShare, values: FlatRef<'_>) -> Result<()> {
         let Self { open, files, .. } = self;
         let Some(group) = &mut open[share.class.index()] else { return Ok(()) };
@@ -193,7 +194,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Ok(())
     }
 
-    /// The share has its values.
+    /// Ends a share that has all its values.
     fn end(&mut self, share: UnfinishedShare) -> Result<()> {
         let open = &mut self.open[share.class.index()];
         if let Some(group) = open {
@@ -209,7 +210,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Ok(())
     }
 
-    /// A sub-group whose weights lie in a file if they `spill`.
+    /// Creates an empty sub-group, whose weights lie in a file if they `spill`.
     fn empty_group(&self, class: ParamClass, spills: bool) -> Result<SubGroup<R>> {
         let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
@@ -240,20 +241,21 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         self.done.extend(self.open.iter_mut().filter_map(Option::take));
     }
 
-    /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
+    /// Ends the layout: reserves the files of gradients and optimizer states, and allocates the states that stay in
+    /// memory.
     ///
-    /// Where a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
+    /// If a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
     ///
     /// # Errors
-    /// A file operation.
+    /// A failed file operation.
     pub fn finish(&mut self) -> Result<Vec<SubGroup<R>>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
-        // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
+        // Makes the order of parameters, and of sums over them, independent of where sub-groups end.
         groups.sort_by_key(|group| group.class);
         self.files.written()?;
         let Self { plan, files, ledger, devices, .. } = self;
-        // The trained ones are the first.
+        // The trained sub-groups come first.
         let trained = groups.iter().filter(|group| group.class.is_trained()).count();
         let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
@@ -294,7 +296,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
 }
 
 impl SubGroupBuilder {
-    /// A builder with the files of this rank, if it has any.
+    /// Creates a builder with the files of this rank, if it has any.
     pub fn new(
         plan: SharePlan,
         offload: Option<Arc<OffloadStore>>,
@@ -308,21 +310,22 @@ impl SubGroupBuilder {
 /// The files of this rank.
 pub(crate) struct ArenaBuilder {
     offload: Option<Arc<OffloadStore>>,
-    /// Initial values on their way.
+    /// The pending writes of initial values.
     writing: VecDeque<FileTransfer<Flat>>,
-    /// A file could not get the space that it asked for: the rest is only counted.
+    /// Whether a file could not get the space that it requested. The remaining space is then only counted.
     too_small: bool,
 }
 
-/// Elements of initial values that are written together.
+/// The number of elements of initial values that are written together.
 const PIECE: usize = 1 << 20;
 
-/// Pieces under way before the oldest is waited for.
+/// The number of pending pieces before the oldest is waited for.
 const IN_FLIGHT: usize = 8;
 
 impl StateFileBuilder<RankCore> for ArenaBuilder {
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
-        // Weights of all classes grow side by side; what is reserved when all parameters are there does not.
+        // Weights of all classes grow side by side. The states that are reserved after all parameters are registered do
+        // not.
         let (name, class) = match state {
             SubGroupStateKind::Weights => ("parameters", Some(class)),
             SubGroupStateKind::Master => ("master weights", Some(class)),

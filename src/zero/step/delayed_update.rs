@@ -1,15 +1,16 @@
-//! The delayed update of parameters (ZeRO-Offload, arXiv 2101.06840, section 5.2): the optimizer works on the host while the GPU
-//! computes the next step, with weights that are one update old.
+//! The delayed update of parameters (ZeRO-Offload, arXiv 2101.06840, section 5.2): the optimizer works on the host
+//! while the GPU computes the next step, with weights that are one update old.
 //!
 //! ```text
-//!   step t     update t - 1 is waited for, its weights go to the GPU and to all ranks | vote on gradients t | update t begins
-//!   thread                                                                                                  | update t ...
-//!   training                                                                                                | forward, backward t + 1
+//!   step t     wait for update t - 1, its weights -> GPU and all ranks | vote on gradients t | begin update t
+//!   thread                                                                                   | update t ...
+//!   training                                                                                 | forward, backward t + 1
 //! ```
 //!
-//! The thread has the states and the gradients, and makes new weights in memory of its own: what computes and what is gathered keeps
-//! the old ones. States are back as soon as something reads them, and the weights that are read as state are the new ones; the model
-//! has them at the next step, or before all ranks save, load or change state.
+//! The thread has the states and the gradients, and computes new weights in separate memory: the model computes with
+//! the old weights, and gathers use them too. States return to their sub-groups as soon as something reads them, and
+//! weights that are read as state are the new ones. The model gets them at the next step, or before all ranks save,
+//! load or change state.
 
 use super::state_sweep::{ParamSlice, sweep};
 use super::weight_publisher::WeightPublisher;
@@ -29,7 +30,7 @@ use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 impl DelayedUpdate {
-    /// The new weights of a sub-group that the model does not have yet.
+    /// Returns the new weights of a sub-group that the model does not have yet.
     pub(in crate::zero) fn weights(&self, group: usize) -> Option<&FlatBuffer> {
         let Self::Ready(ready) = self else { return None };
         ready[group].as_ref().map(TrackedBuffer::buffer)
@@ -37,7 +38,7 @@ impl DelayedUpdate {
 }
 
 impl RankCore {
-    /// Begins an update; `contexts` are those of each parameter.
+    /// Begins an update. `contexts` has the context of each parameter.
     pub(super) fn begin_update(self: &Arc<Self>, contexts: Vec<StepContext>) -> Result<()> {
         let mut delayed = lock(&self.delayed);
         assert!(matches!(*delayed, DelayedUpdate::None), "an update ends before the next one begins");
@@ -81,7 +82,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Whether this update is delayed.
+    /// Returns whether this update is delayed.
     pub(super) fn delays_update(&self, steps: &[GroupStepSettings<'_>]) -> bool {
         let after = self.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
         let step = steps.first().map_or(0, |group| group.ctx.step);
@@ -106,7 +107,7 @@ impl RankCore {
         delayed
     }
 
-    /// The states of an update go back to their sub-groups; its weights are given.
+    /// Returns the states of an update to their sub-groups, and its weights to the caller.
     fn take_back(&self, shadows: Vec<SubGroup<RankCore>>) -> Vec<Option<TrackedBuffer<FlatBuffer>>> {
         let (mut shadows, mut groups) = (shadows.into_iter(), lock(&self.groups));
         let ready = groups.iter_mut().map(|group| {
@@ -120,8 +121,8 @@ impl RankCore {
         ready.collect()
     }
 
-    /// Waits for the update that has begun, if one has, where states are read or changed: they are in their sub-groups then, and as
-    /// long as the guard is held, new weights that the model does not have yet are in it.
+    /// Waits for the update that has begun, if one has, before states are read or changed. They are then in their
+    /// sub-groups. As long as the guard is held, it has the new weights that the model does not have yet.
     pub(in crate::zero) fn landed(&self) -> Result<MutexGuard<'_, DelayedUpdate>> {
         let delayed = self.join_update();
         match &*delayed {
@@ -132,7 +133,7 @@ impl RankCore {
         }
     }
 
-    /// Collective: the weights of the update that has begun, if one has, are those of the model.
+    /// Collective: gives the model the weights of the update that has begun, if one has.
     pub fn end_update(&self) -> Result<()> {
         let mut delayed = self.landed()?;
         let DelayedUpdate::Ready(ready) = &*delayed else { return Ok(()) };
@@ -144,14 +145,14 @@ impl RankCore {
                 group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
             }
         }
-        // Until here, who reads a weight finds it among the new ones.
+        // Until here, readers of a weight find it among the new ones.
         *delayed = DelayedUpdate::None;
         drop((groups, delayed));
         publisher.finish(self)?;
         self.refresh()
     }
 
-    /// The weights of a sub-group as they are.
+    /// Copies the current weights of a sub-group.
     fn copy_weights(&self, group: &SubGroup<RankCore>, to: &mut FlatBuffer) -> Result<()> {
         for slot in &group.slots {
             let own = |values: FlatRef<'_>| to.slice_mut(slot.range()).copy_cast(values);
@@ -164,7 +165,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Puts new weights of a sub-group in their place, piece by piece.
+    /// Puts new weights of a sub-group in place, piece by piece.
     fn put_weights(&self, group: &mut SubGroup<RankCore>, new: &FlatBuffer) -> Result<()> {
         let SubGroup { slots, weights, .. } = group;
         let (mut host_step, mut here) = HostStep::for_weights(self, weights, SweepMode::Update, true);

@@ -1,4 +1,4 @@
-//! The optimizer's hyperparameters for each parameter, and the values that it needs of them.
+//! The optimizer's hyperparameters for each parameter, and the kinds of values that it needs.
 
 use crate::optim::{GroupStepSettings, OptimizerNeeds};
 use crate::param::ParamId;
@@ -8,7 +8,8 @@ use crate::zero::share::sub_group::SubGroup;
 /// The hyperparameters of each parameter.
 pub(crate) type Hyperparameters<'a> = dyn Fn(ParamId) -> GroupStepSettings<'a> + 'a;
 
-/// The values that the optimizer of a sub-group needs of its parameters; nothing where none trains them.
+/// Returns the kinds of values that the optimizer of a sub-group needs of its parameters; `None` if no optimizer trains
+/// them.
 pub(in crate::zero) fn needs<'a, R: RankBackend>(
     group: &SubGroup<R>,
     hyperparameters: &Hyperparameters<'a>,

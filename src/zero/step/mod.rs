@@ -1,14 +1,14 @@
 //! The optimizer step.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `sharded_step.rs` | vote, update |
+//! | `sharded_step.rs` | the vote and the update |
 //! | `hyperparameters.rs` | the optimizer's settings for each parameter |
 //! | `state_sweep.rs` | a sweep through the share, in memory and in files |
-//! | `stored_states.rs` | states in formats other than f32, and their way to f32 and back |
-//! | `whole_param_step.rs` | norms of whole parameters, and directions made of whole ones |
-//! | `weight_publisher.rs` | updated shards, brought to all ranks |
-//! | `delayed_update.rs` | an update beside the next step |
+//! | `stored_states.rs` | states in formats other than f32, and their conversion to f32 and back |
+//! | `whole_param_step.rs` | norms of whole parameters, and directions computed from whole ones |
+//! | `weight_publisher.rs` | brings updated shards to all ranks |
+//! | `delayed_update.rs` | an update that runs during the next step |
 
 #[cfg(feature = "cuda")]
 mod delayed_update;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   vote (norm over all ranks, overflow) -> per sub-group: unscale, clip, update -> publish (all-gather; stages 1, 2)
-//!                                           (of what is in files: window by window)
+//!                                           (states in files: window by window)
 //!
 //!   LAMB, between vote and update: a sweep that changes nothing, and the norms of every parameter over all ranks
 //!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
@@ -30,23 +30,23 @@ use std::sync::atomic::Ordering;
 
 /// The agreement of all ranks before a step.
 pub(crate) struct Vote {
-    /// Global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
+    /// The global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
     pub norm: f64,
-    /// Ranks that saw something not finite, in their loss or in their pieces of the gradients.
+    /// The ranks with a non-finite value, in their loss or in their pieces of the gradients.
     pub overflowed: Vec<usize>,
-    /// Mean of the losses.
+    /// The mean of the losses.
     pub loss: f64,
 }
 
 impl Vote {
-    /// Whether any rank saw something not finite.
+    /// Returns whether any rank had a non-finite value.
     pub fn has_overflow(&self) -> bool {
         !self.overflowed.is_empty()
     }
 }
 
-/// Collective: norm and overflow over all ranks. Each rank looks at its piece of every gradient, parameter by
-/// parameter, also where it holds more; so the sum is formed in the same order at every stage, with and without groups.
+/// Collective: computes norm and overflow over all ranks. Each rank covers its piece of every gradient, parameter by
+/// parameter, even if it holds more. So the sum is formed in the same order at every stage, with and without groups.
 pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut sum = 0f64;
@@ -56,11 +56,11 @@ pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, ac
                 group.grads[slot] = GradientShare::Memory(group.zeroed_grads(slot, core, accumulate)?);
             }
             if let (GradientShare::File { writing, .. }, Some(files)) = (&mut group.grads[slot], core.files()) {
-                // A disk that fails is noticed before any weight has changed.
+                // A failing disk is noticed before any weight has changed.
                 writing.take().map_or(Ok(()), |writing| files.written(writing))?;
             }
         }
-        // One after the other: where sub-groups end must not change the sum.
+        // One after the other: the ends of sub-groups must not change the sum.
         group.squares()?.into_iter().for_each(|squares| sum += squares);
     }
     let overflow = !loss_is_finite || !sum.is_finite();
@@ -72,7 +72,7 @@ pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, ac
     })
 }
 
-/// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
+/// Updates this rank's share, sub-group by sub-group, and publishes it if parameters are replicated.
 pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters<'_>) -> Result<()> {
     let mut publisher = WeightPublisher::new(core.zero().allgather_bucket_size);
     let mut publish = |slot: &SubGroupSlot| publisher.push(core, slot.param);
@@ -101,15 +101,16 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 }
 
 impl RankCore {
-    /// [`vote`], of this rank. In the first step of training all ranks judge first what no backward has reached.
+    /// Takes the [`vote`] with this rank. In the first training step, all ranks first judge parameters that no backward
+    /// reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
     }
 
-    /// [`update`] of this rank's share. `steps` says with what, by parameter group. Gives whether weights have changed by now: not
-    /// where the update is delayed.
+    /// Runs the [`update`] of this rank's share. `steps` has the settings by parameter group. Returns whether weights
+    /// have changed by now, which is false if the update is delayed.
     pub fn update(self: &Arc<Self>, steps: &[GroupStepSettings<'_>]) -> Result<bool> {
         self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
         let hyperparameters = |param: usize| {
@@ -127,14 +128,14 @@ impl RankCore {
         Ok(true)
     }
 
-    /// Collective: an update that goes on beside the model's work comes to its end.
+    /// Collective: completes an update that runs during the model's work.
     pub fn settle(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         self.end_update().map_err(|error| self.naming_what_is_held(error))?;
         Ok(())
     }
 
-    /// Whether an update has begun whose weights are not those of the model yet: on all ranks or on none.
+    /// Returns whether an update has begun whose weights the model does not have yet: the same on all ranks.
     pub fn is_behind(&self) -> bool {
         #[cfg(feature = "cuda")]
         return !matches!(*lock(&self.delayed), DelayedUpdate::None);
@@ -142,7 +143,7 @@ impl RankCore {
         false
     }
 
-    /// Waits for the thread of an update that goes on beside the model's work, unless this one panics.
+    /// Waits for the thread of an update that runs during the model's work, unless this thread panics.
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
@@ -152,7 +153,7 @@ impl RankCore {
         }
     }
 
-    /// Why no update is delayed (`offload_optimizer.delayed_update`), if none can be.
+    /// Returns why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
         if matches!(self.model_place, BufferDevice::Host) {
             Some("no GPU computes the model")
@@ -165,13 +166,13 @@ impl RankCore {
         }
     }
 
-    /// The first parameter whose gradient is not finite in this rank's piece.
+    /// Returns the first parameter whose gradient is not finite in this rank's piece.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn non_finite_gradient(&self) -> Result<Option<&str>> {
         for group in lock(&self.groups).iter() {
-            // A sum of squares is not finite exactly where an element is not.
+            // A sum of squares is not finite exactly if an element is not.
             if let Some(slot) = group.squares()?.iter().position(|squares| !squares.is_finite()) {
                 return Ok(Some(self.params[group.slots[slot].param].name.as_str()));
             }

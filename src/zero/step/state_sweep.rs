@@ -1,6 +1,6 @@
-//! A sweep through this rank's share: the parts of parameters in their order, wherever they lie.
+//! A sweep through this rank's share: visits the parts of parameters in order, in any storage.
 //!
-//! State in memory is worked on in place. Of state in files, one window after the other is in memory, and goes
+//! State in memory is updated in place. State in files passes through memory one window after the other, and is written
 //! back if the sweep changes it.
 
 use super::hyperparameters::Hyperparameters;
@@ -24,12 +24,12 @@ use std::ops::Range;
 
 /// The executor of a [`StateSweep`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait StepBackend: RankBackend {
-    /// Updates a sub-group where it lies in a GPU's memory; false: a sweep has to go through it.
+    /// Updates a sub-group that lies in a GPU's memory. Returns false if a sweep must go through it instead.
     fn update_on_device(&self, group: &mut SubGroup<Self>, hyperparameters: &Hyperparameters<'_>) -> Result<bool> {
         _ = (group, hyperparameters);
         Ok(false)
     }
-    /// Calls `work` with the parts of a sub-group that lie in its elements `range`, where there are values.
+    /// Calls `work` with the parts of a sub-group that lie in its elements `range`, if they have values.
     fn parts(
         &self,
         group: &mut SubGroup<Self>,
@@ -40,7 +40,7 @@ pub(crate) trait StepBackend: RankBackend {
     ) -> Result<()>;
 }
 
-/// Elements of a sub-group, and what is to be in memory of them.
+/// Some elements of a sub-group, and the states of them that a sweep needs in memory.
 #[derive(Debug, Clone)]
 pub(super) struct SweepSpan {
     pub group: usize,
@@ -49,7 +49,7 @@ pub(super) struct SweepSpan {
 }
 
 impl SweepSpan {
-    /// All of a slot, up to where a request to a file may end.
+    /// Creates a span of an entire slot, up to where a request to a file may end.
     pub fn of_slot<R: RankBackend>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
         let SubGroupSlot { at, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(mode).is_empty();
@@ -58,12 +58,12 @@ impl SweepSpan {
     }
 }
 
-/// Spans on their way through memory, in an order that is known from the beginning.
+/// A sweep through spans, whose order is known from the beginning.
 pub(super) struct StateSweep<'a, C: StepBackend> {
     core: &'a C,
     window_len: usize,
     pipeline: Option<WindowPipeline<'a, C::Files>>,
-    /// States that are not kept in f32, while a step works on them.
+    /// The f32 copies of states in other formats, while a step works on them.
     _room: LedgerEntry,
 }
 
@@ -76,7 +76,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
         let streams = |span: &SweepSpan| groups[span.group].streams(span.mode);
         let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
-        // Where codes of eight bits lie in a file, windows begin at its pages too.
+        // If 8-bit codes lie in a file, windows also begin at its pages.
         let has_codes = groups.iter().flat_map(|g| &g.moments).any(|moment| moment.format.map().is_some());
         let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
         let plan = spans.iter().flat_map(|span| {
@@ -91,8 +91,8 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         Self { core, window_len, pipeline: Some(pipeline), _room }
     }
 
-    /// Calls `work` with all parts of the next span, in order, with the elements of the slot that each is, and
-    /// `complete` when all parts of a slot have been worked on.
+    /// Calls `work` with all parts of the next span, in order, each with its range of the slot's elements, and
+    /// `complete` when all parts of a slot have been visited.
     pub fn visit(
         &mut self,
         groups: &mut [SubGroup<C>],
@@ -129,13 +129,13 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         }
     }
 
-    /// Waits until everything is where it belongs.
+    /// Waits until all states are back in their storage.
     pub fn finish(self) -> Result<()> {
         self.pipeline.map_or(Ok(()), WindowPipeline::finish)
     }
 }
 
-/// Sweeps through the sub-groups `which` of this rank's share, as [`StateSweep::visit`] does through each.
+/// Sweeps through the sub-groups `which` of this rank's share, and visits each as [`StateSweep::visit`] does.
 pub(in crate::zero) fn sweep<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
@@ -228,7 +228,7 @@ impl StepBackend for RankCore {
     }
 }
 
-/// Elements `range` of a part that is `part` of a slot, in the slot.
+/// Converts elements `range` of a part into elements of the slot, of which the part is `part`.
 fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
     part.start + range.start..part.start + range.end
 }

@@ -1,8 +1,8 @@
-//! The states of a part of a parameter, in f32 for the time of a step: where they are, or in room of a step's own.
+//! The states of a part of a parameter, in f32 during a step: in place, or in a separate buffer of the step.
 //!
 //! ```text
 //!   f32             worked on in place
-//!   anything else   a piece becomes f32 -> the optimizer -> rounded, in place of what was there
+//!   anything else   a piece becomes f32 -> the optimizer -> rounded, and written back
 //! ```
 
 use crate::param::ParamId;
@@ -16,42 +16,42 @@ use candle_core::DType;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// Elements that are in f32 at a time: whole blocks of every format.
+/// The number of elements that are in f32 at a time: complete blocks of every format.
 const PIECE: usize = 256 * 1024;
 
-/// The part of a parameter that a sweep works on at a time. Of what a sweep does not have there are no elements.
+/// The part of a parameter that a sweep works on at a time. States that a sweep does not load have no elements.
 pub(crate) struct ParamSlice<'a, 's> {
     /// Weights in f32.
     pub param: &'a mut [f32],
     pub grad: FlatRef<'a>,
     pub state: &'a mut [&'s mut [f32]],
-    /// Weights in the model's dtype, where `param` holds the master weights.
+    /// The weights in the model's dtype, if `param` holds the master weights.
     pub half: Option<FlatMut<'a>>,
 }
 
-/// The states of a part of a parameter, as they are kept.
+/// The states of a part of a parameter, in their storage formats.
 pub(super) struct StoredStates<'a> {
     /// Master weights.
     pub master: Option<&'a mut [f32]>,
-    /// Weights in the model's dtype; `None` where a sweep has none.
+    /// The weights in the model's dtype; `None` if a sweep has none.
     pub weights: Option<FlatMut<'a>>,
     pub moments: Vec<OptimStateView<'a>>,
-    /// Gradients; empty where a sweep has none.
+    /// The gradients; empty if a sweep has none.
     pub grad: FlatRef<'a>,
 }
 
-/// How the states of a part are rounded.
+/// The rounding of the states of a part.
 #[derive(Clone, Copy)]
 pub(super) struct StateRounding<'a> {
     pub core: &'a RankCore,
     pub param: ParamId,
-    /// The element of the parameter with which the part begins.
+    /// The parameter's element at which the part begins.
     pub first: usize,
-    /// Otherwise states stay as they are.
+    /// Whether states are changed. Otherwise they stay as they are.
     pub changes: bool,
 }
 
-/// Bytes of the room that a sweep through `elements` of a sub-group needs for states that are not kept in f32.
+/// Returns the bytes of f32 copies that a sweep through `elements` of a sub-group needs for states in other formats.
 pub(in crate::zero) fn room<R: RankBackend>(
     group: &SubGroup<R>,
     mode: SweepMode,
@@ -65,7 +65,7 @@ pub(in crate::zero) fn room<R: RankBackend>(
 }
 
 impl StoredStates<'_> {
-    /// Calls `work` with all elements, piece by piece where there are states that are not kept in f32.
+    /// Calls `work` with all elements, piece by piece if some states are not kept in f32.
     pub fn visit(self, rounding: StateRounding<'_>, mut work: impl FnMut(Range<usize>, ParamSlice<'_, '_>)) {
         let Self { mut master, mut weights, mut moments, grad } = self;
         let is_wide = |weights: &FlatMut<'_>| matches!(weights, FlatMut::F32(_));
@@ -113,7 +113,7 @@ impl StoredStates<'_> {
     }
 }
 
-/// The weights that an optimizer changes, and their copy in the model's dtype.
+/// Returns the weights that an optimizer updates, and their copy in the model's dtype.
 fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a mut [f32], Option<FlatMut<'a>>) {
     match (master, weights) {
         (Some(master), half) => (master, half),
@@ -123,7 +123,8 @@ fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a
 }
 
 impl StateRounding<'_> {
-    /// The chances of a state (0: the weights) from an element of the part on; `None`: it is rounded to nearest.
+    /// Returns the random numbers for rounding a state (0: the weights) from an element of the part on. `None`:
+    /// rounding to nearest.
     fn chance(&self, state: usize, start: usize) -> Option<(RoundingDice, usize)> {
         let RankCore { update, params, .. } = self.core;
         let step = update.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Updated weights: from the shard of the rank that owns them to all ranks, where parameters are whole.
+//! Brings updated weights from the shard of the rank that owns them to all ranks, if parameters are not sharded.
 
 use crate::comm::WireFormat;
 use crate::error::Result;
@@ -10,12 +10,12 @@ use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::rank_backend::RankBackend;
 use crate::zero::reduce::bucket_queue::{BucketQueue, IN_FLIGHT};
 
-/// Brings every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
+/// Publishes every rank's updated shards to all ranks, `allgather_bucket_size` elements at a time.
 pub(super) struct WeightPublisher<R: RankBackend> {
     buckets: BucketQueue<ParamId, PendingPublication<R>>,
 }
 
-/// An all-gather of updated shards under way.
+/// A pending all-gather of updated shards.
 struct PendingPublication<R: RankBackend> {
     layout: CoalescedLayout,
     pending: R::Pending,
@@ -27,9 +27,9 @@ impl<R: RankBackend> WeightPublisher<R> {
         Self { buckets: BucketQueue::new(bucket_size) }
     }
 
-    /// This rank's shard of a parameter is up to date.
+    /// Reports that this rank's shard of a parameter is up to date.
     pub fn push(&mut self, core: &R, param: ParamId) -> Result<()> {
-        // At stage 0 every rank has updated all of it, and at stage 3 it is gathered when it is needed.
+        // At stage 0 every rank has updated all of it. At stage 3 it is gathered when it is needed.
         let placement = core.placement();
         if !placement.optim.is_sharded() || placement.params.is_sharded() {
             return Ok(());
@@ -40,7 +40,7 @@ impl<R: RankBackend> WeightPublisher<R> {
         }
     }
 
-    /// All shards are: sends the rest, and waits for everything.
+    /// Ends the publication, once all shards are up to date: sends the rest, and waits for all pending ones.
     pub fn finish(mut self, core: &R) -> Result<()> {
         if let Some(batch) = self.buckets.rest() {
             self.launch(core, batch)?;
@@ -71,12 +71,12 @@ impl<R: RankBackend> WeightPublisher<R> {
         self.install(core, IN_FLIGHT - 1)
     }
 
-    /// Waits for the oldest publications until at most `left` are under way, and puts what has come into the tensors.
+    /// Waits for the oldest publications until at most `left` are pending, and puts their weights into the tensors.
     fn install(&mut self, core: &R, left: usize) -> Result<()> {
         while let Some(PendingPublication { layout, pending, held }) = self.buckets.due(left) {
             let chunks = core.wait(pending)?;
             drop(held);
-            // In the ledger nothing changes: as many elements as before, in another buffer.
+            // The ledger does not change: there are as many elements as before, in another buffer.
             layout.unpack(core, chunks, |param, whole| core.put(param, whole))?;
         }
         Ok(())

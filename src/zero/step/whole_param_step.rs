@@ -1,16 +1,16 @@
-//! Optimizers whose step in a parameter depends on more of it than this rank's shard.
+//! Steps of optimizers that need more of a parameter than this rank's shard.
 //!
 //! ```text
 //!   norms (LAMB)    sweep that changes nothing -> sums of squares of all ranks -> trust ratio of each parameter
 //!
-//!   whole (Muon)    as many parameters at a time as there are ranks, of like cost:
-//!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the whole
+//!   whole (Muon)    as many parameters at a time as there are ranks, of similar cost:
+//!     each in turn   shard: momentum, rough direction -> all-gather -> the rank whose turn it is keeps the result
 //!     all at once    every rank finishes the direction that it keeps
 //!     each in turn   finished direction -> reduce-scatter (all others add zeros) -> shard: update -> publish
 //! ```
 //!
-//! So the work on whole parameters is divided among the ranks, and none holds more than two of them at a time. The same
-//! elements are computed from the same numbers at every stage.
+//! In this way the work on whole parameters is divided among the ranks, and no rank holds more than two of them at a
+//! time. The same elements are computed from the same numbers at every stage.
 
 use super::hyperparameters::{Hyperparameters, needs};
 use super::state_sweep::{ParamSlice, StateSweep, StepBackend, SweepSpan, as_f32, sweep};
@@ -26,24 +26,24 @@ use candle_core::DType;
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Parameters whose squares travel in one control message.
+/// The number of parameters whose sums of squares share one control message.
 const SQUARES_AT_A_TIME: usize = 4096;
 
-/// A parameter whose direction is made of the whole.
+/// A parameter whose direction is computed from the full parameter.
 #[derive(Clone, Copy)]
 struct SlotIndex {
     group: usize,
     slot: usize,
 }
 
-/// A direction on its way, and its entry in the ledger.
+/// An update direction in progress, and its entry in the ledger.
 struct UpdateDirection<B> {
     values: B,
     _held: LedgerEntry,
 }
 
-/// Collective: what the learning rate is multiplied by in each parameter; nothing where no optimizer needs norms. As in
-/// a vote, each rank sums its piece of every parameter, also where it holds more.
+/// Collective: returns the factor of the learning rate for each parameter, or nothing if no optimizer needs norms. As
+/// in a vote, each rank sums its piece of every parameter, even if it holds more.
 pub(super) fn trust_ratios<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
@@ -84,8 +84,8 @@ pub(super) fn trust_ratios<C: StepBackend>(
     Ok(squares.into_iter().enumerate().map(ratio).collect())
 }
 
-/// Collective: updates the parameters whose optimizer needs whole ones. `complete` learns of every slot that is up to
-/// date.
+/// Collective: updates the parameters whose optimizer needs full ones. `complete` is called for every slot that is up
+/// to date.
 pub(super) fn update_whole<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
@@ -101,7 +101,7 @@ pub(super) fn update_whole<C: StepBackend>(
             (SlotIndex { group, slot }, wholewise, wholewise.cost(shape(*param)))
         }));
     }
-    // Ranks wait for the one that works longest.
+    // All ranks wait for the one that works longest.
     items.sort_by_key(|(.., cost)| Reverse(*cost));
     let (world, rank) = (core.world_size(), core.rank());
     let span = |(item, ..): &(SlotIndex, &dyn WholeParameterOptimizer, u128), mode| {
@@ -148,7 +148,7 @@ fn slot_of<R: RankBackend>(groups: &[SubGroup<R>], SlotIndex { group, slot }: Sl
     &groups[group].slots[slot]
 }
 
-/// Collective: updates the momentum of a slot, and gives the rough direction of the whole parameter.
+/// Collective: updates the momentum of a slot, and returns the rough direction of the full parameter.
 fn rough_direction<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],
@@ -160,7 +160,7 @@ fn rough_direction<C: StepBackend>(
     let mesh = core.mesh();
     let SubGroupSlot { param, owned, .. } = slot_of(groups, item).clone();
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
-    // Room for all shards, padding included: the others' arrive in the same buffer.
+    // Room for all shards, padding included: the others arrive in the same buffer.
     let room = shard_len * mesh.shards();
     let mut values = C::Buffer::with_capacity(core.share_place(), DType::F32, room)?;
     let _held = core.hold(MemoryKind::Buckets, &values);
@@ -182,7 +182,7 @@ fn rough_direction<C: StepBackend>(
     Ok(UpdateDirection { values, _held })
 }
 
-/// Collective: what this rank owns of a finished direction, which one of them has: `whole`.
+/// Collective: returns this rank's part of a finished direction. One rank has the full direction: `whole`.
 fn own_direction<C: StepBackend>(
     core: &C,
     id: usize,

@@ -1,5 +1,5 @@
-//! Buffers on their way between the host and the GPU on which the model computes, beside the work of both (ZeRO-Offload, arXiv
-//! 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+//! Copies of buffers between the host and the GPU on which the model computes, concurrent with the work of both
+//! (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 //!
 //! ```text
 //!   gradients   summed on the GPU -> this rank's part leaves while backward runs -> its share on the host, or in files
@@ -7,7 +7,7 @@
 //!   shards      on the host, or read from a file -> GPU -> gathered there
 //! ```
 //!
-//! What lies where it belongs stays there.
+//! A buffer that is already in the right place is not copied.
 
 use crate::config::ZeroConfig;
 use crate::error::Result;
@@ -27,10 +27,10 @@ use candle_core::CudaDevice;
 #[cfg(feature = "cuda")]
 use std::sync::{Arc, Mutex};
 
-/// What is on its way.
+/// The data that a copy carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyKind {
-    /// Sums of gradients, to this rank's share.
+    /// Sums of gradients, copied to this rank's share.
     Gradients,
     /// Weights after a step.
     Updates,
@@ -39,7 +39,7 @@ pub(crate) enum CopyKind {
 }
 
 impl CopyKind {
-    /// The purpose of its memory.
+    /// Returns the memory kind of the copies.
     pub fn memory_kind(self) -> MemoryKind {
         match self {
             Self::Gradients | Self::Updates => MemoryKind::Buckets,
@@ -48,13 +48,13 @@ impl CopyKind {
     }
 }
 
-/// Bytes of the windows through which each kind of copy passes: with two of 4 MiB a GPU's bus has reached its bandwidth.
+/// The total bytes of the windows of each kind of copy. With two windows of 4 MiB a GPU's bus reaches its bandwidth.
 pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
 
-/// Elements of weights that are updated together, while those before them are on their way: a few windows of them.
+/// The number of elements of weights that are updated together while earlier ones are being copied: a few windows.
 pub(crate) const UPDATED_TOGETHER: usize = 4 << 20;
 
-/// Where these windows are: in page-locked memory as `offload_optimizer.pin_memory` and `offload_param.pin_memory` say.
+/// Returns the tier of these windows, which `offload_optimizer.pin_memory` and `offload_param.pin_memory` select.
 pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
     let pinned = match kind {
         CopyKind::Gradients | CopyKind::Updates => {
@@ -65,7 +65,7 @@ pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyKind) -> MemoryTier {
     if pinned { MemoryTier::Pinned } else { MemoryTier::Host }
 }
 
-/// A buffer on its way, or where it belongs already.
+/// A buffer that is being copied, or that is already in the right place.
 pub(crate) enum DeviceCopy {
     There(FlatBuffer),
     #[cfg(feature = "cuda")]
@@ -75,10 +75,10 @@ pub(crate) enum DeviceCopy {
 }
 
 impl DeviceCopy {
-    /// Waits until it is where it belongs.
+    /// Waits until the buffer is in the right place.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
             Self::There(buffer) => Ok(buffer),
@@ -90,7 +90,8 @@ impl DeviceCopy {
     }
 }
 
-/// The queues between the host and a GPU. Each is there from its first use on, or from [`prepare`](DeviceCopyQueues::prepare).
+/// The copy queues between the host and a GPU. Each is created at its first use, or by
+/// [`prepare`](DeviceCopyQueues::prepare).
 #[cfg(feature = "cuda")]
 pub(crate) struct DeviceCopyQueues {
     device: CudaDevice,
@@ -99,7 +100,7 @@ pub(crate) struct DeviceCopyQueues {
     queues: Mutex<[Option<TrackedCopyQueue>; 3]>,
 }
 
-/// A queue, and its windows.
+/// A queue, and the ledger entry of its windows.
 #[cfg(feature = "cuda")]
 type TrackedCopyQueue = (Arc<CopyQueue>, LedgerEntry);
 
@@ -109,18 +110,18 @@ impl DeviceCopyQueues {
         Self { device: device.clone(), ledger: ledger.clone(), zero: zero.clone(), queues: Mutex::default() }
     }
 
-    /// Makes a queue: locking memory waits for all that the GPU does, also for a collective whose peer has failed.
+    /// Creates a queue. Locking memory waits for all of the GPU's work, even for a collective whose peer has failed.
     ///
     /// # Errors
-    /// The driver's: no memory to lock.
+    /// An error of the driver: memory that cannot be locked.
     pub fn prepare(&self, kind: CopyKind) -> Result<()> {
         self.queue(kind).map(drop)
     }
 
-    /// Begins to bring a buffer to a place. On a GPU there will be room for `capacity` elements.
+    /// Begins to copy a buffer to a place. On a GPU it gets room for `capacity` elements.
     ///
     /// # Errors
-    /// The driver's: no memory on the GPU, or none to lock.
+    /// An error of the driver: no memory on the GPU, or memory that cannot be locked.
     pub fn send(&self, kind: CopyKind, buffer: FlatBuffer, to: &BufferDevice, capacity: usize) -> Result<DeviceCopy> {
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
         let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());

@@ -1,4 +1,4 @@
-//! Buffers under way: `pending_collective.rs` between ranks, `device_copy.rs` between the host and the GPU.
+//! Buffers in transfer: `pending_collective.rs` between ranks, `device_copy.rs` between the host and the GPU.
 
 pub(crate) mod device_copy;
 pub(crate) mod pending_collective;

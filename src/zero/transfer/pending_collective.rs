@@ -1,9 +1,9 @@
-//! Collectives under way, each with its buffer.
+//! Pending collectives, each with its buffer.
 //!
 //! ```text
 //!   on the host    the communicator has the buffer until it is waited for
-//!   on a GPU       NCCL moves it from GPU to GPU; where that cannot be, a copy on the host travels, and comes back into the
-//!                  buffer's memory; with one rank nothing moves
+//!   on a GPU       NCCL moves it from GPU to GPU; if that is not possible, a copy on the host is sent, and the result
+//!                  is copied into the buffer's memory; with one rank nothing moves
 //! ```
 
 use crate::comm::{Communicator, Pending, WireFormat};
@@ -35,14 +35,14 @@ pub(crate) enum CollectiveOp {
     AllReduce,
     ReduceScatter,
     AllGather,
-    /// An all-gather inside of each group of so many neighbours.
+    /// An all-gather within each group of this number of neighboring ranks.
     GatherWithin(usize),
-    /// A sum over all ranks that each group of so many neighbours divides.
+    /// A sum over all ranks, scattered within each group of this number of neighboring ranks.
     ReduceToGroups(usize),
 }
 
 impl CollectiveOp {
-    /// Begins it. The result lies in the memory of `buffer`.
+    /// Begins the collective. The result lies in the memory of `buffer`.
     fn begin(self, comm: &dyn Communicator, wire: WireFormat, buffer: Flat, tag: u64) -> Pending<Flat> {
         match self {
             Self::AllReduce => comm.all_reduce_as(wire, buffer, tag),
@@ -53,11 +53,11 @@ impl CollectiveOp {
         }
     }
 
-    /// What NCCL does as the communicator would.
+    /// Returns the NCCL collective that has the same result as the communicator's, if there is one.
     #[cfg(feature = "cuda")]
     fn between_gpus(self, wire: WireFormat) -> Option<CommKind> {
         match self {
-            // NCCL does not say which ranks share a host.
+            // NCCL does not report which ranks share a host.
             _ if matches!(wire, WireFormat::BetweenHosts(_)) => None,
             Self::AllReduce => Some(CommKind::AllReduce),
             Self::ReduceScatter => Some(CommKind::ReduceScatter),
@@ -66,7 +66,7 @@ impl CollectiveOp {
         }
     }
 
-    /// The elements that it makes of `len` elements, with so many ranks in all.
+    /// Returns the number of elements of the result for `len` elements and this number of ranks.
     pub fn result_len(self, len: usize, world_size: usize) -> usize {
         match self {
             Self::AllReduce => len,
@@ -78,15 +78,15 @@ impl CollectiveOp {
     }
 }
 
-/// A collective under way.
+/// A pending collective.
 pub(crate) enum PendingCollective {
     Host(Pending<Flat>),
-    /// Nobody else is there.
+    /// There is no other rank.
     #[cfg(feature = "cuda")]
     Alone(DeviceFlat),
     #[cfg(feature = "cuda")]
     BetweenGpus(PendingGpuCollective),
-    /// What is in the buffer has been copied.
+    /// The contents of the buffer have been copied.
     #[cfg(feature = "cuda")]
     Copied {
         copy: Pending<Flat>,
@@ -99,7 +99,7 @@ impl PendingCollective {
     /// Begins a collective on a buffer.
     ///
     /// # Errors
-    /// The driver's.
+    /// An error of the driver.
     pub fn launch(
         transport: &CollectiveTransport<'_>,
         collective: CollectiveOp,
@@ -127,10 +127,10 @@ impl PendingCollective {
         }
     }
 
-    /// Waits for the result, which lies in the memory of what was launched.
+    /// Waits for the result, which lies in the memory of the launched buffer.
     ///
     /// # Errors
-    /// A rank has failed, or ranks have diverged; the driver's.
+    /// A rank has failed, or ranks have diverged; an error of the driver.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
             Self::Host(pending) => Ok(FlatBuffer::Host(pending.wait()?)),

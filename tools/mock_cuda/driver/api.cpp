@@ -1,4 +1,4 @@
-// The calls of NVIDIA's driver that cudarc, candle and candle-zero make. All others: see stubs.py.
+// The driver functions that cudarc, candle and candle-zero call. For all others, see stubs.py.
 
 #include "mock.h"
 
@@ -15,7 +15,7 @@
 
 using namespace mock;
 
-// ---- what handles point to
+// ---- the types behind handles
 
 struct CUctx_st {
     int device;
@@ -29,7 +29,7 @@ struct CUstream_st {
 struct CUevent_st {
     int device;
     Moment recorded;
-    std::shared_ptr<double> time;  // of its execution, in milliseconds; negative before
+    std::shared_ptr<double> time;  // execution time in milliseconds; negative before the event has run
 };
 
 struct CUfunc_st {
@@ -48,7 +48,7 @@ namespace {
 
 bool initialized = false;
 thread_local CUctx_st *current = nullptr;
-std::set<void *> handles;  // of streams, events, modules and functions that live
+std::set<void *> handles;  // of existing streams, events, modules and functions
 
 CUctx_st &context_of(int device) {
     static auto *contexts = new std::map<int, CUctx_st>;
@@ -70,13 +70,13 @@ std::string text(const char *format, ...) {
     return buffer;
 }
 
-// The driver's answer, with the reason on standard error: hardware gives no reasons.
+// Returns the driver's error code and prints the reason to standard error: hardware gives no reasons.
 CUresult refuse(CUresult code, const std::string &why) {
     fprintf(stderr, "mock_cuda: %s\n", why.c_str());
     return code;
 }
 
-// What every call needs: the lock and, mostly, a context of the calling thread.
+// The state that every call needs: the lock and, in most cases, a context of the calling thread.
 struct Call {
     std::lock_guard<std::mutex> lock{mutex()};
     CUresult result = CUDA_SUCCESS;
@@ -93,7 +93,7 @@ struct Call {
     Call call(__func__ __VA_OPT__(,) __VA_ARGS__);\
     if (call.result != CUDA_SUCCESS) return call.result
 
-// Null where the handle is none, or of another context.
+// Returns null if the handle is not an existing stream.
 StreamRef stream_of(CUstream handle) {
     if (handle == nullptr || handle == CU_STREAM_LEGACY) return legacy_stream(current->device);
     if (handle == CU_STREAM_PER_THREAD) return thread_stream(current->device);
@@ -111,7 +111,7 @@ StreamRef stream_of(CUstream handle) {
 #define LIVING(handle, what)                                                                                    \
     if (!handles.count(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, text("%s: this is no " what, __func__))
 
-// Device memory that a copy or a fill may begin with.
+// Checks device memory at the start of a copy or a fill.
 CUresult check_device(const char *name, Pointer p, size_t bytes) {
     if (bytes > 0 && mock::device_of(p) < 0)
         return refuse(CUDA_ERROR_INVALID_VALUE, text("%s: %#llx is no device memory", name, (unsigned long long)p));
@@ -146,7 +146,7 @@ CUresult copy_to_device(const StreamRef &stream, Pointer to, const void *from, s
 CUresult copy_to_host(const StreamRef &stream, void *to, Pointer from, size_t bytes) {
     if (bytes == 0) return CUDA_SUCCESS;
     auto done = enqueue(stream, {text("a copy of %zu bytes to the host", bytes), [=] { memcpy(to, for_kernels(from), bytes); }});
-    // To pageable memory: the call returns when it is there.
+    // For pageable memory, the call returns after the copy.
     if (!is_pinned(to, bytes)) run_until(done);
     return CUDA_SUCCESS;
 }
@@ -168,7 +168,7 @@ CUresult allocate_for(CUdeviceptr *p, size_t bytes) {
     return *p ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-// Where MOCK_CUDA_REPORT names a file, a line for each device that was used is added to it at the end.
+// If MOCK_CUDA_REPORT names a file, a line for each used device is appended to it at the end.
 struct Report {
     ~Report() {
         const char *path = getenv("MOCK_CUDA_REPORT");
@@ -279,7 +279,7 @@ CUresult cuGetErrorName(CUresult error, const char **name) {
 
 CUresult cuGetErrorString(CUresult error, const char **string) { return cuGetErrorName(error, string); }
 
-// ---- contexts: only each device's primary one
+// ---- contexts: only the primary context of each device
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     CALL(false);
@@ -359,7 +359,7 @@ CUresult cuStreamQuery(CUstream handle) {
     STREAM(stream, handle);
     Moment end = tail(stream);
     if (end.reached()) return CUDA_SUCCESS;
-    advance(end);  // so that one who asks again and again comes to an end
+    advance(end);  // so that a caller that polls repeatedly reaches the end
     return CUDA_ERROR_NOT_READY;
 }
 
@@ -469,7 +469,7 @@ CUresult cuMemFreeAsync(CUdeviceptr p, CUstream handle) {
     return CUDA_SUCCESS;
 }
 
-// The pool of a device is the device: what is free belongs to nobody here, so there is nothing to keep or to trim.
+// The pool of a device is the device itself. Free memory is never kept, so there is nothing to keep or to trim.
 
 CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) {
     CALL();
@@ -584,7 +584,7 @@ CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t bytes) { retu
 
 // ---- modules and kernels
 
-// The image is what the stand-in for nvcc wrote: the library that holds the kernels.
+// The image is the output of the mock nvcc: the path of the library with the kernels.
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     CALL();
     static const std::string mark = "// mock_cuda kernels: ";
@@ -650,7 +650,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
         return invalid(text("a block of %u x %u x %u threads", bx, by, bz));
     if (shared_bytes > function->max_dynamic_shared) return invalid(text("%u bytes of shared memory", shared_bytes));
 
-    // The arguments are read now; what they point to when the kernel runs.
+    // Arguments are read now. The memory behind pointers is read when the kernel runs.
     auto values = std::make_shared<std::vector<std::vector<char>>>();
     for (int i = 0; i < kernel->arguments; i++) {
         auto *value = static_cast<const char *>(parameters[i]);
@@ -674,7 +674,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
     return CUDA_SUCCESS;
 }
 
-// ---- for the stand-ins of NVIDIA's other libraries
+// ---- for the mocks of NVIDIA's other libraries
 
 void mock_cuda_enqueue(void *handle, const char *name, void (*run)(void *), void (*drop)(void *), void *state) {
     Call call(name);

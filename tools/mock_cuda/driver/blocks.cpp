@@ -1,15 +1,17 @@
 // Blocks of threads on one processor.
 //
-// A block's threads run one after the other as plain calls on one fiber. A thread that comes to a barrier or a shuffle keeps its
-// fiber and parks; the next threads go on with another. When none is left to begin, the barriers that all their threads reached
-// are opened, and the parked threads go on, in an order that the seed draws:
+// A block's threads run one after the other as plain calls on one fiber. A thread that reaches a barrier or a shuffle
+// keeps its fiber and parks, and the next threads continue on another fiber. When all threads have started, the
+// barriers that all their threads have reached are opened, and the parked threads continue, in an order that depends on
+// the seed:
 //
 //     fiber 1:  t0 ...... barrier |             | t0 ... end
 //     fiber 2:                    t1 .. barrier |            | t1 ... end
 //     block:                                    opens the barrier
 //
-// A thread that ended counts for no barrier, as on the hardware since Volta. Where no barrier can open, the kernel would hang:
-// that is an error with its name. Blocks run one after the other, in an order that the seed draws too.
+// Threads that have ended do not count for barriers, as on the hardware since Volta. If no barrier can open, the kernel
+// would hang, so this is an error that names the kernel. Blocks run one after the other, in an order that also depends
+// on the seed.
 
 #include "mock.h"
 
@@ -20,7 +22,7 @@
 #include <ucontext.h>
 #endif
 
-// What kernels read: see host/kernel.h.
+// The variables that kernels read. See host/kernel.h.
 extern "C" {
 mock::Dim mock_threadIdx, mock_blockIdx, mock_blockDim, mock_gridDim;
 void *mock_dynamic_shared;
@@ -35,7 +37,7 @@ constexpr size_t STACK = 256 << 10;
 // ---- switching stacks
 
 #ifdef __x86_64__
-using Context = void *;  // the stack's pointer; what the ABI preserves lies on the stack
+using Context = void *;  // the stack pointer; the registers that the ABI preserves are on the stack
 
 extern "C" void mock_switch(void **from, void *to);
 asm(R"(
@@ -61,7 +63,7 @@ mock_switch:
 )");
 
 void prepare(Context &context, char *stack, void (*entry)()) {
-    // As if `entry` had been called, with its return address at the end of the stack.
+    // The state as if `entry` had been called, with its return address at the end of the stack.
     auto **top = reinterpret_cast<void **>(stack + STACK);
     *--top = nullptr;
     *--top = reinterpret_cast<void *>(entry);
@@ -95,29 +97,30 @@ struct Fiber {
 constexpr size_t LARGEST_SHUFFLE = 16;
 
 struct Thread {
-    Fiber *fiber;   // where it parked
-    unsigned mask;  // of the lanes that its warp's barrier is for
-    unsigned round; // of its shuffles
-    // What it hands to the others, in even and odd rounds: nobody comes to a round before all have read that before the last.
+    Fiber *fiber;   // the fiber on which it is parked
+    unsigned mask;  // the lanes of its warp's barrier
+    unsigned round; // the number of its shuffles
+    // The values for other threads, in even and odd rounds: no thread enters a round before all have read the one
+    // before last.
     alignas(16) unsigned char given[2][LARGEST_SHUFFLE];
 };
 
 struct Launch {
     const mock_cuda_kernel *kernel;
     void **arguments;
-    std::vector<unsigned> order;     // of the threads of a block
-    std::vector<State> states;       // of the block that runs
+    std::vector<unsigned> order;     // of a block's threads
+    std::vector<State> states;       // of the running block
     std::vector<Thread> threads;
-    std::vector<uint8_t> at_warp;    // lanes of each warp at its barrier
+    std::vector<uint8_t> at_warp;    // number of lanes of each warp at its barrier
     std::vector<unsigned> living;    // lanes of each warp that have not ended, as bits
-    size_t begun;                    // threads of `order` that are not fresh
+    size_t begun;                    // threads of `order` that have started
     size_t parked;
-    std::vector<unsigned> woken;     // parked threads whose barrier is open; the last goes first
+    std::vector<unsigned> woken;     // parked threads whose barrier is open; the last one runs first
     unsigned current;
     Fiber *active;
     std::vector<Fiber *> idle;
     Context home;
-    uint64_t drawn;                  // how often `draw` was called, in all launches
+    uint64_t drawn;                  // number of calls of `draw`, in all launches
 };
 
 Launch launch;
@@ -141,7 +144,7 @@ void become(unsigned thread) {
     mock_threadIdx = d.y == 1 && d.z == 1 ? Dim{thread, 0, 0} : Dim{thread % d.x, thread / d.x % d.y, thread / d.x / d.y};
 }
 
-// A fiber: runs threads that have not begun, one after the other. Where one parks, this comes back when it is woken.
+// Runs threads that have not started, one after the other, on a fiber. If one parks, this continues when it is woken.
 void run_fresh_threads();
 
 Fiber *free_fiber() {
@@ -152,13 +155,13 @@ Fiber *free_fiber() {
     }
     void *stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) die("no stack for a thread of %s", launch.kernel->name);
-    mprotect(stack, 4096, PROT_NONE);  // what overflows faults
+    mprotect(stack, 4096, PROT_NONE);  // a stack overflow faults
     auto *fiber = new Fiber;
     prepare(fiber->context, static_cast<char *>(stack), run_fresh_threads);
     return fiber;
 }
 
-// What goes on now: a woken thread, a fiber for fresh ones, or the block.
+// Returns the next context to run: a woken thread, a fiber for fresh ones, or the block.
 Context &next() {
     if (!launch.woken.empty()) {
         unsigned thread = launch.woken.back();
@@ -191,7 +194,7 @@ void run_fresh_threads() {
     }
 }
 
-// Opens the barrier of a thread's warp if all lanes of its mask came to it or have ended.
+// Opens the barrier of a thread's warp if all lanes of its mask have reached it or have ended.
 bool open_warp(unsigned thread) {
     unsigned first = thread / WARP * WARP, mask = launch.threads[thread].mask, came = 0;
     unsigned lanes = std::min<size_t>(WARP, launch.threads.size() - first);
@@ -221,7 +224,7 @@ void park(State state) {
     launch.threads[thread].fiber = launch.active;
     launch.parked++;
     if (state == State::AtWarpBarrier) {
-        // It opens as soon as it can: so few fibers suffice.
+        // It opens as early as possible, so that few fibers suffice.
         unsigned came = ++launch.at_warp[thread / WARP], mask = launch.threads[thread].mask;
         if (came >= unsigned(__builtin_popcount(mask & launch.living[thread / WARP]))) open_warp(thread);
     }
@@ -230,7 +233,7 @@ void park(State state) {
     if (launch.active != self) switch_to(self->context, to);
 }
 
-// After all threads began and none can go on.
+// Called when all threads have started and none can continue.
 void open_barriers() {
     size_t at_block = 0;
     for (unsigned t = 0; t < launch.threads.size(); t++) {
@@ -277,7 +280,7 @@ void run_kernel(const mock_cuda_kernel &kernel, Dim grid, Dim block, size_t shar
     launch.living.resize(launch.at_warp.size());
     mock_blockDim = block;
     mock_gridDim = grid;
-    // As a GPU has it where a block has no other shared memory.
+    // The address as on a GPU for a block without other shared memory.
     constexpr uintptr_t alignment = 128;
     std::vector<unsigned char> shared(shared_bytes + alignment, 0xFF);
     mock_dynamic_shared = shared.data() + (-uintptr_t(shared.data()) & (alignment - 1));
@@ -301,7 +304,7 @@ void mock_syncwarp(unsigned mask) {
     mock::park(mock::State::AtWarpBarrier);
 }
 
-// Gives `value` to the lanes of `mask` and takes that of `lane`, all lanes at once.
+// Gives `value` to the lanes of `mask` and returns that of `lane`, for all lanes at once.
 void mock_shuffle(unsigned mask, void *value, size_t bytes, unsigned lane) {
     using namespace mock;
     unsigned self = launch.current, from = self / WARP * WARP + lane;
@@ -313,7 +316,7 @@ void mock_shuffle(unsigned mask, void *value, size_t bytes, unsigned lane) {
     memcpy(value, launch.threads[from].given[round & 1], bytes);
 }
 
-// The lanes of `mask`, as bits, whose `predicate` holds.
+// Returns the lanes of `mask` whose `predicate` holds, as bits.
 unsigned mock_ballot(unsigned mask, int predicate) {
     using namespace mock;
     unsigned self = launch.current, first = self / WARP * WARP, bits = 0;

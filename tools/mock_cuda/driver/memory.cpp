@@ -1,12 +1,13 @@
 // Memory of the devices, stricter than a GPU's.
 //
-// Each device has two spans of addresses, reserved and never readable at first:
+// Each device has two address ranges, which are reserved and initially not readable:
 //
-//     hosts' span     |  A  |guard|  B  |guard| ...     what cuMemAlloc returns; stays unreadable for ever
-//     kernels' span   |  A  |guard|  B  |guard| ...     the same offsets; readable while the allocation lives
+//     host range      |  A  |guard|  B  |guard| ...     returned by cuMemAlloc; never readable
+//     kernel range    |  A  |guard|  B  |guard| ...     the same offsets; readable while the allocation exists
 //
-// so a host that follows a device pointer faults, and so does a kernel that leaves its allocation or comes after its release:
-// allocations end at the end of a page, and no address is used twice. Fresh memory holds 0xFF in each byte: NaN in every float.
+// A host that dereferences a device pointer faults, and so does a kernel that leaves its allocation or accesses it
+// after its release. Allocations end at the end of a page, and no address is used twice. Fresh memory has 0xFF in each
+// byte, which is NaN in every float.
 
 #include "mock.h"
 
@@ -75,7 +76,7 @@ struct Allocation {
 };
 
 struct Device {
-    size_t used_span = PAGE;  // of its span
+    size_t used_span = PAGE;  // used part of its range
     size_t live = 0, peak = 0;
 };
 
@@ -83,7 +84,7 @@ struct Memory {
     uintptr_t base = 0;
     std::vector<Device> devices;
     std::map<Pointer, Allocation> allocations;
-    std::map<uintptr_t, std::pair<size_t, bool>> pinned;  // bytes, and whether it was made here
+    std::map<uintptr_t, std::pair<size_t, bool>> pinned;  // bytes, and whether it was allocated here
     uint64_t allocated = 0;
     struct sigaction before = {};
 
@@ -100,14 +101,14 @@ size_t mapped_bytes(Pointer start, const Allocation &a) {
     return round_up(start + memory().offset() + a.bytes, PAGE) - first_page(start);
 }
 
-// Pages that nothing may touch again. Mapped anew, they join the reserved ones around them: a process has room for 65530 mappings,
-// and pages that were only protected would stay one each.
+// Makes pages permanently inaccessible. Mapped again, they merge with the reserved pages around them. A process has
+// room for 65530 mappings, and pages that are only protected would remain separate mappings.
 void close_for_ever(void *pages, size_t bytes) {
     void *closed = mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     if (closed == MAP_FAILED) die("%zu bytes cannot be closed: %s", bytes, strerror(errno));
 }
 
-// The allocation at or before `p`, for the text of a fault.
+// Prints the allocation at or before `p`, for the message of a fault.
 void say_whose(Pointer p) {
     auto &all = memory().allocations;
     auto next = all.upper_bound(p);
@@ -134,7 +135,7 @@ void on_fault(int signal, siginfo_t *info, void *context) {
         say_whose(hosts ? p : p - m.offset());
         abort();
     }
-    // Not ours: as before.
+    // Not in device memory: the fault is handled as before.
     if (m.before.sa_flags & SA_SIGINFO)
         m.before.sa_sigaction(signal, info, context);
     else {
@@ -162,7 +163,7 @@ Memory &memory() {
 }  // namespace
 
 void prepare_for_faults() {
-    // The stack that Rust gives to handlers is too small to print on.
+    // The stack that Rust provides for signal handlers is too small for printing.
     static thread_local bool done = false;
     if (std::exchange(done, true)) return;
     constexpr size_t STACK = 128 << 10;
@@ -229,7 +230,7 @@ void *allocate_pinned(size_t bytes) {
     return start;
 }
 
-// Its addresses are not used again, so that touching it is a fault.
+// Its addresses are not reused, so accessing it is a fault.
 bool free_pinned(void *start) {
     auto &pinned = memory().pinned;
     auto it = pinned.find(uintptr_t(start));
@@ -264,7 +265,7 @@ bool is_pinned(const void *p, size_t bytes) {
 }  // namespace mock
 
 extern "C" {
-// Bytes that the program has on a device now, and had at most: as it asked for them.
+// Returns the bytes that the program has on a device now, or had at most, as requested by the program.
 size_t mock_cuda_live_bytes(int device) {
     std::lock_guard lock(mock::mutex());
     return mock::live_bytes(device);
@@ -275,7 +276,7 @@ size_t mock_cuda_peak_bytes(int device) {
     return mock::peak_bytes(device);
 }
 
-// For kernels: see host/kernel.h.
+// For kernels. See host/kernel.h.
 void *mock_from_global(size_t address) {
     if (mock::device_of(address) < 0) mock::die("%s takes %#zx for an address of a device", mock::running, address);
     return mock::for_kernels(address);

@@ -1,7 +1,9 @@
-// Streams: queues whose operations run only when a host waits for them, or for something that was ordered behind them.
+// Streams: queues whose operations run only when a host waits for them, or for an operation that was ordered after
+// them.
 //
-// With seed 0 they run as late as they can: only what the awaited moment needs. With another seed, one of all streams
-// that could go on is drawn each time. A program that forgot to order two streams gets another result for some seed.
+// With seed 0, they run as late as possible: only the operations that the awaited moment needs. With another seed, a
+// random stream that can continue is selected each time. A program with missing synchronization between two streams
+// gets another result for some seed.
 
 #include "mock.h"
 
@@ -41,7 +43,7 @@ uint64_t draw() {  // splitmix64
     return z ^ (z >> 31);
 }
 
-// What the first operation of a stream waits for, if for anything.
+// Returns the moment that the first operation of a stream waits for, if any.
 const Moment *obstacle(const Stream &stream) {
     auto &after = stream.queue.front().after;
     auto it = std::find_if(after.begin(), after.end(), [](const Moment &m) { return !m.reached(); });
@@ -59,14 +61,14 @@ void run_first(Stream &stream) {
     ++stream.done;
 }
 
-// The stream whose first operation the awaited one needs.
+// Returns the stream whose first operation the awaited one needs.
 Stream &needed(Stream *stream) {
     while (const Moment *m = obstacle(*stream)) stream = m->stream.get();
     return *stream;
 }
 
 StreamRef remember(Stream stream) {
-    // Finished streams of finished threads go.
+    // Finished streams of finished threads are removed.
     auto &all = streams().all;
     std::erase_if(all, [](const StreamRef &s) { return s.use_count() == 1 && s->queue.empty(); });
     return all.emplace_back(std::make_shared<Stream>(std::move(stream)));
@@ -96,7 +98,7 @@ int device_of(const StreamRef &stream) { return stream->device; }
 Moment tail(const StreamRef &stream) { return {stream, stream->added}; }
 
 Moment enqueue(const StreamRef &stream, Operation operation) {
-    // The legacy stream and those that were made without CU_STREAM_NON_BLOCKING wait for each other.
+    // The legacy stream and streams created without CU_STREAM_NON_BLOCKING wait for each other.
     if (stream->is_legacy) {
         for (auto &s : streams().all)
             if (s->waits_for_legacy && s->device == stream->device) operation.after.push_back(tail(s));
@@ -135,7 +137,7 @@ void run_until(const Moment &moment) {
 }
 
 void progress() {
-    // What waits for peers, wherever it stands in its stream; others may come meanwhile.
+    // All operations that wait for peers, at any position in their stream. Others may arrive meanwhile.
     std::vector<Moment> ends;
     for (auto &s : streams().all)
         for (size_t i = s->queue.size(); i-- > 0;)

@@ -1,8 +1,9 @@
 // Included before each .cu file: CUDA's C++ for the host's compiler.
 //
-// NVIDIA's own headers give the types of half precision and their arithmetic on the host. What only a device has, is here:
-// threads and blocks (driver/blocks.cpp runs them), shared memory, shuffles, atomics, and the intrinsics that kernels use.
-// A product and a sum are two roundings here (-ffp-contract=off), where nvcc would make one of them unless told not to.
+// NVIDIA's own headers provide the half-precision types and their arithmetic on the host. This file has the features
+// that only a device has: threads and blocks (run by driver/blocks.cpp), shared memory, shuffles, atomics, and the
+// intrinsics that kernels use. A product and a sum are rounded separately here (-ffp-contract=off), whereas nvcc fuses
+// them by default.
 #pragma once
 
 #include <cassert>
@@ -30,7 +31,7 @@
 #undef __shared__
 #undef __constant__
 #undef __launch_bounds__
-#ifndef MOCK_LIST_KERNELS  // else it stays, and marks them in what the preprocessor prints
+#ifndef MOCK_LIST_KERNELS  // otherwise it stays, and marks kernels in the preprocessor's output
 #define __global__
 #endif
 #define __device__
@@ -39,7 +40,7 @@
 #define __noinline__
 #define __constant__ static
 #define __launch_bounds__(...)
-// Blocks run one after the other, so that one copy is enough. `extern __shared__` is rewritten by the stand-in for nvcc.
+// Blocks run one after the other, so one copy is enough. The mock nvcc rewrites `extern __shared__`.
 #define __shared__ static
 
 #define __CUDACC_VER_MAJOR__ 13
@@ -105,11 +106,11 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) { return mock_ballot
 inline int __any_sync(unsigned mask, int predicate) { return mock_ballot(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return mock_ballot(mask, !predicate) == 0; }
 
-// ---- addresses that a kernel finds in memory: those that the host knows
+// ---- addresses that a kernel reads from memory: those that the host knows
 
 inline void *__cvta_global_to_generic(size_t address) { return mock_from_global(address); }
 
-// ---- atomics: no two threads run at once
+// ---- atomics: no two threads run concurrently
 
 template <class T>
 T atomicAdd(T *p, std::type_identity_t<T> v) {
@@ -199,7 +200,7 @@ T __ldg(const T *p) {
     return *p;
 }
 
-// What NVIDIA's headers have on a device alone: in f32, rounded once.
+// Functions that NVIDIA's headers define only for devices: in f32, rounded once.
 #define MOCK_OF_HALF(name, formula)                                                                            \
     inline __half name(__half a) { float x = __half2float(a); return __float2half(formula); }                  \
     inline __nv_bfloat16 name(__nv_bfloat16 a) { float x = __bfloat162float(a); return __float2bfloat16(formula); }
@@ -214,13 +215,13 @@ MOCK_OF_HALF(hfloor, floorf(x))
 MOCK_OF_HALF(hrint, rintf(x))
 MOCK_OF_HALF(htrunc, truncf(x))
 
-// Four products of signed bytes and their sum.
+// Returns four products of signed bytes and their sum.
 inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) c += int(int8_t(a >> 8 * i)) * int8_t(b >> 8 * i);
     return c;
 }
 
-// Four differences of signed bytes, saturated.
+// Returns four differences of signed bytes, saturated.
 inline int __vsubss4(int a, int b) {
     unsigned all = 0;
     for (int i = 0; i < 4; i++) {
@@ -230,7 +231,7 @@ inline int __vsubss4(int a, int b) {
     return int(all);
 }
 
-// ---- the table of a file's kernels, which the stand-in for nvcc adds to its end
+// ---- the table of a file's kernels, which the mock nvcc appends
 
 template <class F, F *function>
 struct MockKernel;

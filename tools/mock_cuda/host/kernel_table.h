@@ -1,4 +1,4 @@
-// How a compiled .cu file tells the driver which kernels it has.
+// The table by which a compiled .cu file lists its kernels for the driver.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ struct mock_cuda_kernel {
     const char *name;
     int arguments;
     const size_t *sizes;         // bytes of each argument
-    const bool *are_pointers;    // which of them are pointers
-    void (*run)(void **);        // calls the kernel's function for the thread that threadIdx names
+    const bool *are_pointers;    // whether each argument is a pointer
+    void (*run)(void **);        // calls the kernel's function for the thread in threadIdx
 };
 }

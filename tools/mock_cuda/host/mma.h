@@ -1,8 +1,9 @@
-// Tensor cores as CUDA's C++ has them (nvcuda::wmma), for products of 16 x 16 x 16 with sums in f32.
+// Tensor cores with the interface of CUDA's C++ (nvcuda::wmma), for products of 16 x 16 x 16 with sums in f32.
 //
-// A fragment of a factor holds the whole matrix in each lane. Sums are spread over the lanes, eight to each, in an order of this
-// file's own: kernels may count on none. A lane reads memory before it waits for the others of its warp, so that a forgotten barrier
-// shows, and all must come with the same address. Fresh sums are NaN.
+// A fragment of a factor has the complete matrix in each lane. Sums are distributed over the lanes, eight to each, in
+// an order that is specific to this file and that kernels must not rely on. A lane reads memory before it waits for the
+// others of its warp, so that a missing barrier is detected, and all lanes must have the same address. Fresh sums are
+// NaN.
 #pragma once
 
 #include <cstdio>
@@ -51,7 +52,7 @@ struct MockElement {
     }
 };
 
-// Waits for all lanes, which must come to the same place with the same address.
+// Waits for all lanes, which must reach the same point with the same address.
 inline void mock_together(const char *what, const void *p, unsigned stride, unsigned multiple) {
     const void *first = __shfl_sync(0xFFFFFFFF, p, 0);
     const char *wrong = first != p ? "lanes of a warp give different addresses"

@@ -1,7 +1,7 @@
-// A stand-in for cuBLAS: the products of matrices that candle asks for, on the handle's stream.
+// A mock of cuBLAS: the matrix products that candle uses, on the handle's stream.
 //
-// Each element is a sum in f32 (f64 for doubles) in the order of k, rounded once to the result's type. Tensor cores round
-// otherwise; a program may not depend on that.
+// Each element is a sum in f32 (f64 for doubles) in the order of k, rounded once to the result's type. Tensor cores
+// round differently, and a program must not depend on that.
 
 #include "../driver/mock.h"
 
@@ -22,7 +22,7 @@ struct Matrix {
     const void *start;
     Type type;
     long long leading, stride;
-    bool transposed;  // as it lies in memory: columns first, unless so
+    bool transposed;  // relative to the layout in memory, which is column-major
 };
 
 struct Product {
@@ -55,7 +55,7 @@ void store(void *p, Type type, size_t i, T value) {
     }
 }
 
-// Columns of sums that are formed together, so that a row of the first factor is read once for them.
+// The columns of sums that are computed together, so that a row of the first factor is read once for them.
 constexpr int COLUMNS = 4;
 
 template <class T>
@@ -64,7 +64,8 @@ struct Rows {
     static constexpr int COUNT = sizeof(Vector) / sizeof(T);
 };
 
-// Sums of some rows and columns, in registers, each in the order of k: product and sum are two roundings.
+// Computes the sums of some rows and columns in registers, each in the order of k. Product and sum are rounded
+// separately.
 template <class T>
 __attribute__((target_clones("avx512f", "avx2", "default"))) void add_products(T *sums, const T *a, const T *b, int k) {
     using Vector = typename Rows<T>::Vector;
@@ -81,7 +82,7 @@ template <class T>
 void run(const Product &p) {
     constexpr int ROWS = Rows<T>::COUNT;
     int strips = (p.m + ROWS - 1) / ROWS;
-    // Each strip of rows lies together, and behind the last row are zeros; so do the columns.
+    // Each strip of rows is contiguous and padded with zeros after the last row, and so are the columns.
     std::vector<T> a(size_t(strips) * ROWS * p.k), b(size_t(COLUMNS) * p.k), sums(ROWS * COLUMNS);
     for (int batch = 0; batch < p.batches; batch++) {
         auto element = [&](const Matrix &x, int row, int column) {
@@ -102,7 +103,7 @@ void run(const Product &p) {
                     for (int r = 0; r < rows; r++) {
                         int i = strip * ROWS + r;
                         T value = T(p.alpha) * sums[j * ROWS + r];
-                        // With a beta of zero the result is not read: it may hold anything.
+                        // With a beta of zero, the result is not read, because its contents may be arbitrary.
                         if (p.beta != 0) value += T(p.beta) * element(p.c, i, first + j);
                         size_t at = batch * p.c.stride + (first + j) * p.c.leading + i;
                         store(const_cast<void *>(p.c.start), p.c.type, at, value);
@@ -155,7 +156,7 @@ Status cublasGemmStridedBatchedEx(Handle *handle, int a_op, int b_op, int m, int
                                   long long b_stride, const void *beta, void *c, Type c_type, int ldc, long long c_stride,
                                   int batches, int compute, int) {
     const char *name = "cublasGemmStridedBatchedEx";
-    // Factors are of the type that sums have: 64 and 65 are sums in halves, 68 to 77 in f32 by whatever means.
+    // Factors have the type of the sums: 64 and 65 are sums in half precision, 68 to 77 in f32 by various methods.
     if (compute < 68 || compute > 77 || compute == 70 || compute == 71 || compute == 72 || compute == 73)
         mock::die("%s: sums of type %d have no stand-in", name, compute);
     if (a_type != b_type || (a_type != F32 && a_type != F16 && a_type != BF16) || (c_type != F32 && c_type != a_type))

@@ -1,4 +1,4 @@
-// A stand-in for cuRAND: uniform and normal numbers on a generator's stream. The numbers of a seed are its own, not NVIDIA's.
+// A mock of cuRAND: uniform and normal numbers on a generator's stream. The numbers of a seed differ from NVIDIA's.
 
 #include "../driver/mock.h"
 
@@ -13,7 +13,7 @@ struct Generator {
     uint64_t seed = 0, offset = 0;
 };
 
-// Number `i` of a seed: splitmix64, a uniform of (0, 1].
+// Returns number `i` of a seed: splitmix64, uniform in (0, 1].
 double uniform(uint64_t seed, uint64_t i) {
     uint64_t z = seed * 0xD1342543DE82EF95 + (i + 1) * 0x9E3779B97F4A7C15;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
@@ -21,7 +21,7 @@ double uniform(uint64_t seed, uint64_t i) {
     return double(((z ^ (z >> 31)) >> 11) + 1) * 0x1p-53;
 }
 
-// Number `i` of a pair's series (Box and Muller).
+// Returns number `i` of a series of pairs (Box and Muller).
 double normal(uint64_t seed, uint64_t i) {
     double radius = std::sqrt(-2 * std::log(uniform(seed, i & ~1ull)));
     double angle = 2 * M_PI * uniform(seed, i | 1);
@@ -56,7 +56,7 @@ Status generate(const char *name, Generator *g, T *to, size_t count, double mean
 
 template <class T>
 Status generate_normal(const char *name, Generator *g, T *to, size_t count, T mean, T deviation) {
-    // cuRAND makes normal numbers in pairs.
+    // cuRAND generates normal numbers in pairs.
     if (count % 2 != 0) return LENGTH_NOT_MULTIPLE;
     return generate(name, g, to, count, mean, deviation, normal);
 }

@@ -1,17 +1,19 @@
-// A stand-in for NCCL: collectives among threads and processes of one machine, in the order of each communicator.
+// A mock of NCCL: collectives among threads and processes of one machine, in the order of each communicator.
 //
-//     the stream reaches a collective -> this rank's elements go into its mailbox -> all ranks' have come, of the same call
-//     -> what it receives is computed from the mailboxes -> the stream goes on
+//     the stream reaches a collective -> this rank's elements go to its mailbox -> all ranks' have arrived
+//     -> the rank computes its result from the mailboxes -> the stream continues
 //
-// Mailboxes are memory without a name, which others open by this process' descriptors: nothing is left when a process ends. A
-// rank has two and uses them in turn: whoever begins collective k + 1 has ended k, for which all peers had ended k - 1.
+// Mailboxes are unnamed memory, which other processes open through this process's descriptors, so nothing is left when
+// a process ends. A rank has two mailboxes and alternates between them: a rank that starts collective k + 1 has ended
+// k, for which all peers had ended k - 1.
 //
-// A communicator that does not block (ncclConfig_t) does with a call what NCCL may do: the collective is on the stream only when
-// ncclCommGetAsyncError has answered that nothing is in progress any more, and no other call is taken before.
+// For a nonblocking communicator (ncclConfig_t), a call behaves as NCCL's may: the collective is on the stream only
+// after ncclCommGetAsyncError has reported that nothing is in progress, and no other call is accepted before.
 //
-// Where ranks make different calls, nobody goes on, as with NCCL, and a line says so; ncclCommAbort ends it. A peer that has
-// died or aborted is an asynchronous error. Sums run in an order that differs from element to element, as around a ring, and
-// are rounded to the elements' type after each addition: no program may depend on them.
+// If ranks make different calls, none of them continues, as with NCCL, and a message reports it. ncclCommAbort ends the
+// wait. A peer that has died or aborted is an asynchronous error. Sums are computed in an order that differs from
+// element to element, as in a ring, and are rounded to the elements' type after each addition: no program may depend on
+// them.
 
 #include "../driver/mock.h"
 
@@ -39,7 +41,7 @@ enum Kind : uint64_t { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROAD
 
 constexpr int MOST_RANKS = 64;
 constexpr auto SAID_AFTER = std::chrono::seconds(1);
-// How long a collective may wait for the host before it begins by itself, as on a GPU.
+// How long a collective may wait for the host before it starts on its own, as on a GPU.
 constexpr auto LATENCY = std::chrono::milliseconds(20);
 
 size_t size_of(Type type) {
@@ -52,21 +54,21 @@ const char *name_of(uint64_t kind) {
     return kind <= ALL_TO_ALL ? names[kind] : "something";
 }
 
-// The call that a rank is in: the same on all ranks.
+// The current call of a rank, which is the same on all ranks.
 struct Call {
     uint64_t kind = 0, type = 0, reduction = 0, root = 0, count = 0;
     bool operator==(const Call &) const = default;
 };
 
-// What a rank shows its peers.
+// The state of a rank that its peers can see.
 struct Seat {
     std::atomic<int> pid, joined, aborted, left;
     int mailboxes[2], messages[MOST_RANKS];      // descriptors; messages to each peer
-    std::atomic<uint64_t> arrived;               // collectives that it has begun
-    Call calls[2];                               // of the last two
-    std::atomic<uint64_t> sent[MOST_RANKS];      // messages to each peer
-    std::atomic<uint64_t> taken[MOST_RANKS];     // messages from each peer
-    uint64_t bytes[MOST_RANKS];                  // of the last message to each peer
+    std::atomic<uint64_t> arrived;               // number of collectives that it has started
+    Call calls[2];                               // the last two calls
+    std::atomic<uint64_t> sent[MOST_RANKS];      // number of messages to each peer
+    std::atomic<uint64_t> taken[MOST_RANKS];     // number of messages from each peer
+    uint64_t bytes[MOST_RANKS];                  // size of the last message to each peer
 };
 
 struct Table {
@@ -74,21 +76,21 @@ struct Table {
     Seat seats[MOST_RANKS];
 };
 
-struct Id {  // 128 bytes, as NCCL's
+struct Id {  // 128 bytes, like NCCL's
     uint64_t magic;
     int pid, descriptor;
     char rest[112];
 };
 static_assert(sizeof(Id) == 128);
 
-struct Config {  // ncclConfig_t, its beginning
+struct Config {  // the start of ncclConfig_t
     size_t size;
     unsigned magic, version;
     int blocking;
 };
 constexpr uint64_t MAGIC = 0x6D6F636B6E63636C;
 
-// Memory behind a descriptor of this or another process, as long as it is.
+// The complete memory behind a descriptor of this or another process.
 struct Shared {
     int descriptor = -1;
 
@@ -123,7 +125,7 @@ struct Shared {
     }
 };
 
-// Whether a process runs: one that has ended may still be waited for by its parent.
+// Returns whether a process is running. A process that has ended may still exist until its parent waits for it.
 bool is_alive(int pid) {
     if (pid == getpid()) return true;
     char path[64], state = 'X';
@@ -144,9 +146,9 @@ struct Comm {
     std::atomic<int> pending{0};
     std::atomic<bool> aborted{false};
     bool blocking = true;
-    std::atomic<int> joined{SUCCESS};              // IN_PROGRESS while peers are met beside the host
-    std::vector<std::function<void()>> put_off;   // calls that are not yet on their streams
-    int asked = 0;                                // times that the host has asked for them
+    std::atomic<int> joined{SUCCESS};              // IN_PROGRESS while peers join concurrently with the host
+    std::vector<std::function<void()>> put_off;   // calls that are not on their streams yet
+    int asked = 0;                                // how often the host has asked for them
 
     Seat &seat(int r) const { return table->seats[r]; }
 
@@ -161,7 +163,7 @@ struct Comm {
 };
 using CommRef = std::shared_ptr<Comm>;
 
-struct Handle {  // what a program holds
+struct Handle {  // the program's handle
     CommRef comm;
 };
 
@@ -191,7 +193,7 @@ T joined(T a, T b, uint64_t how) {
     }
 }
 
-// Joins element `i` of all parts, from rank `first` on around the ring.
+// Reduces element `i` of all parts, from rank `first` on around the ring.
 template <class T>
 void reduce_as(T *to, const std::vector<const void *> &parts, size_t count, uint64_t how, size_t ranks) {
     for (size_t i = 0; i < count; i++) {
@@ -226,7 +228,7 @@ void reduce(void *to, const std::vector<const void *> &parts, size_t count, Type
     }
 }
 
-// Elements that a rank gives and receives in a call.
+// Returns the number of elements that a rank sends in a call.
 size_t given(const Call &call, int rank, int size) {
     switch (call.kind) {
         case REDUCE_SCATTER: case ALL_TO_ALL: return call.count * size;
@@ -303,7 +305,7 @@ struct Collective {
     }
 };
 
-// Messages of one group in a stream: all go on at a time.
+// The messages of one group in a stream, which all progress concurrently.
 struct Message {
     bool is_send;
     int peer;
@@ -338,7 +340,7 @@ struct Messages {
 
     bool ready() {
         if (comm->aborted) return true;
-        // Of messages between two ranks in one direction, the first comes first.
+        // Messages between two ranks in one direction arrive in order.
         for (size_t i = 0; i < all.size(); i++) {
             auto same = [&](const Message &m) { return !m.done && m.peer == all[i].peer && m.is_send == all[i].is_send; };
             if (!all[i].done && std::none_of(all.begin(), all.begin() + long(i), same)) advance(all[i]);
@@ -347,7 +349,7 @@ struct Messages {
     }
 };
 
-// Lets collectives go on that no host waits for, after a while.
+// Lets collectives that no host waits for continue after a while.
 void keep_going() {
     static std::atomic<bool> begun{false};
     if (begun.exchange(true)) return;
@@ -392,7 +394,7 @@ void enqueue(void *stream, const char *name, std::shared_ptr<T> what) {
     else what->comm->put_off.push_back(now);
 }
 
-// Whether a communicator takes a call.
+// Returns whether a communicator accepts a call.
 Result taken(const Comm &comm) {
     if (comm.joined == SUCCESS && comm.put_off.empty()) return SUCCESS;
     return refuse(INVALID_USAGE, "a call before ncclCommGetAsyncError has said that the last one is done");
@@ -437,7 +439,7 @@ Result message(const char *name, bool is_send, const void *memory, size_t count,
     return SUCCESS;
 }
 
-// Waits until all ranks have come, and opens what they share.
+// Waits until all ranks have joined, and opens the shared memory.
 Result meet(Comm &comm) {
     for (int r = 0; r < comm.size; r++)
         while (!comm.seat(r).joined.load(std::memory_order_acquire)) {
@@ -485,7 +487,7 @@ const char *ncclGetErrorString(Result result) {
 const char *ncclGetLastError(Handle *) { return last_error; }
 
 Result ncclGetUniqueId(Id *id) {
-    // For ever: others may come late.
+    // Kept permanently, because other ranks may join late.
     Shared shared = Shared::fresh();
     if (ftruncate(shared.descriptor, sizeof(Table)) != 0) return refuse(SYSTEM_ERROR, "no memory to share");
     *id = {MAGIC, getpid(), shared.descriptor, {}};
@@ -581,7 +583,7 @@ Result ncclCommGetAsyncError(Handle *handle, Result *error) {
     return SUCCESS;
 }
 
-// What is under way ends without a result.
+// Collectives in progress end without a result.
 Result ncclCommAbort(Handle *handle) {
     auto &comm = *handle->comm;
     comm.seat(comm.rank).aborted = 1;
@@ -592,7 +594,7 @@ Result ncclCommAbort(Handle *handle) {
 
 Result ncclCommFinalize(Handle *) { return SUCCESS; }
 
-// As NCCL, it waits for what is under way.
+// Waits for collectives in progress, like NCCL.
 Result ncclCommDestroy(Handle *handle) {
     auto comm = handle->comm;
     while (comm->pending > 0 && !comm->aborted) {
@@ -600,7 +602,7 @@ Result ncclCommDestroy(Handle *handle) {
         usleep(50);
     }
     comm->seat(comm->rank).left = 1;
-    // Peers may still read what this rank has given them: not before all have left.
+    // Peers may still read this rank's data, so wait until all have left.
     std::thread([comm] {
         for (int r = 0; r < comm->size; r++) {
             Seat &s = comm->seat(r);

@@ -1,29 +1,31 @@
-//! Which bytes of the text that a chat template renders are the assistant's.
+//! Finds the bytes of a rendered chat template that are the assistant's.
 //!
-//! Neither of the usual ways is right. The conversation up to a message does not always render as a prefix of the whole
-//! (Qwen3 writes its thoughts for the last answer alone), and the text of a marker (`<|im_end|>`) may stand in what a user
-//! says. So contents are traced: a second rendering has private characters in them, and where it is the same text but for
-//! these, they tell where each content begins and ends. From there:
+//! Neither of the usual ways is right. The conversation up to a message does not always render as a prefix of the full
+//! text (Qwen3 writes the thoughts of the last answer only), and the text of a marker (`<|im_end|>`) may appear in a
+//! user's message. So contents are traced: a second rendering has private characters in the contents. If the two texts
+//! are otherwise equal, these characters show where each content begins and ends. From there:
 //!
-//! - an answer begins after the first header of an answer since the message before it. What a header is, the template
-//!   says itself: it is what `add_generation_prompt` adds, or what stands between a question and its answer in a probe;
-//! - it ends with the first special token after its content, that of a probe's answer where it is there; of templates whose
-//!   answers end with other text, with that.
+//! - An answer begins after the first header of an answer that follows the previous message. The template itself
+//!   defines the header: it is the text that `add_generation_prompt` adds, or the text between a question and its
+//!   answer in a probe.
+//! - An answer ends with the first special token after its content, preferably the one that ends the probe's answer. If
+//!   the template's answers end with other text, they end with that text.
 //!
-//! With generation markers the template says it itself; the contents then tell which message a stretch belongs to. In both
-//! ways they tell which texts of a message are not in the text at all ([`super::omitted_texts`]).
+//! If the template has generation markers, they define the answers. The contents then show which message a marked range
+//! belongs to. Both methods also find the texts of a message that the rendered text omits ([`super::omitted_texts`]).
 
 use super::conversation::{Conversation, SAID, field};
 use crate::error::FinetuneError;
 use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
 
-/// Before and after what generation markers enclose.
+/// The characters before and after text that generation markers enclose.
 pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// Renders a conversation as text.
 pub(super) trait ChatRenderer {
-    /// The text of `messages` in place of the conversation's, with marks where generation markers stand if `marked`.
+    /// Returns the text of `messages` in place of the conversation's messages, with generation markers marked if
+    /// `marked`.
     fn render_messages(
         &self,
         messages: &[Value],
@@ -33,52 +35,52 @@ pub(super) trait ChatRenderer {
     ) -> Result<String, FinetuneError>;
 }
 
-/// The text of a conversation, where there is one.
+/// Returns the text of a conversation, if it can be rendered.
 fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bool) -> Option<String> {
     template.render_messages(&conversation.messages, conversation, prompt, false).ok()
 }
 
-/// A conversation as its template renders it.
+/// A conversation as rendered by its template.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderedConversation {
     /// The text.
     pub text: String,
-    /// The stretches of its bytes that the assistant is to learn: all that stands after the header of its turns, up to
-    /// and with the token that ends them. In order, without overlap.
+    /// The byte ranges that the assistant is to learn: everything after the header of its turns, up to and including
+    /// the token that ends them. They are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 
-/// The text and its targets, and what is known of the messages in it.
+/// The text and its targets, with facts about its messages.
 #[derive(Debug)]
 pub(crate) struct TracedConversation {
     pub rendered: RenderedConversation,
-    /// The message of each target, where it is known.
+    /// The message of each target, if known.
     pub owners: Vec<Option<usize>>,
-    /// Messages that are learned without their end.
+    /// Messages whose end is not learned.
     pub endless: Vec<usize>,
     pub(super) trace: Option<MessageTrace>,
 }
 
-/// Where the texts of messages stand in the rendered one.
+/// The positions of the messages' texts in the rendered text.
 #[derive(Debug)]
 pub(super) struct MessageTrace {
     points: Vec<MessageBoundary>,
     pub marked_texts: Vec<MarkedText>,
 }
 
-/// How the turns of a template's text begin and end.
+/// The texts that begin and end the turns of a template.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TurnMarkers {
-    /// What an answer stands after, the first that is found.
+    /// The texts that precede an answer. The first one found is used.
     headers: Vec<String>,
-    /// The special token that ends an answer, or the text.
+    /// The special token or the text that ends an answer.
     end: Option<String>,
     /// The texts of all special tokens.
     special: Vec<String>,
 }
 
 impl TurnMarkers {
-    /// Asks `template` for the text of short conversations, with these variables.
+    /// Finds the markers by rendering short conversations with `template` and these variables.
     pub(super) fn of(template: &impl ChatRenderer, special: Vec<String>, variables: &[(String, Value)]) -> Self {
         let prompt = prompt(template, variables);
         let probe =
@@ -97,7 +99,7 @@ impl TurnMarkers {
         });
         let mut headers: Vec<String> = prompt.iter().cloned().collect();
         if let Some(before) = before_answer {
-            // Without a token that ends the question.
+            // The text without a token that ends the question.
             let ended = end.as_ref().and_then(|end| before.strip_prefix(end.as_str())).unwrap_or(&before);
             let own = ended.trim_start();
             let shared = prompt.as_deref().map_or(0, |prompt| overlap(&before, prompt));
@@ -116,8 +118,8 @@ impl TurnMarkers {
     }
 }
 
-/// The text that ends an answer within a conversation and at its end, without white space behind it: a sign in brackets, or
-/// all that is the same.
+/// Returns the text that ends an answer both within a conversation and at its end, without trailing white space: a mark
+/// in brackets, or the complete common text.
 fn constant_end(within: &str, last: &str) -> Option<String> {
     let same = within.char_indices().zip(last.chars()).take_while(|((_, a), b)| a == b);
     let same = &within[..same.map(|((at, c), _)| at + c.len_utf8()).last()?];
@@ -131,49 +133,50 @@ fn constant_end(within: &str, last: &str) -> Option<String> {
     Some(end.to_string())
 }
 
-/// A conversation with these variables.
+/// Returns the conversation with these variables.
 fn with(conversation: Conversation, variables: &[(String, Value)]) -> Conversation {
     Conversation { variables: variables.to_vec(), ..conversation }
 }
 
-/// What `add_generation_prompt` adds to a question.
+/// Returns the text that `add_generation_prompt` adds to a question.
 fn prompt(template: &impl ChatRenderer, variables: &[(String, Value)]) -> Option<String> {
     let question = with(Conversation::new([("user", "question")]), variables);
     let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
     with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
 }
 
-/// The most bytes that stand at the end of `a` and the start of `b`.
+/// Returns the length in bytes of the longest text that ends `a` and starts `b`.
 fn overlap(a: &str, b: &str) -> usize {
     (1..=a.len().min(b.len())).rev().find(|n| b.is_char_boundary(*n) && a.ends_with(&b[..*n])).unwrap_or(0)
 }
 
-/// The first of `words` in `text`, the longest of those that begin there, and where it begins.
+/// Returns the first of `words` in `text` and its position. If several begin there, returns the longest.
 fn first_of<'a>(text: &str, words: &'a [String]) -> Option<(usize, &'a str)> {
     let found = words.iter().filter(|word| !word.is_empty()).filter_map(|word| Some((text.find(word.as_str())?, word)));
     found.min_by_key(|(at, word)| (*at, usize::MAX - word.len())).map(|(at, word)| (at, word.as_str()))
 }
 
-/// Where private characters are put into a content.
+/// The place of private characters in a content.
 #[derive(Debug, Clone, Copy)]
 enum MarkPlacement {
-    /// Around all of it.
+    /// Around the complete content.
     Around,
-    /// Around all but the white space at its ends, which templates take away.
+    /// Around the content without the white space at its ends, which templates strip.
     Inside,
-    /// One in its middle, for templates that look at its ends.
+    /// One in the middle, for templates that examine the ends.
     Middle,
-    /// Around it where it is not empty, and around the names of called tools, for templates that look whether it is.
+    /// Around contents that are not empty and around the names of called tools, for templates that check whether a
+    /// content is empty.
     Filled,
 }
 
 const MARK_PLACEMENTS: [MarkPlacement; 4] =
     [MarkPlacement::Around, MarkPlacement::Inside, MarkPlacement::Middle, MarkPlacement::Filled];
 
-/// Keys of messages whose texts templates compare, and do not write.
+/// The keys of messages whose texts templates compare but do not write.
 const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 
-/// The text of a conversation and its targets, by tracing the contents of its messages.
+/// Returns the text of a conversation and its targets, found by tracing the contents of its messages.
 pub(super) fn find(
     template: &impl ChatRenderer,
     turns: &TurnMarkers,
@@ -201,7 +204,7 @@ pub(super) fn find(
     Ok(TracedConversation { rendered: RenderedConversation { text, targets }, owners, endless, trace: Some(trace) })
 }
 
-/// The same of a template whose generation markers say what the targets are.
+/// Does the same as [`find`] for a template with generation markers, which define the targets.
 pub(super) fn of_markers(
     template: &impl ChatRenderer,
     turns: &TurnMarkers,
@@ -226,7 +229,7 @@ pub(super) fn of_markers(
     Ok(TracedConversation { rendered, owners, endless, trace })
 }
 
-/// The messages of so many marked stretches, by how many there are up to each answer.
+/// Returns the message of each marked range, from the number of ranges up to each answer.
 fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches: usize) -> Vec<Option<usize>> {
     let mut owners = vec![];
     for answer in (0..conversation.len()).filter(|i| conversation.is_assistant(*i)) {
@@ -237,7 +240,7 @@ fn counted(template: &impl ChatRenderer, conversation: &Conversation, stretches:
     if owners.len() == stretches { owners } else { vec![None; stretches] }
 }
 
-/// Where the texts of all messages stand in the rendered one.
+/// Finds the positions of all messages' texts in the rendered text.
 fn traced(
     template: &impl ChatRenderer,
     turns: &TurnMarkers,
@@ -255,12 +258,12 @@ fn traced(
     let has = |trace: &MessageTrace, i: usize| {
         !conversation.is_assistant(i) || trace.points.iter().any(|point| point.message == i)
     };
-    // The first place that leaves the text as it is, with something of each answer.
+    // The first placement that leaves the text unchanged and traces a part of each answer.
     let all = MARK_PLACEMENTS.iter().filter_map(|place| trace(&vec![Some(*place); count]));
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
         return Ok(trace);
     }
-    // Each message by itself, at best with something of it.
+    // Each message is traced separately, preferably with a placement that traces a part of it.
     let alone = |message: usize, place: MarkPlacement| {
         let mut places = vec![None; count];
         places[message] = Some(place);
@@ -280,12 +283,12 @@ fn traced(
 }
 
 impl MessageTrace {
-    /// The answer that a marked stretch belongs to: the one whose content is in it, or else that is next to it.
+    /// Returns the answer that a marked range belongs to: the one whose content it contains, or the adjacent one.
     fn owner(&self, conversation: &Conversation, block: &Range<usize>) -> Option<usize> {
         let is_answer = |point: &&MessageBoundary| conversation.is_assistant(point.message);
         let inside = |point: &&MessageBoundary| block.start <= point.at && point.at <= block.end;
         let within = self.points.iter().filter(is_answer).filter(inside).min_by_key(|point| {
-            // At a border of two, that which it has more of.
+            // At a border of two answers, the one that fills more of the range.
             (point.at == block.start || point.at == block.end, point.message)
         });
         let before =
@@ -297,7 +300,7 @@ impl MessageTrace {
     }
 }
 
-/// An end of a message's content, or a part of it, in the text.
+/// The position in the text of an end of a message's content or of a part of it.
 #[derive(Debug, Clone, Copy)]
 struct MessageBoundary {
     message: usize,
@@ -305,13 +308,14 @@ struct MessageBoundary {
 }
 
 impl TurnMarkers {
-    /// Whether a message has the text of a header in it.
+    /// Returns whether a message contains the text of a header.
     fn is_imitated_by(&self, message: &Value) -> bool {
         let text = message.to_string();
         self.headers.iter().any(|header| text.contains(header.trim()))
     }
 
-    /// The bytes of an answer in the text, from the points of all messages, and whether its end is among them.
+    /// Returns the byte range of an answer in the text, from the points of all messages, and whether the range includes
+    /// the answer's end.
     fn target(&self, text: &str, points: &[MessageBoundary], answer: usize) -> Option<(Range<usize>, bool)> {
         let own = || points.iter().filter(|point| point.message == answer).map(|point| point.at);
         let others = || points.iter().filter(|point| point.message != answer).map(|point| point.at);
@@ -328,28 +332,28 @@ impl TurnMarkers {
     }
 }
 
-/// Private characters that a text does not have.
+/// Private characters that a text does not contain.
 #[derive(Debug, Clone, Copy)]
 struct MarkCharacters {
-    /// The first of them; a plane has 65,534.
+    /// The first of the characters. A plane has 65,534.
     base: u32,
-    /// The byte that their UTF-8 begins with.
+    /// The first byte of their UTF-8.
     lead: u8,
 }
 
 impl MarkCharacters {
-    /// Of plane 16, else of plane 15.
+    /// Returns characters of plane 16 or, if the text contains any of those, of plane 15.
     fn for_text(text: &str) -> Option<Self> {
         let planes = [Self { base: 0x10_0000, lead: 0xF4 }, Self { base: 0xF_0000, lead: 0xF3 }];
         planes.into_iter().find(|plane| !text.as_bytes().contains(&plane.lead))
     }
 
-    /// Mark `n`; more than a plane holds are all its last one.
+    /// Returns mark `n`. Marks beyond the plane's size are all its last character.
     fn char(self, n: usize) -> char {
         char::from_u32(self.base + n.min(0xFFFD) as u32).unwrap_or(char::MAX)
     }
 
-    /// The text without marks, and the place and number of each.
+    /// Returns the text without marks, and the position and number of each mark.
     fn take_out(self, marked: &str) -> (String, Vec<(usize, usize)>) {
         let (mut text, mut found) = (String::with_capacity(marked.len()), vec![]);
         let mut rest = marked;
@@ -367,21 +371,21 @@ impl MarkCharacters {
     }
 }
 
-/// A text in a message, and where it was marked.
+/// A text in a message and the positions of its marks.
 #[derive(Debug)]
 pub(super) struct MarkedText {
     pub message: usize,
-    /// The key of the message that it belongs to.
+    /// The key of the message that the text belongs to.
     pub key: String,
     pub text: String,
-    /// What stands before and after a mark in the middle.
+    /// The texts before and after a mark in the middle.
     halves: Option<(String, String)>,
-    /// Where its marks stand in the rendered text.
+    /// The positions of its marks in the rendered text.
     found: [Option<usize>; 2],
 }
 
 impl MarkedText {
-    /// Where it begins and ends in the rendered text, where both are there.
+    /// Returns the text's range in the rendered text, if both ends are in it.
     pub(super) fn place(&self) -> Option<Range<usize>> {
         match (&self.halves, self.found) {
             (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
@@ -390,13 +394,13 @@ impl MarkedText {
         }
     }
 
-    /// Whether any end of it is in the rendered text.
+    /// Returns whether any end of the text is in the rendered text.
     pub(super) fn is_there(&self) -> bool {
         self.found.iter().any(Option::is_some)
     }
 }
 
-/// Texts of a message that a template may write, with the message's key that each belongs to.
+/// Returns the texts of a message that a template may write, with the message's key that each belongs to.
 pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)> {
     let mut all = vec![];
     mark_message(message, is_assistant, MarkPlacement::Around, &mut |key, text| {
@@ -406,7 +410,8 @@ pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)
     all
 }
 
-/// Renders with marks in the messages that have a place, and gives where these stand; nothing where the text is another.
+/// Renders with marks in the messages that have a placement, and returns the positions of the marks. Returns `None` if
+/// the text is otherwise different.
 fn trace(
     template: &impl ChatRenderer,
     conversation: &Conversation,
@@ -433,7 +438,7 @@ fn trace(
             }),
         });
     }
-    // More than there are marks.
+    // There are not enough marks.
     if marked_texts.len() > 0x7000 {
         return None;
     }
@@ -461,7 +466,7 @@ fn trace(
     Some(MessageTrace { points, marked_texts })
 }
 
-/// A message with its texts changed by `mark`, which is told the key that they belong to.
+/// Returns a message with its texts changed by `mark`, which receives the key that each text belongs to.
 fn mark_message(
     message: &Value,
     is_assistant: bool,
@@ -479,7 +484,7 @@ fn mark_message(
     Value::from_pairs(fields)
 }
 
-/// A value with the texts in it changed by `mark`.
+/// Returns a value with its texts changed by `mark`.
 fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) -> String) -> Value {
     match value.kind() {
         ValueKind::String => Value::from(mark(value.as_str().unwrap_or_default())),
@@ -499,7 +504,7 @@ fn mark_value(value: &Value, place: MarkPlacement, mark: &mut dyn FnMut(&str) ->
     }
 }
 
-/// A content with marks in it, and its halves where there is one in the middle.
+/// Returns a content with marks in it, and its halves if the mark is in the middle.
 fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
     let core = content.trim();
     match place {
@@ -519,7 +524,7 @@ fn mark_text(content: &str, place: MarkPlacement, [open, close]: [char; 2]) -> (
     }
 }
 
-/// The text and the targets of a rendering in which generation markers left their characters.
+/// Returns the text and the targets of a rendering in which generation markers left their characters.
 fn enclosed(marked: &str) -> Result<RenderedConversation, FinetuneError> {
     let (mut text, mut targets, mut begun) = (String::with_capacity(marked.len()), vec![], None);
     let mut rest = marked;

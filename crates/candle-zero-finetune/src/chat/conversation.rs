@@ -4,19 +4,20 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use minijinja::value::{Value, ValueKind};
 
-/// Messages of a system, users, the assistant and tools, and the tools that may be called, as a chat template takes them.
+/// Messages of a system, users, the assistant and tools, and the tools that may be called, in the form that chat
+/// templates take.
 #[derive(Debug, Clone)]
 pub struct Conversation {
-    /// Objects with a role, in order; nothing else of them is fixed.
+    /// Objects with a role, in order. They have no other fixed keys.
     pub(crate) messages: Vec<Value>,
     /// A list of descriptions of tools, or none.
     pub(crate) tools: Value,
-    /// Variables that it sets for the template.
+    /// Variables that the conversation sets for the template.
     pub(crate) variables: Vec<(String, Value)>,
 }
 
 impl Conversation {
-    /// Messages by role (`system`, `user`, `assistant`) and content.
+    /// Creates messages from roles (`system`, `user`, `assistant`) and contents.
     ///
     /// ```
     /// use candle_zero::finetune::Conversation;
@@ -29,12 +30,12 @@ impl Conversation {
         Self { messages, tools: Value::from(()), variables: vec![] }
     }
 
-    /// No message, for templates that are asked with others.
+    /// Returns a conversation without messages, for templates that are rendered with other messages.
     pub(super) fn empty() -> Self {
         Self { messages: vec![], tools: Value::from(()), variables: vec![] }
     }
 
-    /// A JSON list of messages, as the chat formats of OpenAI and Hugging Face have them.
+    /// Reads a JSON list of messages in the chat format of OpenAI or Hugging Face.
     ///
     /// # Errors
     /// [`FinetuneError::Conversation`].
@@ -44,7 +45,7 @@ impl Conversation {
         Ok(Self::from_value(&value)?)
     }
 
-    /// The same of a value.
+    /// Reads the messages of a JSON value, as [`from_json`](Self::from_json) does.
     pub(crate) fn from_value(value: &Value) -> Result<Self, FinetuneError> {
         let wrong = |reason: String| Err(FinetuneError::Conversation { reason });
         if value.kind() != ValueKind::Seq {
@@ -66,32 +67,32 @@ impl Conversation {
         }
     }
 
-    /// Number of messages.
+    /// Returns the number of messages.
     pub fn len(&self) -> usize {
         self.messages.len()
     }
 
-    /// Whether there is no message.
+    /// Returns whether the conversation has no messages.
     pub fn is_empty(&self) -> bool {
         self.messages.is_empty()
     }
 
-    /// Whether message `i` is the assistant's.
+    /// Returns whether message `i` is the assistant's.
     pub(crate) fn is_assistant(&self, i: usize) -> bool {
         field(&self.messages[i], "role").as_str().is_some_and(|role| role == "assistant" || role == "model")
     }
 
-    /// Whether message `i` is an answer of the assistant that says nothing.
+    /// Returns whether message `i` is an empty answer of the assistant.
     pub(crate) fn is_empty_answer(&self, i: usize) -> bool {
         let says = |key: &str| says_something(&field(&self.messages[i], key));
         self.is_assistant(i) && !SAID.iter().any(|key| says(key))
     }
 }
 
-/// Keys of what an assistant says.
+/// The keys whose values the assistant says.
 pub(crate) const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
 
-/// Whether there is a text in a value that is not blank, or something else than text.
+/// Returns whether a value contains a text that is not blank, or anything other than text.
 fn says_something(value: &Value) -> bool {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => false,
@@ -104,17 +105,17 @@ fn says_something(value: &Value) -> bool {
     }
 }
 
-/// A message of one role.
+/// Returns a message of one role.
 fn message(role: &str, content: &str) -> Value {
     Value::from_pairs([("role", role), ("content", content)])
 }
 
-/// A field of an object, undefined where it is not there.
+/// Returns a field of an object, or undefined if the object does not have it.
 pub(crate) fn field(object: &Value, name: &str) -> Value {
     object.get_attr(name).unwrap_or_default()
 }
 
-/// What a value is, in words.
+/// Returns a name for a value's type.
 pub(crate) fn kind(value: &Value) -> String {
     match value.kind() {
         ValueKind::Undefined => "missing".into(),

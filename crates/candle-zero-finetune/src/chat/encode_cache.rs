@@ -1,25 +1,27 @@
-//! Encoding by pieces that are remembered.
+//! Encodes text in cached pieces.
 //!
-//! A general tokenizer spends most of its time on the same words again and again. Where a text can be cut so that no token
-//! crosses the cut, and no piece's tokens depend on the others, the tokens of a piece are looked up. Cuts are:
+//! A general tokenizer spends most of its time on the same words again and again. If a text can be cut so that no token
+//! crosses a cut, and the tokens of a piece do not depend on the other pieces, the tokens of a piece are looked up.
+//! Texts are cut:
 //!
-//! - before a space that stands between a printed ASCII character and an ASCII letter, and after the end of a line
-//!   between the same;
-//! - before and after special tokens in angle brackets, which are taken out of a text before all else.
+//! - before a space between a printed ASCII character and an ASCII letter, and after the end of a line between the same
+//!   characters;
+//! - before and after special tokens in angle brackets, which are taken out of a text first.
 //!
 //! A cut is used only if the tokenizer's parts prove that it changes nothing:
 //!
-//! - No added token is found across it: none has the two characters of the cut side by side, not even one that ends with the
-//!   space or begins with the end of the line, and none takes white space with it there or looks at its neighbours.
-//! - The normalizer treats both sides as it treats them alone.
-//! - Either the pre-tokenizer cuts there too, by a regular expression that is known, so that the vocabulary cannot join
-//!   what stands on the two sides; or it leaves both sides as they are, and then no token of the vocabulary has the two
-//!   characters side by side, whole words are not looked up, and no unknown character waits for its neighbour.
+//! - No added token can be found across the cut: none contains the two characters of the cut in sequence, not even one
+//!   that ends with the space or begins with the end of the line, and none strips white space there or examines its
+//!   neighbours.
+//! - The normalizer treats both sides as it treats them separately.
+//! - Either the pre-tokenizer also cuts there, by a known regular expression, so that the vocabulary cannot join the
+//!   two sides. Or it leaves both sides unchanged; then no token of the vocabulary contains the two characters in
+//!   sequence, complete words are not looked up, and no unknown character waits for its neighbour.
 //!
-//! A piece that is met for the first time is cut further where the pre-tokenizer is known to cut: where a run of ASCII
-//! letters, digits or punctuation ends. Of these smaller pieces there are few.
+//! A piece that occurs for the first time is cut further at places where the pre-tokenizer is known to cut: at the end
+//! of a run of ASCII letters, digits or punctuation. There are few of these smaller pieces.
 //!
-//! A tokenizer of which this is not known encodes whole texts.
+//! If any of this is unknown for a tokenizer, it encodes complete texts.
 
 use serde_json::Value;
 use std::cell::RefCell;
@@ -28,21 +30,21 @@ use std::hash::{BuildHasherDefault, Hasher};
 use tokenizers::ModelWrapper;
 use tokenizers::models::bpe::BPE;
 
-/// The ids of a text, and the bytes that each stands for.
+/// The ids of a text, and the bytes that each of them represents.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EncodedText {
     /// The tokens.
     pub ids: Vec<u32>,
-    /// Start and end of each token in the bytes of the text as it was given, also under a normalizer.
+    /// The start and end of each token in bytes of the original text, also if a normalizer changes it.
     pub offsets: Vec<(usize, usize)>,
 }
 
-/// Pieces that a thread remembers, and their longest.
+/// The maximum number of pieces that a thread caches, and their maximum length.
 const MOST_PIECES: usize = 1 << 16;
 const LONGEST: usize = 96;
 
-/// Regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those of
-/// cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 where it is spelled out.
+/// The regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those
+/// of cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 if it is written in full.
 pub(crate) const KNOWN: [&str; 5] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -51,16 +53,16 @@ pub(crate) const KNOWN: [&str; 5] = [
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 ];
 
-/// Where texts of a tokenizer may be cut.
+/// The places at which a tokenizer's texts may be cut.
 #[derive(Debug, Clone)]
 pub(super) struct SafeSplitter {
     cuts: SafeCuts,
     /// Special tokens in angle brackets.
     special: HashSet<String>,
     longest_special: usize,
-    /// Whether pieces may be cut where runs end.
+    /// Whether pieces may be cut at the ends of runs.
     cuts_runs: bool,
-    /// Which tokenizer it is, for what threads remember.
+    /// The number that identifies the tokenizer in the threads' caches.
     key: u64,
 }
 
@@ -69,12 +71,12 @@ pub(super) struct SafeSplitter {
 struct SafeCuts {
     /// Before a space, between a printed ASCII character and an ASCII letter.
     before_spaces: bool,
-    /// After the end of a line, between the same.
+    /// After the end of a line, between the same characters.
     after_lines: bool,
 }
 
 impl SafeSplitter {
-    /// The cuts of a tokenizer, as far as they are known to be safe; none if there are none.
+    /// Returns the cuts of a tokenizer that are known to be safe, or `None` if there are none.
     pub(super) fn of(inner: &tokenizers::Tokenizer, key: u64) -> Option<Self> {
         let ModelWrapper::BPE(model) = inner.get_model() else { return None };
         let is_set = |affix: &Option<String>| affix.as_ref().is_some_and(|affix| !affix.is_empty());
@@ -98,11 +100,11 @@ impl SafeSplitter {
         for token in added.values() {
             let text = token.content.as_str();
             let (Some(first), Some(last)) = (text.chars().next(), text.chars().next_back()) else { return None };
-            // One that looks at what stands beside it.
+            // This token examines its neighbours.
             if token.single_word {
                 return None;
             }
-            // One that takes white space with it. What is not ASCII may become it by the normalizer.
+            // This token strips white space. The normalizer may turn characters that are not ASCII into white space.
             cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
             cuts.before_spaces &= !token.rstrip || is_blank(last);
             let (spaces, lines) = parted(text, |c| !is_blank(c));
@@ -113,7 +115,7 @@ impl SafeSplitter {
                 special.insert(text.to_string());
             }
         }
-        // No added token may begin within one of these, or be longer.
+        // No added token may begin within one of these or extend beyond it.
         let ends_early = |text: &str| text.find('>').is_some_and(|at| at + 1 < text.len());
         if texts().any(|text| text.bytes().skip(1).any(|byte| byte == b'<') || ends_early(text)) {
             special.clear();
@@ -130,7 +132,7 @@ impl SafeSplitter {
         Some(Self { cuts, special, longest_special, cuts_runs, key })
     }
 
-    /// The tokens of `text`, with those of new pieces from `encode`.
+    /// Returns the tokens of `text`. `encode` encodes new pieces.
     pub(super) fn encode<E>(
         &self,
         text: &str,
@@ -154,7 +156,7 @@ impl SafeSplitter {
         Ok(encoded)
     }
 
-    /// Where the piece that begins at `start`, and is no special token, ends.
+    /// Returns the end of the piece that begins at `start` and is not a special token.
     fn next_cut(&self, text: &str, start: usize) -> usize {
         let bytes = text.as_bytes();
         let is_end =
@@ -162,7 +164,7 @@ impl SafeSplitter {
         (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
     }
 
-    /// The end of the special token at `start`.
+    /// Returns the end of the special token at `start`.
     fn special_at(&self, text: &str, start: usize) -> Option<usize> {
         let bytes = &text.as_bytes()[start..];
         if bytes[0] != b'<' || self.special.is_empty() {
@@ -175,7 +177,7 @@ impl SafeSplitter {
 }
 
 impl SafeCuts {
-    /// Whether a text may be cut before byte `at`, which is neither its first nor beyond its last.
+    /// Returns whether a text may be cut before byte `at`, which is neither the first byte nor beyond the last one.
     fn at(self, bytes: &[u8], at: usize) -> bool {
         let graphic = |at: usize| bytes[at].is_ascii_graphic();
         match bytes[at] {
@@ -187,8 +189,9 @@ impl SafeCuts {
     }
 }
 
-/// Where the smaller piece that begins at `start` ends: between a run of ASCII letters and anything ASCII but an apostrophe
-/// (of a contraction), a run of digits and anything ASCII, punctuation and a space or digit.
+/// Returns the end of the smaller piece that begins at `start`. It lies between a run of ASCII letters and any ASCII
+/// except an apostrophe (of a contraction), between a run of digits and any ASCII, and between punctuation and a space
+/// or digit.
 fn run_end(bytes: &[u8], start: usize) -> usize {
     let is_end = |at: &usize| match (bytes[at - 1], bytes[*at]) {
         (_, 0x80..) => false,
@@ -199,9 +202,9 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
     (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
 }
 
-/// Whether a token has the two characters in it between which a text is cut before a space, and those of a cut after the end
-/// of a line; spaces and ends of lines also as vocabularies write them. `may_be_printed` tells which characters may be the
-/// printed one before a space.
+/// Returns whether a token contains the two characters of a cut before a space, and those of a cut after the end of a
+/// line. Spaces and ends of lines also count in the form that vocabularies use. `may_be_printed` returns whether a
+/// character may be the printed one before a space.
 fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
     let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
     let pairs = || token.chars().zip(token.chars().skip(1));
@@ -213,38 +216,39 @@ fn is_space(c: char) -> bool {
     matches!(c, ' ' | '\u{120}' | '\u{2581}')
 }
 
-/// Whether a character is no printed one, whatever normalizer made it.
+/// Returns whether a character is not printed, whichever normalizer produced it.
 fn is_blank(c: char) -> bool {
     is_space(c) || c.is_ascii_whitespace() || c.is_ascii_control() || c == '\u{10A}'
 }
 
-/// Whether a character is a letter of ASCII, or may be one for a normalizer.
+/// Returns whether a character is an ASCII letter or may become one in a normalizer.
 fn may_be_alphabetic(c: char) -> bool {
     c.is_ascii_alphabetic() || !c.is_ascii() && !is_blank(c)
 }
 
-/// The cuts that are safe where the pre-tokenizer may leave both sides in one word.
+/// Returns the cuts that are safe if the pre-tokenizer may leave both sides in one word.
 fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
-    // A word that is looked up as a whole is another one than its parts.
+    // The tokens of a word that is looked up as a whole differ from those of its parts.
     if model.ignore_merges {
         return None;
     }
     let vocabulary = model.get_vocab();
     let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
     let is_mapped = words.space == '\u{120}';
-    // What the bytes become, one by one.
+    // The characters that represent the bytes, one by one.
     let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
     let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
     let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
-    // Bytes of a character, or an unknown one, joined with others: their tokens say what they are in another way.
+    // If the bytes of a character or an unknown character are joined with others, the tokens represent them
+    // differently.
     let holds = |token: &String, part: &str| token.len() > part.len() && token.contains(part);
     let is_of_bytes = |token: &String| token.len() > "<0x00>".len() && token.contains("<0x");
     let is_of_unknown = |token: &String| model.unk_token.as_ref().is_some_and(|unknown| holds(token, unknown));
     if vocabulary.keys().any(|token| model.byte_fallback && is_of_bytes(token) || !all_known && is_of_unknown(token)) {
         return None;
     }
-    // An unknown character is written with, or behind, what follows it, or is left out, and its neighbours meet: where texts
-    // are cut there is to be none.
+    // An unknown character is written together with the character before or after it, or is omitted so that its
+    // neighbours meet. No unknown character may be at a cut.
     let line = if is_mapped { '\u{10A}' } else { '\n' };
     let mut cuts = SafeCuts {
         before_spaces: all_known || ('!'..='~').all(is_known) && is_known(words.space),
@@ -258,7 +262,7 @@ fn joined(model: &BPE, words: PreTokenizerState) -> Option<SafeCuts> {
     Some(cuts)
 }
 
-/// Whether a normalizer does the same to a piece as to a whole text.
+/// Returns whether a normalizer treats a piece as it treats a complete text.
 fn normalizes_alone(normalizer: &Value) -> bool {
     match normalizer["type"].as_str() {
         None => normalizer.is_null(),
@@ -269,24 +273,24 @@ fn normalizes_alone(normalizer: &Value) -> bool {
     }
 }
 
-/// Whether a normalizer writes spaces as sentencepiece does.
+/// Returns whether a normalizer writes spaces as sentencepiece does.
 fn leaves_no_space(normalizer: &Value) -> bool {
     let all = normalizer["normalizers"].as_array().map(Vec::as_slice).unwrap_or_default();
     normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
 }
 
-/// What a text has become after some of the pre-tokenizers.
+/// The state of a text after some of the pre-tokenizers.
 #[derive(Debug, Clone, Copy)]
 struct PreTokenizerState {
-    /// What a space has become.
+    /// The character that replaced a space.
     space: char,
-    /// Whether the text is cut by now, wherever texts are cut here and wherever [`run_end`] cuts.
+    /// Whether the text is already cut at every place where texts are cut here and where [`run_end`] cuts.
     is_cut: bool,
 }
 
 impl PreTokenizerState {
-    /// Goes on with `pre_tokenizer`. Gives false for one of which it is not known that it treats both sides of a cut as it
-    /// treats them alone.
+    /// Applies `pre_tokenizer`. Returns false if it is not known to treat both sides of a cut as it treats them
+    /// separately.
     fn apply(&mut self, pre_tokenizer: &Value) -> bool {
         match pre_tokenizer["type"].as_str() {
             None => pre_tokenizer.is_null(),
@@ -300,7 +304,7 @@ impl PreTokenizerState {
             Some("Digits") => true,
             Some("Split") if pre_tokenizer["invert"] == false => {
                 let pattern = &pre_tokenizer["pattern"];
-                // Of spaces, of which there are none any more.
+                // The step splits at spaces, but none are left.
                 if pattern["String"] == " " && self.space != ' ' {
                     return true;
                 }
@@ -317,7 +321,7 @@ impl PreTokenizerState {
         }
     }
 
-    /// Whether a regular expression cuts before spaces now, or has no need to.
+    /// Returns whether a regular expression cuts before spaces at this point, or does not need to.
     fn reads_spaces(&self) -> bool {
         self.space == ' ' || self.is_cut
     }
@@ -331,9 +335,9 @@ thread_local! {
 #[derive(Default)]
 struct PieceCache {
     key: u64,
-    /// Where the tokens of a piece lie in `tokens`.
+    /// The positions in `tokens` of a piece's tokens.
     places: HashMap<Box<str>, (u32, u32), BuildHasherDefault<PieceHasher>>,
-    /// Ids, and their first and last bytes in the piece.
+    /// Ids, each with its first and last byte in the piece.
     tokens: Vec<(u32, u32, u32)>,
 }
 
@@ -369,7 +373,7 @@ impl PieceCache {
         Ok(())
     }
 
-    /// Appends the tokens of a piece that is known.
+    /// Appends the tokens of a cached piece. Returns false if the piece is not cached.
     fn recall(&self, piece: &str, start: usize, encoded: &mut EncodedText) -> bool {
         let Some((from, to)) = self.places.get(piece) else { return false };
         let tokens = &self.tokens[*from as usize..*to as usize];
@@ -378,7 +382,7 @@ impl PieceCache {
         true
     }
 
-    /// Keeps the tokens of a piece, those from number `first` on.
+    /// Caches the tokens of a piece, from number `first` on.
     fn remember(&mut self, piece: &str, start: usize, encoded: &EncodedText, first: usize) {
         if piece.len() > LONGEST {
             return;
@@ -394,7 +398,7 @@ impl PieceCache {
     }
 }
 
-/// A fast hash of short texts, of 8 bytes at a time.
+/// A fast hash of short texts, 8 bytes at a time.
 #[derive(Default)]
 struct PieceHasher(u64);
 

@@ -1,16 +1,17 @@
-//! What chat templates expect of Python: `tojson` as transformers defines it, and values as `str` writes them.
+//! Python behaviour that chat templates expect: `tojson` as transformers defines it, and values as `str` writes them.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
-/// Lists within lists, at most: those that hold themselves have no end.
+/// The maximum depth of nested lists. A list that contains itself has no end.
 const DEEPEST: usize = 256;
 
-/// Bytes of a value as text, at most: one whose parts hold the same part again and again has no bound.
+/// The maximum length in bytes of a value as text. A value whose parts contain the same part again and again has no
+/// bound.
 const LONGEST: usize = 16 << 20;
 
-/// An error for values without an end.
+/// Returns an error for values without an end.
 fn check(depth: usize, text: &str) -> Result<(), Error> {
     if depth > DEEPEST {
         let reason = format!("a value with more than {DEEPEST} lists or objects in each other");
@@ -22,7 +23,7 @@ fn check(depth: usize, text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// How JSON is written: `json.dumps`'s arguments.
+/// The arguments of `json.dumps`.
 struct JsonDumpFormat {
     indent: Option<String>,
     item: String,
@@ -31,7 +32,7 @@ struct JsonDumpFormat {
     sort_keys: bool,
 }
 
-/// The filter `tojson` of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
+/// The `tojson` filter of transformers: `json.dumps(x, ensure_ascii=False)`, with its arguments.
 pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = arguments.get("indent")?;
     let indent = indent.filter(|indent| !indent.is_none()).map(|indent| match indent.as_str() {
@@ -54,7 +55,7 @@ pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> 
     Ok(text)
 }
 
-/// A value as `json.dumps(x, ensure_ascii=False)` writes it.
+/// Returns a value as `json.dumps(x, ensure_ascii=False)` writes it.
 pub(super) fn json_text(value: &Value) -> Result<String, Error> {
     tojson(value, Kwargs::from_iter(std::iter::empty::<(String, Value)>()))
 }
@@ -142,7 +143,7 @@ impl JsonDumpFormat {
     }
 }
 
-/// A number as Python writes it. `special` are its infinity, minus infinity and NaN.
+/// Returns a number as Python writes it. `special` are the texts of infinity, minus infinity and NaN.
 fn number(value: &Value, special: [&str; 3]) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -156,7 +157,8 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     }
 }
 
-/// `repr` of a finite Python float: the shortest digits that give it back, with an exponent below 1e-4 and from 1e16.
+/// Returns `repr` of a finite Python float: the shortest digits that represent it exactly, with an exponent below 1e-4
+/// and from 1e16 on.
 fn float(x: f64) -> String {
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -166,13 +168,13 @@ fn float(x: f64) -> String {
     }
 }
 
-/// `str(value)` of Python.
+/// Returns Python's `str(value)`.
 pub(crate) fn python_str(value: &Value) -> String {
-    // Without an error a value has an end.
+    // Only a value without an end is an error.
     checked_str(value).unwrap_or_default()
 }
 
-/// The same; an error for a value without an end.
+/// Returns Python's `str(value)`, or an error for a value without an end.
 pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.into()),
@@ -184,7 +186,7 @@ pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     }
 }
 
-/// `repr(value)` of Python.
+/// Appends Python's `repr(value)` to `text`.
 fn repr(value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
     check(depth, text)?;
     type WriteItem<'a> = &'a dyn Fn(&Value, &mut String) -> Result<(), Error>;
@@ -218,7 +220,7 @@ fn repr(value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
     Ok(())
 }
 
-/// `repr` of a string: in single quotes unless it has those and no double ones.
+/// Appends `repr` of a string: in single quotes, unless it contains single quotes and no double quotes.
 fn repr_string(string: &str, text: &mut String) {
     let quote = if string.contains('\'') && !string.contains('"') { '"' } else { '\'' };
     text.push(quote);
@@ -236,7 +238,7 @@ fn repr_string(string: &str, text: &mut String) {
     text.push(quote);
 }
 
-/// Writes `{{ value }}` as Python's Jinja does: nothing for what is undefined, `None`, `True`, `1e-05`.
+/// Writes `{{ value }}` as Python's Jinja does: nothing for undefined values, and `None`, `True`, `1e-05`.
 pub(super) fn write_value(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => out.write_str(text)?,

@@ -1,12 +1,12 @@
-//! From a conversation to tokens, and which of them the assistant says.
+//! Turns a conversation into tokens, and marks the tokens that the assistant says.
 //!
 //! | file | content |
 //! |---|---|
 //! | `conversation.rs` | messages and tools |
-//! | `template.rs`, `template_files.rs`, `template_capabilities.rs` | a chat template: where it is, what it reads, what it renders |
-//! | `jinja_compat.rs`, `python_string_methods.rs`, `strftime.rs` | what templates expect of Python |
-//! | `assistant_mask.rs`, `omitted_texts.rs` | which bytes of the rendered text the assistant says, and what is missing from it |
-//! | `tokenizer.rs`, `tokenizer_files.rs`, `encode_cache.rs` | a tokenizer: its files, and encoding by cached pieces |
+//! | `template.rs`, `template_files.rs`, `template_capabilities.rs` | a chat template: files, formats, rendering |
+//! | `jinja_compat.rs`, `python_string_methods.rs`, `strftime.rs` | Python behaviour that templates expect |
+//! | `assistant_mask.rs`, `omitted_texts.rs` | the bytes that the assistant says, and the texts that are omitted |
+//! | `tokenizer.rs`, `tokenizer_files.rs`, `encode_cache.rs` | a tokenizer: its files, and encoding in cached pieces |
 
 pub(super) mod assistant_mask;
 pub(super) mod conversation;

@@ -4,16 +4,16 @@ use super::assistant_mask::{MarkedText, TracedConversation, texts};
 use super::conversation::{Conversation, field};
 use minijinja::value::ValueKind;
 
-/// What a template omits from a conversation.
+/// The parts of a conversation that a template omits.
 #[derive(Debug, Default)]
 pub(crate) struct OmittedTexts {
-    /// Answers of which nothing is written, with the keys of what they hold.
+    /// Answers of which nothing is written, with the keys of their texts.
     pub lost: Vec<(usize, String)>,
-    /// What else is not written, a sentence each.
+    /// Other omissions, one sentence each.
     pub remarks: Vec<String>,
 }
 
-/// How much of a text is written.
+/// The extent to which a text is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum TextCoverage {
     All,
@@ -21,11 +21,11 @@ enum TextCoverage {
     None,
 }
 
-/// What stands around thoughts.
+/// The tags around thoughts.
 const THOUGHTS: [&str; 4] = ["<think>", "</think>", "<thinking>", "</thinking>"];
 
 impl OmittedTexts {
-    /// Compares the texts of all messages with what was rendered.
+    /// Compares the texts of all messages with the rendered text.
     pub(crate) fn of(conversation: &Conversation, traced: &TracedConversation) -> Self {
         let mut found = Self::default();
         for message in 0..conversation.len() {
@@ -103,7 +103,7 @@ impl OmittedTexts {
         }
     }
 
-    /// A message that is not learned.
+    /// Records the omissions of a message that is not learned.
     fn other(&mut self, conversation: &Conversation, traced: &TracedConversation, message: usize) {
         let text = &traced.rendered.text;
         let role = field(&conversation.messages[message], "role");
@@ -120,7 +120,7 @@ impl OmittedTexts {
     }
 }
 
-/// The texts of a message that are not blank, with their keys and where they were marked.
+/// Returns the texts of a message that are not blank, with their keys and marks.
 fn texts_of<'a>(
     conversation: &Conversation,
     traced: &'a TracedConversation,
@@ -139,7 +139,7 @@ fn texts_of<'a>(
     all
 }
 
-/// How much of a text stands at its place, or else in `within`.
+/// Returns how much of a text appears at its place or, without one, in `within`.
 fn part(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> TextCoverage {
     let text = text.trim();
     if let Some(place) = marked_text.and_then(MarkedText::place)

@@ -1,24 +1,25 @@
-//! Methods of Python's strings, as chat templates call them, where minijinja's differ: by what Python calls white space, by
-//! the ends of lines that it knows, and by what they may cost.
+//! Python string methods that chat templates call and that differ from minijinja's: in the characters that count as
+//! white space, in the line endings that they recognize, and in what they may cost.
 
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
-/// The longest run of digits in a format: of a width or a precision.
+/// The maximum number of digits of a width or a precision in a format.
 const MOST_DIGITS: usize = 5;
 
-/// Whether Python's `str.isspace` holds for a character: white space of Unicode, and the separators U+001C to U+001F.
+/// Returns whether Python's `str.isspace` holds for a character: white space of Unicode, and the separators U+001C to
+/// U+001F.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// Whether Python's `str.splitlines` ends a line at a character.
+/// Returns whether Python's `str.splitlines` ends a line at a character.
 fn ends_line(c: char) -> bool {
     matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// The filter `trim`: `str.strip`.
+/// The filter `trim`: Python's `str.strip`.
 pub(crate) fn trim(state: &State<'_, '_>, value: &Value, chars: Option<&str>) -> Result<String, Error> {
     let text = match value.as_str() {
         Some(text) => text.into(),
@@ -29,7 +30,7 @@ pub(crate) fn trim(state: &State<'_, '_>, value: &Value, chars: Option<&str>) ->
     Ok(strip(&text, chars, [true, true]).into())
 }
 
-/// A method that the engine does not have itself.
+/// Calls a method that minijinja itself does not have.
 pub(super) fn unknown_method(
     state: &mut State<'_, '_>,
     value: &Value,
@@ -101,7 +102,7 @@ pub(super) fn unknown_method(
     }
 }
 
-/// Fuel for so many bytes.
+/// Charges fuel for this number of bytes.
 fn charge(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     state.consume_fuel(bytes as u64 / 64)
 }
@@ -110,14 +111,14 @@ fn invalid(reason: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason.into())
 }
 
-/// `text` without the characters, or white space, at its start, its end, or both.
+/// Returns `text` without these characters, or without white space, at its start, its end, or both.
 fn strip<'a>(text: &'a str, chars: Option<&str>, [start, end]: [bool; 2]) -> &'a str {
     let is_out = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if start { text.trim_start_matches(is_out) } else { text };
     if end { text.trim_end_matches(is_out) } else { text }
 }
 
-/// `str.split` and `str.rsplit`.
+/// Python's `str.split` and `str.rsplit`.
 fn split(
     state: &State<'_, '_>,
     text: &str,
@@ -165,7 +166,7 @@ fn split(
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// `str.splitlines`.
+/// Python's `str.splitlines`.
 fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Error> {
     let (mut lines, mut rest) = (vec![], text);
     while !rest.is_empty() {
@@ -179,7 +180,7 @@ fn lines(state: &State<'_, '_>, text: &str, keepends: bool) -> Result<Value, Err
     Ok(Value::from(lines))
 }
 
-/// An error for a format that asks for a width or precision that no text needs.
+/// Returns an error for a format with a width or precision that no text needs.
 pub(super) fn check_format(format: &str) -> Result<(), Error> {
     let runs = format.split(|c: char| !c.is_ascii_digit()).map(str::len);
     match runs.max().unwrap_or(0) > MOST_DIGITS {
@@ -194,7 +195,7 @@ mod tests {
     use super::*;
     use minijinja::Environment;
 
-    /// An expression as Python's `repr` gives it.
+    /// Returns an expression's value as Python's `repr` writes it.
     fn repr(expression: &str) -> String {
         let mut environment = Environment::new();
         environment.set_unknown_method_callback(unknown_method);
@@ -205,7 +206,7 @@ mod tests {
         }
     }
 
-    /// All that Python 3's `str.isspace` holds for.
+    /// All characters for which Python 3's `str.isspace` holds.
     const SPACES: &str = "\t\n\u{b}\u{c}\r\u{1c}\u{1d}\u{1e}\u{1f} \u{85}\u{a0}\u{1680}\u{2000}\u{2001}\u{2002}\u{2003}\
                           \u{2004}\u{2005}\u{2006}\u{2007}\u{2008}\u{2009}\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}";
 

@@ -1,13 +1,13 @@
-//! `strftime_now` of chat templates: the date in UTC, in the directives that templates use.
+//! `strftime_now` of chat templates: the date in UTC, with the directives that templates use.
 
-/// Days and hours of a moment in UTC.
+/// The date and time of a moment in UTC.
 struct DateTime {
     year: i64,
     month: usize,
     day: i64,
-    /// From 1.
+    /// The day of the year, from 1.
     day_of_year: i64,
-    /// From Sunday, 0.
+    /// The day of the week, from 0 (Sunday).
     weekday: usize,
     hour: u64,
     minute: u64,
@@ -31,7 +31,7 @@ const MONTHS: [&str; 12] = [
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
 impl DateTime {
-    /// From seconds since 1970 (H. Hinnant, "chrono-compatible low-level date algorithms").
+    /// Converts seconds since 1970 (H. Hinnant, "chrono-compatible low-level date algorithms").
     fn new(seconds: u64) -> Self {
         let (days, of_day) = ((seconds / 86_400) as i64, seconds % 86_400);
         let shifted = days + 719_468;
@@ -58,7 +58,7 @@ impl DateTime {
         }
     }
 
-    /// The text of directive `%c`, none where it is not known.
+    /// Returns the text of directive `%c`, or `None` if it is unknown.
     fn directive(&self, c: char) -> Option<String> {
         let noon = |hour: u64| if hour.is_multiple_of(12) { 12 } else { hour % 12 };
         Some(match c {
@@ -85,8 +85,8 @@ impl DateTime {
     }
 }
 
-/// `format` as Python's strftime fills it, `seconds` after 1970 in UTC. `%-d` is `%d` without zeros or blanks before it.
-/// A directive that is not known stays as it is written.
+/// Formats the time `seconds` after 1970 in UTC as Python's strftime does. `%-d` is `%d` without leading zeros or
+/// blanks. Unknown directives are left unchanged.
 pub(super) fn strftime(format: &str, seconds: u64) -> String {
     let time = DateTime::new(seconds);
     let (mut text, mut rest) = (String::new(), format.chars());

@@ -22,16 +22,17 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The most bytes of a template's file.
+/// The maximum size of a template file in bytes.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// What a rendering may do: steps, and 64 bytes of texts and lists each. The second is for long conversations.
+/// The fuel of a rendering: it pays for steps, and for texts and lists at 64 bytes per unit. The second limit is for
+/// long conversations.
 const FUEL: [u64; 2] = [2_000_000, 64_000_000];
 
-/// The longest conversation for which the first is enough, in messages and in bytes.
+/// The maximum length of a conversation for which the first limit suffices, in messages and in bytes.
 const USUAL: (usize, usize) = (256, 256 << 10);
 
-/// Renderings without an end after which no further one is begun.
+/// The number of endless renderings after which no further one is started.
 const ENDLESS: usize = 3;
 
 /// The name of the template in its environment.
@@ -40,36 +41,36 @@ const NAME: &str = "chat_template";
 /// The name of a template for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// The variable that asks for marks where generation markers stand.
+/// The variable that requests marks around the text of generation markers.
 const MARKED: &str = "__generation_marked__";
 
 /// A chat template.
 #[derive(Debug, Clone)]
 pub struct Template {
-    /// With the fuels of [`FUEL`].
+    /// The environments, one for each fuel of [`FUEL`].
     environments: [Environment<'static>; 2],
-    /// What it is for errors: the chat template of a file.
+    /// The name of the template in errors: the chat template of a file.
     name: Arc<str>,
     subject: SandboxSubject,
-    /// Renderings that had no end, and the line of the last one.
+    /// The number of renderings that did not end, and the line of the last one.
     endless: Arc<Mutex<(usize, Option<usize>)>>,
-    /// Variables of every rendering: the special tokens, and what [`Template::set`] set.
+    /// The variables of every rendering: the special tokens, and those that [`Template::set`] set.
     variables: Vec<(String, Value)>,
-    /// Whether `{% generation %}` tells what the assistant says.
+    /// Whether `{% generation %}` marks what the assistant says.
     has_markers: bool,
     turns: TurnMarkers,
-    /// Of its source.
+    /// The hash of the source.
     source: u64,
     capabilities: TemplateCapabilities,
-    /// All words of its source.
+    /// All words of the source.
     words: BTreeSet<String>,
-    /// The one for conversations with tools, where that is another.
+    /// The template for conversations with tools, if it is a different one.
     tool_use: Option<Box<Template>>,
 }
 
 impl Template {
-    /// A template's source, the special tokens that it writes (`bos_token`, ...), and the texts of all special tokens, of
-    /// which one ends a turn.
+    /// Parses a template. `tokens` are the special tokens that it writes (`bos_token`, ...). `special_texts` are the
+    /// texts of all special tokens, one of which ends a turn.
     ///
     /// # Errors
     /// [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`].
@@ -77,7 +78,7 @@ impl Template {
         Self::named("the chat template".into(), source, tokens, special_texts)
     }
 
-    /// The same, of a template with a name.
+    /// Parses a template with a name.
     fn named(name: Arc<str>, source: &str, tokens: &SpecialTokens, special_texts: Vec<String>) -> Result<Self> {
         let (with_filters, has_markers) = replace_markers(source);
         let syntax = |e: minijinja::Error| FinetuneError::TemplateSyntax { reason: reason(&e) };
@@ -129,10 +130,10 @@ impl Template {
         FinetuneError::TemplateWithoutEnd { template: self.name.to_string(), line }
     }
 
-    /// The template of a model's folder: chat_template.jinja, else `chat_template` of tokenizer_config.json (a text, or a
-    /// list with one named `default`). The one named `tool_use`, in that list or as
-    /// additional_chat_templates/tool_use.jinja, is taken for conversations with tools. Where the
-    /// tokenizer is that of a GGUF file, so are the templates.
+    /// Reads the template of a model's folder: chat_template.jinja or, without that file, `chat_template` of
+    /// tokenizer_config.json (a text, or a list with an entry named `default`). A template named `tool_use`, in that
+    /// list or in additional_chat_templates/tool_use.jinja, is used for conversations with tools. If the tokenizer
+    /// comes from a GGUF file, the templates also come from it.
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; [`FinetuneError::TemplateSyntax`]; [`Error::Io`].
@@ -150,7 +151,7 @@ impl Template {
         };
         let (own, beside) = ("chat_template.jinja", format!("additional_chat_templates/{TOOL_USE}.jinja"));
         let (default, tool_use) = (read(folder.join(own))?, read(folder.join(&beside))?);
-        // Files go before what is configured, all of it.
+        // Template files take precedence over all templates of the configuration.
         let configured = if default.is_none() { configured(folder)? } else { ConfiguredTemplates::default() };
         let settings = "tokenizer_config.json";
         let either = |file: Option<String>, name: &str, configured: Option<String>| {
@@ -171,7 +172,7 @@ impl Template {
         Ok(template)
     }
 
-    /// The templates of a GGUF file.
+    /// Reads the templates of a GGUF file.
     fn inside(file: &Path, tokenizer: &Tokenizer) -> Result<Self> {
         let gguf = GgufFile::open(file)?;
         let new = |source: &str| {
@@ -188,7 +189,7 @@ impl Template {
         Ok(template)
     }
 
-    /// Sets a variable of the template, as `enable_thinking` of Qwen3, to what JSON text says (`false`, `"high"`, ...).
+    /// Sets a variable of the template, such as `enable_thinking` of Qwen3, to a JSON value (`false`, `"high"`, ...).
     ///
     /// # Errors
     /// [`FinetuneError::Conversation`] for text that is not JSON.
@@ -204,13 +205,13 @@ impl Template {
         }
     }
 
-    /// The template for a conversation.
+    /// Returns the template for a conversation.
     fn of(&self, conversation: &Conversation) -> &Self {
         let has_tools = conversation.tools.len().is_some_and(|tools| tools > 0);
         self.tool_use.as_deref().filter(|_| has_tools).unwrap_or(self)
     }
 
-    /// The text of a conversation, with the header of an answer at its end where `add_generation_prompt` is set.
+    /// Returns the text of a conversation, followed by the header of an answer if `add_generation_prompt` is set.
     ///
     /// # Errors
     /// [`FinetuneError::TemplateRefuses`].
@@ -222,17 +223,17 @@ impl Template {
         Ok(template.adapted(conversation, &render)?)
     }
 
-    /// The text of a conversation, and where the assistant speaks: what the template writes after the header of an
-    /// assistant's turn, up to and with the token that ends it.
+    /// Returns the text of a conversation and the ranges in which the assistant speaks: the text after the header of an
+    /// assistant's turn, up to and including the token that ends it.
     ///
     /// # Errors
-    /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::Spans`] or [`FinetuneError::GenerationMarkers`] where it is
-    /// not certain where that is.
+    /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::Spans`] or [`FinetuneError::GenerationMarkers`] if these
+    /// ranges are uncertain.
     pub fn render_with_targets(&self, conversation: &Conversation) -> Result<RenderedConversation> {
         Ok(self.trace(conversation)?.rendered)
     }
 
-    /// The same, with what is known of the messages in it.
+    /// Does the same as [`render_with_targets`](Self::render_with_targets) and also returns facts about the messages.
     pub(crate) fn trace(&self, conversation: &Conversation) -> Result<TracedConversation, FinetuneError> {
         let template = self.of(conversation);
         let own;
@@ -249,8 +250,8 @@ impl Template {
         })
     }
 
-    /// What `render` makes of a conversation whose messages are as the template takes them. Where a message calls tools and
-    /// has no content, which the template needs, it has an empty one.
+    /// Returns the result of `render` for the conversation with its messages adapted to the template. If a message
+    /// calls tools and has no content, and the template needs one, it gets an empty one.
     fn adapted<T>(
         &self,
         conversation: &Conversation,
@@ -283,18 +284,18 @@ impl Template {
         render(&adapted).map_err(|_| wrong)
     }
 
-    /// Whether its source has a word: what it has not, it does not read.
+    /// Returns whether the source contains a word. The template does not read keys that it does not contain.
     pub(crate) fn mentions(&self, word: &str) -> bool {
         self.words.contains(word) || self.tool_use.as_ref().is_some_and(|other| other.mentions(word))
     }
 
-    /// Whether arguments of a call in the message are texts that are written as JSON once more.
+    /// Returns whether the message has a call whose arguments are texts that are written as JSON once more.
     pub(crate) fn keeps_text(&self, message: &Value) -> bool {
         self.tool_use.as_deref().unwrap_or(self).capabilities.keeps_text(message)
     }
 
-    /// A number that changes with the template, its variables, the special tokens among them, and the tokens that may end a
-    /// turn.
+    /// Returns a number that changes with the template, its variables (including the special tokens) and the tokens
+    /// that may end a turn.
     pub fn fingerprint(&self) -> u64 {
         let (variables, ends) = (&self.variables, self.turns.special_texts());
         let other = self.tool_use.as_ref().map(|other| other.fingerprint());
@@ -341,7 +342,7 @@ impl ChatRenderer for Template {
     }
 }
 
-/// Bytes of the texts in a value, more or less.
+/// Returns the approximate number of bytes of the texts in a value.
 fn bytes_of(value: &Value) -> usize {
     let items = || value.try_iter().into_iter().flatten();
     match value.kind() {
@@ -354,7 +355,7 @@ fn bytes_of(value: &Value) -> usize {
     }
 }
 
-/// Whether a rendering took all that it may.
+/// Returns whether a rendering has exhausted its fuel.
 fn is_out_of_fuel(error: &minijinja::Error) -> bool {
     let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref());
     error.kind() == ErrorKind::OutOfFuel || cause.is_some_and(is_out_of_fuel)
@@ -391,7 +392,7 @@ fn configured(folder: &Path) -> Result<ConfiguredTemplates> {
     }
 }
 
-/// Jinja as transformers sets it up.
+/// Sets up Jinja as transformers does.
 fn environment() -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -411,7 +412,7 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     Ok(environment)
 }
 
-/// What generation markers enclose, marked where that is asked for.
+/// Marks the text of a generation marker if marks are requested.
 fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
     match state.lookup(MARKED).is_some_and(|marked| marked.is_true()) {
         true => format!("{}{text}{}", GENERATION[0], GENERATION[1]),
@@ -419,7 +420,8 @@ fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
     }
 }
 
-/// The template with filter blocks in place of generation markers, which Jinja treats alike, and whether it has any.
+/// Returns the template with generation markers replaced by filter blocks, which Jinja treats in the same way, and
+/// whether it has any markers.
 fn replace_markers(source: &str) -> (String, bool) {
     let (mut text, mut rest, mut any) = (String::with_capacity(source.len()), source, false);
     while let Some(at) = rest.find("{%") {
@@ -444,10 +446,10 @@ fn replace_markers(source: &str) -> (String, bool) {
     (text, any)
 }
 
-/// The renderer's message: its own text, the line, and what raised it.
+/// Returns the renderer's message: its text, the line and the cause.
 fn reason(error: &minijinja::Error) -> String {
     match (error.kind(), error.detail(), error.line()) {
-        // What a template says itself needs no more.
+        // A message of the template itself is complete.
         (ErrorKind::InvalidOperation, Some(detail), _) if error.line().is_some() => detail.trim_end_matches('.').into(),
         (kind, detail, line) => {
             let detail = detail.map(|detail| format!(": {detail}")).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Which ways of writing messages a chat template can read, and messages rewritten in those ways.
+//! Finds the message formats that a chat template can read, and converts messages to them.
 
 use super::assistant_mask::ChatRenderer;
 use super::conversation::{Conversation, field};
@@ -6,24 +6,24 @@ use super::jinja_compat::json_text;
 use crate::data::raw_record::json;
 use minijinja::value::{Value, ValueKind};
 
-/// What a template can read, found by rendering short conversations.
+/// The message formats that a template can read, found by rendering short conversations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct TemplateCapabilities {
-    /// Whether it reads contents that are lists of parts.
+    /// Whether the template reads contents that are lists of parts.
     parts: bool,
-    /// How it reads the arguments of a call.
+    /// The form in which it reads the arguments of a call.
     arguments: ToolArgumentsFormat,
 }
 
-/// How the arguments of a call are to be given so that they are written as JSON.
+/// The form in which the arguments of a call must be passed so that they are written as JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum ToolArgumentsFormat {
-    /// As they are: both ways are written alike, or none is.
+    /// Unchanged: the template writes both forms in the same way, or writes neither.
     #[default]
     Any,
-    /// As an object, which the template writes as JSON; a text would be written as JSON once more.
+    /// An object, which the template writes as JSON. It would write a text as JSON once more.
     Object,
-    /// As a text of JSON, which the template writes as it is.
+    /// A JSON text, which the template writes unchanged.
     Text,
 }
 
@@ -32,7 +32,7 @@ impl TemplateCapabilities {
         Self { parts: reads_parts(template), arguments: arguments_of(template) }
     }
 
-    /// The messages as the template takes them.
+    /// Returns the messages in the form that the template reads.
     pub(super) fn adapt(self, messages: &[Value]) -> Vec<Value> {
         messages.iter().map(|message| self.message(message)).collect()
     }
@@ -70,7 +70,7 @@ impl TemplateCapabilities {
         })
     }
 
-    /// Whether arguments of a call are texts that stay so where the template writes them as JSON.
+    /// Returns whether arguments of a call are texts that stay texts although the template writes them as JSON.
     pub(super) fn keeps_text(self, message: &Value) -> bool {
         let calls = field(message, "tool_calls");
         let is_text = |call: Value| {
@@ -83,7 +83,7 @@ impl TemplateCapabilities {
     }
 }
 
-/// An object with its values changed.
+/// Returns an object with changed values.
 fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
     let keys = object.try_iter().into_iter().flatten();
     Value::from_pairs(keys.map(|key| {
@@ -93,7 +93,7 @@ fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
     }))
 }
 
-/// The text of parts that are texts.
+/// Returns the joined text of parts that are all texts.
 fn join(parts: &Value) -> Option<String> {
     let text = |part: Value| part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()));
     parts.try_iter().ok()?.map(text).collect()
@@ -101,7 +101,7 @@ fn join(parts: &Value) -> Option<String> {
 
 const PROBE: &str = "Zprobe";
 
-/// Whether parts of a content are written as their text, of all roles.
+/// Returns whether the template writes the parts of a content as their text, for all roles.
 fn reads_parts(template: &impl ChatRenderer) -> bool {
     let part = Value::from_pairs([("type", "text"), ("text", PROBE)]);
     let content: Value = [part].into_iter().collect();
@@ -115,7 +115,7 @@ fn reads_parts(template: &impl ChatRenderer) -> bool {
     ["user", "assistant"].iter().all(|role| text(role).as_ref().is_some_and(is_plain))
 }
 
-/// How a template writes the arguments of a call.
+/// Finds out how a template writes the arguments of a call.
 fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     let text = r#"{"zkey": "zvalue"}"#;
     let rendered = |arguments: Value| {
@@ -131,7 +131,7 @@ fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     };
     let object = json(text).ok().and_then(rendered);
     let text = rendered(text.into());
-    // Keys in JSON, whatever stands between them and their values; with other quotes it is JSON in JSON, or Python's.
+    // JSON keys, whatever is between them and their values. With other quotes it is JSON in JSON, or Python syntax.
     let is_json = |rendered: &Option<String>| {
         let Some(rendered) = rendered else { return false };
         rendered.find("zkey").is_some_and(|at| rendered[..at].ends_with('"') && !rendered[..at].ends_with("\\\""))

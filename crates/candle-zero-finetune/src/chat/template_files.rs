@@ -1,4 +1,4 @@
-//! The chat templates of a model's folder: the usual one, and others by name.
+//! The chat templates of a model's folder: the default one, and others by name.
 
 use super::tokenizer_files::object;
 use crate::error::{Error, Result};
@@ -6,17 +6,17 @@ use candle_zero::files;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The most bytes of a template's file.
+/// The maximum size of a template file in bytes.
 const MOST_BYTES: u64 = 16 << 20;
 
-/// The folder of a model's folder that may have more templates, each a file by its name.
+/// The subfolder of a model's folder for additional templates. Each file is named after its template.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
-/// All templates of a model's folder by name, the usual one as `default`: those of chat_template.jinja and of the folder
-/// `additional_chat_templates`, else those of tokenizer_config.json.
+/// Returns all templates of a model's folder by name, with the usual one as `default`: those of chat_template.jinja and
+/// of the folder `additional_chat_templates` or, without these, those of tokenizer_config.json.
 ///
 /// # Errors
-/// Files that cannot be read.
+/// Fails if a file cannot be read.
 pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>> {
     let read = |path: &Path| {
         let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
@@ -46,10 +46,10 @@ pub(crate) fn named_templates(folder: &Path) -> Result<BTreeMap<String, String>>
 
 const DEFAULT: &str = "default";
 
-/// The files of templates besides the usual one, sorted.
+/// Returns the additional template files, sorted.
 ///
 /// # Errors
-/// A folder that cannot be read.
+/// Fails if a folder cannot be read.
 pub(crate) fn additional_templates(folder: &Path) -> Result<Vec<PathBuf>> {
     let folder = folder.join(ADDITIONAL_TEMPLATES);
     if !folder.is_dir() {

@@ -10,34 +10,37 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tokenizers::{AddedToken, NormalizedString, Normalizer as _, PostProcessorWrapper};
 
-/// The most bytes of a text that has no place where it may be cut: for each byte a tokenizer takes about a hundred.
+/// The maximum length in bytes of a text that cannot be cut anywhere. A tokenizer needs about a hundred bytes for each
+/// byte.
 const MOST_TEXT: usize = 6 << 20;
 
-/// A tokenizer, as a model's folder holds it.
+/// The tokenizer of a model's folder.
 ///
-/// Text is encoded without tokens added around it, for a chat template has written them; a special token's text becomes
-/// that token wherever it stands, as in transformers.
+/// Text is encoded without added tokens, because a chat template has already written them. As in transformers, the text
+/// of a special token becomes that token wherever it occurs.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    /// Without what comes after encoding: truncation, padding, added tokens, offsets that leave out white space.
+    /// The tokenizer without its steps after encoding: truncation, padding, added tokens, offsets that exclude white
+    /// space.
     inner: tokenizers::Tokenizer,
     tokens: SpecialTokens,
     splitter: Option<SafeSplitter>,
-    /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
+    /// The tokens that the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
     around: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
-    /// Its file, for what other crates do with it.
+    /// The tokenizer's file, as the sandbox names it in errors.
     subject: SandboxSubject,
 }
 
-/// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
+/// The names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
     named: Vec<(String, String)>,
 }
 
 impl SpecialTokens {
-    /// The tokens that a tokenizer_config.json or special_tokens_map.json names, the first object that has a name.
+    /// Collects the tokens that a tokenizer_config.json or special_tokens_map.json names. The first object that
+    /// contains a name takes precedence.
     fn of(objects: &[&Map<String, Value>]) -> Self {
         let mut named: Vec<(String, String)> = vec![];
         for (key, value) in objects.iter().flat_map(|object| object.iter()) {
@@ -51,31 +54,32 @@ impl SpecialTokens {
         Self { named }
     }
 
-    /// Tokens by their names (`bos_token`, ...).
+    /// Collects tokens by their names (`bos_token`, ...).
     pub fn new<N: Into<String>, T: Into<String>>(named: impl IntoIterator<Item = (N, T)>) -> Self {
         Self { named: named.into_iter().map(|(name, text)| (name.into(), text.into())).collect() }
     }
 
-    /// The text of the token `name`.
+    /// Returns the text of the token `name`.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.named.iter().find(|(key, _)| key == name).map(|(_, text)| text.as_str())
     }
 
-    /// All of them, by name.
+    /// Iterates over all tokens, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.named.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer at `path`: tokenizer.json, and tokenizer_config.json and special_tokens_map.json where they are there,
-    /// of a folder; in its place vocab.txt of a BERT, or vocab.json and merges.txt of a GPT-2; what a GGUF file holds, for such
-    /// a file and for a folder with one and no tokenizer.
+    /// Reads the tokenizer at `path`. In a folder, it reads tokenizer.json, with tokenizer_config.json and
+    /// special_tokens_map.json if they exist. Without a tokenizer.json, it reads vocab.txt of a BERT, or vocab.json and
+    /// merges.txt of a GPT-2. For a GGUF file, and for a folder with one and no tokenizer, it reads the tokenizer in
+    /// the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];
-    /// [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding token that the tokenizer does not have; of a GGUF file,
-    /// a kind of tokenizer that is not known.
+    /// [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding token that the tokenizer does not have; an
+    /// unknown kind of tokenizer in a GGUF file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let TokenizerFiles { path, tokenizer: bytes, config, special: map } = TokenizerFiles::read(path.as_ref())?;
         let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
@@ -109,13 +113,13 @@ impl Tokenizer {
         Ok(Self { inner, splitter, tokens, around, fingerprint, subject })
     }
 
-    /// Whether texts are encoded by pieces.
+    /// Returns whether texts are encoded in pieces.
     #[cfg(test)]
     pub(super) fn is_cut(&self) -> bool {
         self.splitter.is_some()
     }
 
-    /// The ids of `text` and the bytes that they stand for, without tokens added around it.
+    /// Returns the ids of `text` and the bytes that they represent, without added tokens.
     ///
     /// # Errors
     /// [`FinetuneError::Encode`].
@@ -126,7 +130,7 @@ impl Tokenizer {
         }
     }
 
-    /// The same, of the text as one.
+    /// Encodes the text as one piece.
     fn encode_whole(&self, text: &str) -> Result<EncodedText> {
         let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
         if text.len() > MOST_TEXT {
@@ -138,7 +142,7 @@ impl Tokenizer {
         Ok(EncodedText { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
     }
 
-    /// The text of `ids`.
+    /// Returns the text of `ids`.
     ///
     /// # Errors
     /// [`FinetuneError::Decode`].
@@ -149,38 +153,38 @@ impl Tokenizer {
         Ok(decoded.map_err(|e| wrong(e.to_string()))?)
     }
 
-    /// Decodes token by token.
+    /// Returns a decoder that takes one token at a time.
     pub fn stream(&self, skip_special_tokens: bool) -> TextStream<'_> {
         TextStream { tokenizer: self, skip_special_tokens, ids: vec![], printed: 0 }
     }
 
-    /// The named special tokens.
+    /// Returns the named special tokens.
     pub fn special_tokens(&self) -> &SpecialTokens {
         &self.tokens
     }
 
-    /// The id of the special token `name` (`eos_token`, ...).
+    /// Returns the id of the special token `name` (`eos_token`, ...).
     pub fn special_id(&self, name: &str) -> Option<u32> {
         self.tokens.get(name).and_then(|token| self.id(token))
     }
 
-    /// The id of a token's text.
+    /// Returns the id of a token, given its text.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// What the tokenizer itself adds before and after a text that no chat template has written.
+    /// Returns the tokens that the tokenizer itself adds before and after a text that no chat template has written.
     pub fn around(&self) -> (&[u32], &[u32]) {
         (&self.around.0, &self.around.1)
     }
 
-    /// One more than the largest id.
+    /// Returns the largest id plus one.
     pub fn vocab_size(&self) -> usize {
         let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
         added.max(self.inner.get_vocab_size(false))
     }
 
-    /// The texts of all tokens that are marked as special.
+    /// Returns the texts of all tokens that are marked as special.
     pub(crate) fn special_texts(&self) -> Vec<String> {
         let added = self.inner.get_added_tokens_decoder().into_values();
         let mut texts: Vec<String> = added.filter(|token| token.special).map(|token| token.content).collect();
@@ -190,15 +194,15 @@ impl Tokenizer {
         texts
     }
 
-    /// A number that changes with tokenizer.json, the named special tokens, and what is added around a text.
+    /// Returns a number that changes with tokenizer.json, the named special tokens, and the tokens added around a text.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 }
 
-/// Added tokens with which the library cannot encode: one of which the normalizer leaves nothing is found everywhere, and
-/// the search never ends; of two that the normalizer makes equal, the library finds one or the other by chance, anew
-/// in each process.
+/// Finds added tokens with which the library cannot encode. A token that the normalizer reduces to nothing is found
+/// everywhere, and the search never ends. If the normalizer makes two tokens equal, the library finds one of them at
+/// random, differently in each process.
 fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
     let Some(normalizer) = inner.get_normalizer() else { return Ok(None) };
     let added = inner.get_added_tokens_decoder().into_iter().filter(|(_, token)| token.normalized);
@@ -221,7 +225,7 @@ fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<
     Ok(None)
 }
 
-/// What a tokenizer adds before and after a text.
+/// Returns the tokens that a tokenizer adds before and after a text.
 fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
     let (bare, whole) = (inner.encode("a", false)?, inner.encode("a", true)?);
     let (bare, whole) = (bare.get_ids(), whole.get_ids());
@@ -229,7 +233,7 @@ fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, 
     Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
 }
 
-/// `tokens` with or without `token`, where the configuration asks for one of them.
+/// Returns `tokens` with or without `token`, if the configuration requests either.
 fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
     match (token, asked) {
         (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],
@@ -238,19 +242,19 @@ fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<
     }
 }
 
-/// Text as its tokens arrive: what is not yet whole UTF-8 is held back.
+/// Text as its tokens arrive. Bytes that are not yet complete UTF-8 are held back.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     skip_special_tokens: bool,
-    /// The last tokens whose text was given, which those after them are decoded with, and those held back.
+    /// The last tokens whose text was returned, which are the context for decoding the next ones, and those held back.
     ids: Vec<u32>,
-    /// How many of them were given.
+    /// The number of tokens in `ids` whose text was returned.
     printed: usize,
 }
 
 impl TextStream<'_> {
-    /// What can be said after token `id`; nothing while a character is not complete.
+    /// Returns the text that is complete after token `id`, which is empty while a character is incomplete.
     ///
     /// # Errors
     /// [`FinetuneError::Decode`].
@@ -265,7 +269,7 @@ impl TextStream<'_> {
         Ok(text)
     }
 
-    /// What was held back: characters that never became complete stand as U+FFFD.
+    /// Returns the text that was held back. Characters that never became complete appear as U+FFFD.
     ///
     /// # Errors
     /// [`FinetuneError::Decode`].
@@ -278,7 +282,7 @@ impl TextStream<'_> {
     fn unprinted(&self) -> Result<String> {
         let before = self.tokenizer.decode(&self.ids[..self.printed], self.skip_special_tokens)?;
         let mut all = self.tokenizer.decode(&self.ids, self.skip_special_tokens)?;
-        // Decoders change what they wrote only at its end, where a character was not complete.
+        // Decoders change earlier output only at its end, at an incomplete character.
         let at = before.len().min(all.len());
         let at = (0..=at).rev().find(|at| all.is_char_boundary(*at)).unwrap_or(0);
         Ok(all.split_off(at))

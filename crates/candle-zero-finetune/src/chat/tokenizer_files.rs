@@ -1,11 +1,11 @@
-//! Where a model's tokenizer and chat template are: in the files of its folder, or inside of its GGUF file.
+//! Finds a model's tokenizer and chat template, in the files of its folder or inside its GGUF file.
 //!
 //! | found | tokenizer |
 //! |---|---|
-//! | `tokenizer.json` | that, with `tokenizer_config.json` and `special_tokens_map.json` |
+//! | `tokenizer.json` | this tokenizer, with `tokenizer_config.json` and `special_tokens_map.json` |
 //! | `vocab.txt` | BERT's WordPiece over its lines |
-//! | `vocab.json` and `merges.txt` of a GPT-2 | its byte-level BPE |
-//! | a GGUF file | what its metadata holds |
+//! | `vocab.json` and `merges.txt` of a GPT-2 | GPT-2's byte-level BPE |
+//! | a GGUF file | the tokenizer in its metadata |
 
 use crate::error::{Error, FinetuneError, Result};
 use crate::gguf::weights::{GgufFile, gguf_files};
@@ -15,28 +15,28 @@ use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-/// The most bytes of a tokenizer's file. Those of the largest vocabularies have 35 MiB.
+/// The maximum size of a tokenizer file in bytes. Those of the largest vocabularies have 35 MiB.
 const MOST_BYTES: u64 = 128 << 20;
 
 /// The content of a tokenizer's files.
 #[derive(Debug, Clone)]
 pub(crate) struct TokenizerFiles {
-    /// The file that it was read from.
+    /// The file that the tokenizer was read from.
     pub path: PathBuf,
-    /// tokenizer.json.
+    /// The content of tokenizer.json.
     pub tokenizer: Vec<u8>,
-    /// tokenizer_config.json.
+    /// The content of tokenizer_config.json.
     pub config: Map<String, Value>,
-    /// special_tokens_map.json.
+    /// The content of special_tokens_map.json.
     pub special: Map<String, Value>,
 }
 
-/// tokenizer.json.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
 
 impl TokenizerFiles {
-    /// Reads those of a folder, or of a GGUF file. A file of a folder goes before what lies inside of a GGUF file.
+    /// Reads the files of a folder, or the tokenizer of a GGUF file. Files in a folder take precedence over the content
+    /// of a GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`]; a file that cannot be used.
@@ -67,10 +67,10 @@ impl TokenizerFiles {
         }
     }
 
-    /// Writes them to a folder that has none: what lies inside of a GGUF file.
+    /// Writes the tokenizer from a GGUF file to a folder that has no tokenizer files.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// Fails if a file cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
         let config = Value::Object(self.config.clone()).to_string().into_bytes();
         for (name, bytes) in [(TOKENIZER, &self.tokenizer), (CONFIG, &config)] {
@@ -82,7 +82,7 @@ impl TokenizerFiles {
         Ok(())
     }
 
-    /// vocab.json and merges.txt.
+    /// Builds the tokenizer from vocab.json and merges.txt.
     fn of_gpt2(folder: &Path, mut config: Map<String, Value>, special: Map<String, Value>) -> Result<Self> {
         let path = folder.join("vocab.json");
         let model = object(&folder.join("config.json"))?;
@@ -111,8 +111,8 @@ impl TokenizerFiles {
     }
 }
 
-/// The GGUF file whose own tokenizer a model has: the path itself, unless a tokenizer lies beside it, or the only one of a folder
-/// without a tokenizer.
+/// Returns the GGUF file whose tokenizer a model uses: the path itself, unless a tokenizer lies next to it, or the only
+/// GGUF file of a folder without a tokenizer.
 pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     if path.is_file() {
         return Ok(Some(path.to_owned()));
@@ -127,12 +127,12 @@ pub(super) fn gguf_with_tokenizer(path: &Path) -> Result<Option<PathBuf>> {
     })
 }
 
-/// Whether a folder has a tokenizer.json, which goes before what lies inside of a GGUF file.
+/// Returns whether a folder has a tokenizer.json, which takes precedence over the content of a GGUF file.
 pub(crate) fn has_tokenizer(folder: &Path) -> bool {
     folder.join(TOKENIZER).is_file()
 }
 
-/// The error about a folder without a tokenizer, by what it has.
+/// Returns the error for a folder without a tokenizer, depending on its files.
 fn none(folder: &Path) -> Error {
     let has = |name: &str| folder.join(name).is_file();
     let found = match () {
@@ -144,7 +144,7 @@ fn none(folder: &Path) -> Error {
     FinetuneError::NoTokenizer { folder: folder.to_owned(), found: found.into() }.into()
 }
 
-/// BERT's special tokens, where no file says others.
+/// BERT's special tokens, used if no file names others.
 const WORD_PIECE: [(&str, &str); 5] = [
     ("unk_token", "[UNK]"),
     ("sep_token", "[SEP]"),
@@ -159,7 +159,7 @@ fn added(id: Value, content: &str) -> Value {
     })
 }
 
-/// The tokenizer.json that transformers makes of a vocab.txt.
+/// Builds the tokenizer.json that transformers makes from a vocab.txt.
 fn word_piece(lines: &str, config: &Map<String, Value>) -> Value {
     let lines = lines.strip_suffix('\n').unwrap_or(lines);
     let token = |line: &str| line.strip_suffix('\r').unwrap_or(line).to_owned();
@@ -201,7 +201,7 @@ fn word_piece(lines: &str, config: &Map<String, Value>) -> Value {
     })
 }
 
-/// A file's bytes; nothing where there is no such file.
+/// Returns a file's bytes, or `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     match files::read(path, MOST_BYTES) {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
@@ -209,7 +209,7 @@ fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// A JSON object; an empty one where there is no file.
+/// Reads a JSON object. Returns an empty one if the file does not exist.
 pub(crate) fn object(path: &Path) -> Result<Map<String, Value>> {
     let Some(bytes) = read(path)? else { return Ok(Map::new()) };
     let wrong = |e: serde_json::Error| FinetuneError::TokenizerFile { path: path.into(), reason: e.to_string() };

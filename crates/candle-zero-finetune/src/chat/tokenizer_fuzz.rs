@@ -1,6 +1,6 @@
-//! A random search for tokenizers whose tokens are others than those of the library that they are for.
+//! A random search for tokenizers whose tokens differ from those of the library that defines them.
 //!
-//! `CANDLE_ZERO_VOCABULARIES` is how many are tried, and `CANDLE_ZERO_SEED` with which seed.
+//! `CANDLE_ZERO_VOCABULARIES` sets the number of tokenizers, and `CANDLE_ZERO_SEED` the seed.
 
 use super::tokenizer::Tokenizer;
 use candle_zero::util::mix;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Random numbers.
+/// A generator of random numbers.
 struct Random(u64);
 
 impl Random {
@@ -25,8 +25,8 @@ impl Random {
         of[self.below(of.len())]
     }
 
-    /// Texts of few letters, so that pieces come again and again, with all that pre-tokenizers, normalizers and added tokens
-    /// look at.
+    /// Returns texts of few letters, so that pieces repeat, with everything that pre-tokenizers, normalizers and added
+    /// tokens react to.
     fn text(&mut self, parts: usize) -> String {
         const PARTS: [&[&str]; 9] = [
             &["a", "b", "ab", "the", "cat", "The", "THE", "e", "xY", "abc", "ing", "s", "K"],
@@ -102,7 +102,7 @@ impl Random {
             }
             13 => json!({"type": "Split", "pattern": {"Regex": self.one(&["\\s", "[a-z]+", " ?[^ ]+", "\\n"])},
                          "behavior": self.one(&behaviors), "invert": self.chance(20)}),
-            // As the best known tokenizers have it.
+            // The form of the best known tokenizers.
             14 | 15 => json!({"type": "Sequence", "pretokenizers": [
                 {"type": "Split", "pattern": {"Regex": self.one(&super::encode_cache::KNOWN)}, "behavior": "Isolated", "invert": false},
                 {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
@@ -114,7 +114,7 @@ impl Random {
         }
     }
 
-    /// A vocabulary with merges, of characters as byte-level tokenizers write them or as they are.
+    /// Returns a vocabulary with merges, of characters in byte-level form or unchanged.
     fn bpe(&mut self, texts: &[String], byte_level: bool) -> Value {
         let written = |text: &str| match byte_level {
             true => text.bytes().map(byte_char).collect::<Vec<char>>(),
@@ -131,7 +131,7 @@ impl Random {
         let mut tokens: Vec<String> = symbols.iter().map(char::to_string).collect();
         let mut known: BTreeSet<String> = tokens.iter().cloned().collect();
         let mut merges: Vec<[String; 2]> = vec![];
-        // Merges of what stands side by side in texts, of which some end or begin with spaces; and some by chance.
+        // Merges of adjacent characters in texts, some of which begin or end with spaces, and some random merges.
         let across = self.chance(35);
         let mut words: Vec<Vec<String>> =
             texts.iter().map(|text| written(text).into_iter().map(String::from).collect()).collect();
@@ -171,7 +171,7 @@ impl Random {
                 }
             }
         }
-        // Words that no merge leads to.
+        // Words that no merge produces.
         for word in ["Ġthe", "▁the", "the", "▁a▁", "Ġcat", "a▁b"] {
             if self.chance(15) && known.insert(word.into()) {
                 tokens.push(word.into());
@@ -232,7 +232,7 @@ impl Random {
         }
     }
 
-    /// A normalizer and a pre-tokenizer as GPT-2, Llama 3, Qwen, SmolLM2 and Gemma have them.
+    /// Returns a normalizer and a pre-tokenizer such as those of GPT-2, Llama 3, Qwen, SmolLM2 and Gemma.
     fn usual_way(&mut self) -> (Value, Value) {
         let normalizer = if self.chance(40) { json!({"type": "NFC"}) } else { Value::Null };
         let byte_level =
@@ -258,7 +258,7 @@ impl Random {
     }
 
     fn tokenizer(&mut self, texts: &[String]) -> Value {
-        // Half as the best known ones are made, but for what is in them.
+        // Half of them have the structure of the best known tokenizers, with different content.
         let is_usual = self.chance(50);
         let (normalizer, pre_tokenizer) = match is_usual {
             true => self.usual_way(),
@@ -318,7 +318,7 @@ impl Random {
     }
 }
 
-/// A byte as GPT-2's vocabulary writes it.
+/// Returns the character that represents a byte in GPT-2's vocabulary.
 fn byte_char(byte: u8) -> char {
     let is_own = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..);
     match is_own(byte) {
@@ -331,7 +331,7 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// What a tokenizer makes of a text; nothing where it cannot, or panics.
+/// Returns the result of `encode`, or `None` if it fails or panics.
 fn attempt<T>(encode: impl FnOnce() -> Option<T>) -> Option<T> {
     catch_unwind(AssertUnwindSafe(encode)).ok().flatten()
 }
@@ -353,11 +353,11 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
         let json = random.tokenizer(&texts);
         let drops = json["model"]["type"] == "BPE" && json["model"]["unk_token"].is_null();
         let json = json.to_string();
-        // Not every combination is one that the library loads.
+        // The library does not load every combination.
         let Some(theirs) = attempt(|| tokenizers::Tokenizer::from_bytes(&json).ok()) else { continue };
         std::fs::write(folder.path().join("tokenizer.json"), &json).unwrap();
         let ours = match Tokenizer::open(folder.path()) {
-            // Theirs does not end, or differs from one process to the next.
+            // The library's encoding does not end, or differs from one process to the next.
             Err(error)
                 if ["is found without end", "found by chance"].iter().any(|why| error.to_string().contains(why)) =>
             {
@@ -371,7 +371,7 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
             let encode = || theirs.encode(text.as_str(), false).ok();
             let Some(expected) = attempt(encode) else { continue };
             let found = ours.encode(text).unwrap();
-            // Without a token for what is unknown the library leaves it out, and shifts the offsets behind it.
+            // Without a token for unknown characters, the library omits them and shifts the offsets after them.
             let same = found.ids == expected.get_ids() && (drops || found.offsets == expected.get_offsets());
             assert!(
                 same,
@@ -383,7 +383,7 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
             );
         }
     }
-    // That cutting is tried at all.
+    // Checks that texts are cut at all.
     assert!(cut * 6 > tried, "{cut} of {tried} tokenizers cut texts");
     eprintln!("{tried} tokenizers, of which {cut} cut texts: no text has other tokens");
 }

@@ -1,8 +1,8 @@
-//! Samples in rows of the context's length, and rows in batches.
+//! Packs samples into rows of the context length, and groups rows into batches.
 //!
-//! Rows are filled once, first-fit in an order that the seed makes; an epoch goes through the same rows in an order of its
-//! own. Which rows a step has follows from its number alone, so a resumed run needs nothing but that, and every rank has the
-//! same number of batches.
+//! Rows are filled once, first-fit, in an order derived from the seed. Each epoch goes through the same rows in a
+//! different order. The rows of a step depend only on its number, so a resumed run needs nothing else, and every rank
+//! has the same number of batches.
 
 use super::dataset::Dataset;
 use candle_zero::data::BatchShape;
@@ -10,49 +10,49 @@ use candle_zero::util::{mix, permute};
 use std::hash::Hasher as _;
 use std::sync::Arc;
 
-/// The target of a position that predicts nothing, which a loss leaves out.
+/// The target of a position that predicts nothing. The loss ignores it.
 pub const NO_TARGET: i64 = -100;
 
 /// Whether several samples are packed into a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SequencePacking {
-    /// As many as fit in a row of so many tokens, each a sequence of its own. Only where samples do not belong together
-    /// ([`Dataset::group`]), and no label is to be told.
+    /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
+    /// belong together ([`Dataset::group`]) and have no labels to predict.
     Packed {
-        /// Tokens of a row. A longer sample has a row of its own.
+        /// Tokens of a row. A longer sample gets its own row.
         ctx: usize,
     },
-    /// Each in a row of its own, padded to the longest of the batch.
+    /// One sample per row, padded to the longest row of the batch.
     Padded,
 }
 
 /// The rows of one rank's micro batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowBatch {
-    /// Number of rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Tokens of a row.
+    /// The number of tokens in a row.
     pub time: usize,
     /// The tokens, `[rows, time]`.
     pub ids: Vec<u32>,
-    /// The token that each is to predict, the one after it in its sequence, or [`NO_TARGET`]; `[rows, time]`.
+    /// The token that each position predicts (the next one in its sequence) or [`NO_TARGET`], `[rows, time]`.
     pub targets: Vec<i64>,
-    /// Where sequences begin, for each row; what is filled up behind the last one is a sequence too.
+    /// The start positions of the sequences in each row. Padding after the last sequence counts as a sequence.
     pub starts: Vec<Vec<usize>>,
-    /// The numbers of the labels of all sequences but padding. Rows without any come last.
+    /// The numbers of the labels of all sequences except padding. Rows without a label come last.
     pub labels: Vec<u32>,
-    /// Tokens without what fills rows up.
+    /// The number of tokens without padding.
     pub tokens: usize,
 }
 
-/// The order in which rows come.
+/// The order of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// By chance, in each epoch another.
+    /// Shuffled with this seed, differently in each epoch.
     Shuffled(u64),
-    /// That of the data, epoch after epoch.
+    /// The order of the data, epoch after epoch.
     Sequential,
-    /// That of the data, one time.
+    /// The order of the data, once.
     Once,
 }
 
@@ -62,7 +62,7 @@ pub struct Batches {
     dataset: Arc<Dataset>,
     /// Groups of samples, row by row.
     members: Vec<u32>,
-    /// Where each row begins in `members`, and the end of the last.
+    /// The start of each row in `members`, and the end of the last row.
     rows: Vec<usize>,
     shape: BatchShape,
     order: RowOrder,
@@ -70,7 +70,8 @@ pub struct Batches {
 }
 
 impl Batches {
-    /// Batches to train on: without end, epoch after epoch, each in an order that `seed` makes. `pad` fills rows up.
+    /// Returns batches to train on. They never end: each epoch has an order derived from `seed`. Rows are filled up
+    /// with `pad`.
     ///
     /// # Panics
     ///
@@ -79,21 +80,21 @@ impl Batches {
         Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
     }
 
-    /// Batches to train on in the order of the data, epoch after epoch the same.
+    /// Returns batches to train on in the order of the data, which is the same in each epoch.
     ///
     /// # Panics
     ///
-    /// As [`training`](Self::training).
+    /// See [`training`](Self::training).
     pub fn in_order(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
     }
 
-    /// Batches to validate on: each row once, in the same order at any time. The last ones are filled up with rows that
-    /// have no target.
+    /// Returns batches to validate on: each row once, always in the same order. The last batches are filled up with
+    /// rows without targets.
     ///
     /// # Panics
     ///
-    /// As [`training`](Self::training).
+    /// See [`training`](Self::training).
     pub fn validation(dataset: Arc<Dataset>, packing: SequencePacking, shape: BatchShape, pad: u32) -> Self {
         Self::new(dataset, packing, shape, RowOrder::Once, pad)
     }
@@ -109,7 +110,7 @@ impl Batches {
         Self { dataset, members, rows, shape, order: rows_in, pad }
     }
 
-    /// How many rows there would be.
+    /// Returns the number of rows that batches of the data set would have.
     pub(crate) fn count_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> usize {
         match packed_rows(dataset, packing, order) {
             Some((_, row_of)) => row_of.iter().max().map_or(0, |last| *last as usize + 1),
@@ -117,23 +118,24 @@ impl Batches {
         }
     }
 
-    /// Rows in an epoch; of samples that belong together, groups.
+    /// Returns the number of rows in an epoch, or of groups if samples belong together.
     pub fn rows_per_epoch(&self) -> usize {
         self.rows.len() - 1
     }
 
-    /// Tokens of the longest row.
+    /// Returns the number of tokens in the longest row.
     pub(crate) fn longest_row(&self) -> usize {
         let row = |row: &[usize]| self.members[row[0]..row[1]].iter().flat_map(|group| self.samples(*group));
         self.rows.windows(2).map(|ends| row(ends).map(|sample| sample.len()).sum()).max().unwrap_or(0)
     }
 
-    /// Steps that go through all rows, the last one perhaps with rows of the next epoch, or empty ones.
+    /// Returns the number of steps that go through all rows. The last step may contain rows of the next epoch or empty
+    /// rows.
     pub fn steps_per_epoch(&self) -> u64 {
         self.rows_per_epoch().div_ceil(self.rows_per_step()) as u64
     }
 
-    /// Steps of so many epochs, at least one.
+    /// Returns the number of steps in this number of epochs, at least 1.
     pub fn steps(&self, epochs: f64) -> u64 {
         ((self.rows_per_epoch() as f64 * epochs / self.rows_per_step() as f64).ceil() as u64).max(1)
     }
@@ -142,7 +144,7 @@ impl Batches {
         self.shape.micro * self.shape.world * self.shape.accumulation
     }
 
-    /// The groups of row `row` of the whole run; none for a row behind the end of a validation.
+    /// Returns the groups of row `row` of the complete run. A row after the end of a validation has none.
     fn row(&self, row: u64) -> &[u32] {
         let count = self.rows_per_epoch() as u64;
         let row = match self.order {
@@ -154,16 +156,16 @@ impl Batches {
         &self.members[self.rows[row]..self.rows[row + 1]]
     }
 
-    /// The samples of a group.
+    /// Returns the samples of a group.
     fn samples(&self, group: u32) -> impl Iterator<Item = crate::SampleRef<'_>> {
         let count = self.dataset.group();
         (0..count).map(move |i| self.dataset.sample(group as usize * count + i))
     }
 
-    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0.
+    /// Returns this rank's micro batch `accumulation_index` of optimizer step `step`, both counted from 0.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> RowBatch {
         let rows = (0..self.shape.micro).map(|j| self.row(self.shape.global_sample(step, accumulation_index, j)));
-        // Samples that belong together have a row each.
+        // Samples that belong together each get their own row.
         let apart = self.dataset.group() > 1;
         let mut filled: Vec<Vec<crate::SampleRef<'_>>> = vec![];
         for row in rows {
@@ -199,7 +201,7 @@ impl Batches {
         batch
     }
 
-    /// A number that changes with the samples of the rows and with their order.
+    /// Returns a number that changes with the samples of the rows and with their order.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
         hasher.write(&self.dataset.fingerprint().to_le_bytes());
@@ -209,8 +211,8 @@ impl Batches {
         hasher.finish()
     }
 
-    /// Targets of all ranks and micro batches of a step, and where labels are to be told these: what the sum of their losses
-    /// is divided by. Every rank computes it alone.
+    /// Returns the number of targets of all ranks and micro batches of a step, or of labels if those are predicted. The
+    /// sum of the losses is divided by it. Every rank computes it independently.
     pub fn targets_of_step(&self, step: u64) -> u64 {
         let first = step * self.rows_per_step() as u64;
         let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));
@@ -220,7 +222,7 @@ impl Batches {
     }
 }
 
-/// The order in which samples are packed and the row of each, where several have a row.
+/// Returns the order in which samples are packed and the row of each, if rows contain several samples.
 fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> Option<(Vec<u32>, Vec<u32>)> {
     let SequencePacking::Packed { ctx } = packing else { return None };
     if dataset.group() > 1 {
@@ -236,24 +238,24 @@ fn packed_rows(dataset: &Dataset, packing: SequencePacking, order: RowOrder) -> 
     Some((order, row_of))
 }
 
-/// The row of each sample: the first that has room for it. One that is longer than a row fills one.
+/// Returns the row of each sample: the first row that has room for it. A sample that is longer than a row fills one.
 fn first_fit(lengths: impl Iterator<Item = usize>, ctx: usize) -> Vec<u32> {
     let mut room = FreeSpaceTree { leaves: 1, most: vec![0; 2], rows: 0 };
-    // Also the shortest sample takes room, so that a row without any has none for it.
+    // Even the shortest sample takes up room, so that a row without any room left accepts no sample.
     lengths.map(|length| room.take(length.clamp(1, ctx.max(1)), ctx.max(1))).collect()
 }
 
-/// How much room rows have: a tree of maxima, whose leaves are the rows.
+/// The free space of rows, as a tree of maxima whose leaves are the rows.
 struct FreeSpaceTree {
-    /// A power of two.
+    /// The number of leaves, a power of two.
     leaves: usize,
-    /// Node i has the nodes 2i and 2i + 1 below it; the root is 1.
+    /// The maximum free space below each node. Node i has the children 2i and 2i + 1. The root is node 1.
     most: Vec<usize>,
     rows: usize,
 }
 
 impl FreeSpaceTree {
-    /// Takes room in the first row that has it, or in a new one.
+    /// Takes up room in the first row that has enough, or in a new one, and returns the row.
     fn take(&mut self, length: usize, ctx: usize) -> u32 {
         if self.rows == 0 || self.most[1] < length {
             if self.rows == self.leaves {
@@ -290,7 +292,7 @@ impl FreeSpaceTree {
     }
 }
 
-/// Samples row by row, in their order within each, and where each row begins.
+/// Returns the samples row by row, in their order within each row, and the start of each row.
 fn by_row(order: &[u32], row_of: &[u32]) -> (Vec<u32>, Vec<usize>) {
     let count = row_of.iter().max().map_or(0, |last| *last as usize + 1);
     let mut rows = vec![0; count + 1];

@@ -1,25 +1,25 @@
-//! The messages of a record, in whatever way it has them, as chat templates take them.
+//! Converts the messages of a record, in any of the known formats, to the form that chat templates take.
 
 use super::columns::{PICTURES, WEIGHTS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
 use minijinja::value::{Value, ValueKind};
 
-/// Why messages cannot be used.
+/// The reason why messages cannot be used.
 pub(super) type RecordProblem = String;
 
-/// Messages with role and content, and which of them say themselves whether they are to be learned.
+/// Messages with role and content, and which of them state themselves whether they are learned.
 #[derive(Debug, Default, Clone)]
 pub(super) struct ChatMessages {
     pub list: Vec<Value>,
     pub learned: Vec<Option<bool>>,
-    /// Whether the first of them has `from` and `value`, as ShareGPT's.
+    /// Whether the first message has `from` and `value`, as in ShareGPT.
     pub is_share_gpt: bool,
 }
 
 impl ChatMessages {
-    /// The messages of a list, or of a single one: role and content as OpenAI has them, from and value as ShareGPT, content
-    /// in parts, input and output as xtuner. A text, as tables have it, is read as JSON.
+    /// Reads the messages of a list, or a single message: role and content (OpenAI), from and value (ShareGPT), content
+    /// in parts, or input and output (xtuner). A text, as in tables, is parsed as JSON.
     pub(super) fn of(value: &Value) -> Result<Self, RecordProblem> {
         let value = match value.as_str() {
             Some(text) => json(text).map_err(|reason| format!("its messages: {reason}"))?,
@@ -42,20 +42,20 @@ impl ChatMessages {
         }
     }
 
-    /// One message of a text.
+    /// Returns one message of a text.
     pub(super) fn text(role: &str, content: &str) -> Self {
         let list = vec![Value::from_pairs([("role", role), ("content", content)])];
         Self { list, learned: vec![None], is_share_gpt: false }
     }
 
-    /// These, and those behind them.
+    /// Appends messages.
     pub(super) fn then(mut self, others: Self) -> Self {
         self.list.extend(others.list);
         self.learned.extend(others.learned);
         self
     }
 
-    /// Puts a system text before all, unless it stands there.
+    /// Puts a system text before all messages, unless it is already there.
     pub(super) fn with_system(self, system: &str) -> Result<Self, RecordProblem> {
         let first = self.list.first().cloned().unwrap_or_default();
         let (role, content) = (field(&first, "role"), field(&first, "content"));
@@ -137,7 +137,7 @@ impl ChatMessages {
         Ok(())
     }
 
-    /// A turn of xtuner: what is asked and what is answered, perhaps with a system text.
+    /// Appends a turn of xtuner: a question and its answer, perhaps with a system text.
     fn push_turn(&mut self, turn: &Value) -> Result<(), RecordProblem> {
         for (name, role) in [("system", "system"), ("input", "user"), ("output", "assistant")] {
             let value = field(turn, name);
@@ -160,10 +160,10 @@ impl ChatMessages {
     }
 }
 
-/// Keys that say in other words what is not to be learned.
+/// Other keys that exclude text from learning.
 const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
-/// The refusal of pictures, by their key.
+/// Returns the refusal of pictures, naming their key.
 pub(super) fn picture(name: &str) -> RecordProblem {
     format!(
         "it has {name}, and pictures, films and sounds are not read: without them its texts would teach to make things up; \
@@ -171,13 +171,13 @@ pub(super) fn picture(name: &str) -> RecordProblem {
     )
 }
 
-/// Whether a message says itself that it is to be learned.
+/// Returns whether a message states itself that it is learned.
 fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
     for name in WEIGHTS {
         let value = field(message, name);
         let Some(said) = weight(name, &value)? else { continue };
-        // A weight of what is asked has no meaning where only answers have one.
+        // Only answers can have a weight. The weight of a question has no meaning.
         if said && !is_assistant && name != "weight" {
             return Err(format!(
                 "it has {name}, and only what the assistant says is learned; remove the key from other messages"
@@ -188,7 +188,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     Ok(learned)
 }
 
-/// Whether something is learned by a weight, or a flag: 0 or 1, or a truth value, perhaps as text.
+/// Returns whether a weight or a flag enables learning. It is 0, 1 or a truth value, perhaps as text.
 pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
     let text = value.as_str().map(str::trim);
     let number = match (value.kind(), text) {
@@ -209,7 +209,7 @@ pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordPr
     }
 }
 
-/// The role of ShareGPT's `from`.
+/// Returns the role for ShareGPT's `from`.
 fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
     Ok(match from {
         "human" | "user" => "user",
@@ -225,7 +225,7 @@ fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
     })
 }
 
-/// A content: a text, a list of parts, or what else a template may take.
+/// Appends a content: a text, a list of parts, or another value that a template may take.
 fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     if value.kind() != ValueKind::Seq {
         fields.push(("content".into(), value.clone()));
@@ -266,12 +266,12 @@ fn text_part(text: &str) -> Value {
     Value::from_pairs([("type", "text"), ("text", text)])
 }
 
-/// Whether parts of this type are pictures, films or sounds.
+/// Returns whether parts of this type are pictures, videos or sounds.
 fn is_picture(of: &str) -> bool {
     ["image", "video", "audio", "file"].iter().any(|word| of.contains(word))
 }
 
-/// Appends a call, or several, as `tool_calls`.
+/// Appends one or several calls as `tool_calls`.
 fn push_calls(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     let calls: Vec<Value> = match value.kind() {
         ValueKind::Seq => value.try_iter().into_iter().flatten().collect(),

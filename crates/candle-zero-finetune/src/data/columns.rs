@@ -1,10 +1,11 @@
-//! Names of columns: those that records are read by, those that change what is to be learned, and what the user calls them.
+//! The names of columns: those that define a record's format, those that change what is learned, and the user's own
+//! names.
 
 use crate::error::FinetuneError;
 use candle_zero::util::list;
 use std::str::FromStr;
 
-/// The names that records are read by.
+/// The names that define a record's format.
 pub(super) const KEYS: [&str; 21] = [
     "messages",
     "conversations",
@@ -29,7 +30,7 @@ pub(super) const KEYS: [&str; 21] = [
     "functions",
 ];
 
-/// What else changes what is to be learned of a record, or tells it.
+/// Other keys that define what is learned from a record or change it.
 pub(super) const PREFERRED: [&str; 2] = ["preferred_output", "non_preferred_output"];
 pub(super) const VARIABLES: [&str; 2] = ["chat_template_kwargs", "documents"];
 pub(super) const WEIGHTS: [&str; 6] = ["weight", "loss_weight", "sample_weight", "train", "training", "trainable"];
@@ -52,17 +53,17 @@ pub(super) const PICTURES: [&str; 14] = [
     "audio",
     "audios",
 ];
-/// Scores of two answers: of the chosen one, of the rejected one.
+/// Scores of two answers: of the chosen one and of the rejected one.
 pub(crate) const SCORES: [[&str; 2]; 4] = [
     ["score_chosen", "score_rejected"],
     ["chosen_score", "rejected_score"],
     ["chosen_rating", "rejected_rating"],
     ["rating_chosen", "rating_rejected"],
 ];
-/// What says how good a record is.
+/// The keys that state how good a record is.
 pub(super) const RANKS: [&str; 8] = ["score", "scores", "rank", "ranking", "rating", "reward", "rewards", "quality"];
 
-/// What a user's column can be read as, besides `ignore`.
+/// The roles that a user's column can have, besides `ignore`.
 const ROLES: [&str; 15] = [
     "messages",
     "prompt",
@@ -81,7 +82,7 @@ const ROLES: [&str; 15] = [
     "weight",
 ];
 
-/// What the columns of data files are read as, where they have names of their own.
+/// The roles of the columns of data files that have different names.
 ///
 /// ```
 /// use candle_zero::finetune::Columns;
@@ -92,7 +93,7 @@ const ROLES: [&str; 15] = [
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Columns {
-    /// What a column is read as, and its name.
+    /// Each role with the name of its column.
     named: Vec<(&'static str, String)>,
     ignored: Vec<String>,
 }
@@ -100,7 +101,7 @@ pub struct Columns {
 impl FromStr for Columns {
     type Err = candle_zero::Error;
 
-    /// Reads `prompt=question,completion=answer`; `ignore=NAME` leaves a column out.
+    /// Parses `prompt=question,completion=answer`. `ignore=NAME` ignores a column.
     fn from_str(text: &str) -> Result<Self, candle_zero::Error> {
         let refused = |found: &str, allowed: String| {
             Err(FinetuneError::Option { flag: "--columns", found: found.into(), allowed }.into())
@@ -130,7 +131,7 @@ impl FromStr for Columns {
 }
 
 impl Columns {
-    /// The column that is read as `role`; none where the user's names leave none.
+    /// Returns the column that is read as `role`, or `None` if the user's names exclude it.
     pub(crate) fn of<'a>(&'a self, role: &'a str) -> Option<&'a str> {
         if let Some(name) = self.named_as(role) {
             return Some(name);
@@ -139,17 +140,17 @@ impl Columns {
         (!is_taken && !self.hides(role)).then_some(role)
     }
 
-    /// What the user calls a column that is read as `role`.
+    /// Returns the user's name of the column that is read as `role`.
     pub(super) fn named_as(&self, role: &str) -> Option<&str> {
         self.named.iter().find(|(known, _)| *known == role).map(|(_, name)| name.as_str())
     }
 
-    /// Whether the user leaves a column out.
+    /// Returns whether the user ignores a column.
     pub(super) fn is_ignored(&self, name: &str) -> bool {
         self.ignored.iter().any(|ignored| ignored == name)
     }
 
-    /// Whether another form than that of the user's names is read by `role`.
+    /// Returns whether `role` belongs to a format other than the one that the user's names define.
     fn hides(&self, role: &str) -> bool {
         let names = |roles: &[&str]| roles.iter().any(|role| self.named_as(role).is_some());
         match role {
@@ -167,19 +168,19 @@ impl Columns {
         }
     }
 
-    /// Whether a form is read by a column of this name.
+    /// Returns whether a column of this name defines a format.
     pub(super) fn is_key(&self, name: &str) -> bool {
         self.named.iter().any(|(_, named)| named == name) || KEYS.contains(&name) && !self.is_ignored(name)
     }
 
-    /// Whether a column of this name is looked at.
+    /// Returns whether a column of this name is examined.
     pub(super) fn is_known(&self, name: &str) -> bool {
         let others: [&[&str]; 7] =
             [&PREFERRED, &VARIABLES, &WEIGHTS, &PREFERENCES, &SECOND_TEXTS, &PICTURES, SCORES.as_flattened()];
         self.is_key(name) || others.iter().any(|names| names.contains(&name)) && !self.is_ignored(name)
     }
 
-    /// What is to be written for other names, for messages.
+    /// Returns the option to write for other names, for messages.
     pub(super) fn hint(keys: &[String]) -> String {
         let has =
             |names: &[&str]| names.iter().find(|name| keys.iter().any(|key| key == *name)).map(ToString::to_string);
@@ -190,7 +191,7 @@ impl Columns {
     }
 }
 
-/// The names of a record's keys, as messages have them.
+/// Returns the names of a record's keys, formatted for messages.
 pub(crate) fn names(keys: &[String]) -> String {
     let named: Vec<&str> = keys.iter().map(|key| if key.is_empty() { "(without a name)" } else { key }).collect();
     list(&named)

@@ -1,4 +1,4 @@
-//! The rows of a table as text (CSV, TSV), whose first line names its columns.
+//! The rows of a text table (CSV, TSV) whose first line names its columns.
 
 use super::columns::Columns;
 use super::raw_record::{RawRecord, RecordContent, check_size, utf8};
@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::sync::Arc;
 
-/// What may stand between two columns.
+/// The allowed separators of columns.
 const SEPARATORS: [u8; 4] = [b',', b';', b'\t', b'|'];
 
 /// The rows of a table.
@@ -20,13 +20,14 @@ pub(super) struct CsvTable {
     names: Vec<String>,
 }
 
-/// A row's fields, or what is wrong with the rest of the file.
+/// A row's fields, or the problem with the rest of the file.
 type CsvRow = Result<Option<Vec<Vec<u8>>>, String>;
 
 impl CsvTable {
-    /// Reads the first line. The inner error says why there is no table.
+    /// Reads the first line. The inner error explains why there is no table.
     ///
-    /// Columns are separated by what gives the most names that are read, then by `usual`.
+    /// Columns are separated by the character that yields the most known names. If there is a tie, `usual` is
+    /// preferred.
     pub(super) fn open(
         mut input: BufReader<File>,
         usual: u8,
@@ -34,7 +35,7 @@ impl CsvTable {
     ) -> std::io::Result<Result<Self, String>> {
         let head = input.fill_buf()?;
         let first_line = head.split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
-        // As Excel writes it.
+        // Excel writes this line.
         let declared = match first_line.to_ascii_lowercase()[..] {
             [b's', b'e', b'p', b'=', separator] => Some(separator),
             _ => None,
@@ -64,7 +65,8 @@ impl CsvTable {
         }
     }
 
-    /// The next row; none at the end. The inner error says why the rest of the file cannot be told apart.
+    /// Returns the next row, or `None` at the end. The inner error explains why the rest of the file cannot be split
+    /// into rows.
     pub(super) fn next(&mut self) -> std::io::Result<Result<Option<RawRecord>, String>> {
         let row = match self.row()? {
             Ok(Some(row)) => row,
@@ -94,7 +96,7 @@ impl CsvTable {
         Ok(Ok(Some(RawRecord { line: self.quotes.row, raw })))
     }
 
-    /// The fields of the next row.
+    /// Returns the fields of the next row.
     fn row(&mut self) -> std::io::Result<CsvRow> {
         let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
         let (mut written, mut ended) = (0, 0);
@@ -132,7 +134,7 @@ impl CsvTable {
     }
 }
 
-/// What separates the columns of a table with this first line.
+/// Returns the separator of the columns of a table with this first line.
 fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
     let score = |separator: u8| {
         let mut quotes = QuoteTracker::of(separator);
@@ -155,13 +157,13 @@ fn separator(first_line: &[u8], usual: u8, columns: &Columns) -> u8 {
 struct QuoteTracker {
     separator: u8,
     state: QuoteState,
-    /// The line that is being read, from 1, and the one in which its row begins.
+    /// The current line, from 1, and the one in which its row begins.
     line: u64,
     row: u64,
     has_begun: bool,
     /// The line of the last quote that opened.
     opened: u64,
-    /// Where the first quoted field of the row opened and closed behind which other text follows.
+    /// The lines in which the row's first quoted field with other text after it opened and closed.
     malformed: Option<(u64, u64)>,
 }
 
@@ -170,7 +172,7 @@ enum QuoteState {
     FieldStart,
     Plain,
     Quoted,
-    /// Behind a quote within a quoted field: the end of it, or the first of two.
+    /// After a quote within a quoted field: the end of the field, or the first of two quotes.
     Closing,
 }
 
@@ -207,7 +209,7 @@ impl QuoteTracker {
         self.line += u64::from(byte == b'\n');
     }
 
-    /// Why it is not known where the row ends.
+    /// Returns why the end of the row is unknown.
     fn problem(&self) -> Option<String> {
         let (opened, closed) = match (self.state, self.malformed) {
             (QuoteState::Quoted, _) => (self.opened, None),

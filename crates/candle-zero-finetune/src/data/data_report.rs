@@ -1,4 +1,4 @@
-//! What became of the records of a file, counted and named by line.
+//! Counts what happened to the records of a file, and names their lines.
 
 use super::record_parser::RecordFormat;
 use crate::error::unit;
@@ -7,71 +7,71 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// Lines that are named of each kind.
+/// The number of lines that are named for each kind.
 const NAMED: usize = 5;
 
-/// What became of the records of a file.
+/// The outcome of reading the records of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct DataReport {
-    /// Records read; of plain text, pieces of it.
+    /// Records read, or pieces of plain text.
     pub records: u64,
-    /// Records of each form.
+    /// The number of records of each format.
     pub forms: BTreeMap<RecordFormat, u64>,
-    /// Samples made of them.
+    /// Samples made from the records.
     pub samples: u64,
-    /// Their tokens.
+    /// Tokens of the samples.
     pub tokens: u64,
     /// Tokens that are predicted.
     pub targets: u64,
     /// Records that could not be used.
     pub broken: RecordLines,
-    /// Conversations with an answer that says nothing: its end is learned.
+    /// Conversations with an empty answer, whose end is learned.
     pub empty_answers: RecordLines,
-    /// Samples that were cut at the context behind their last target.
+    /// Samples that were cut at the context length after their last target.
     pub truncated: RecordLines,
-    /// Samples that lost targets as they were cut at the context.
+    /// Samples that lost targets when they were cut at the context length.
     pub truncated_targets: RecordLines,
-    /// Samples that were left out, for their first target is beyond the context.
+    /// Samples that were left out because their first target is beyond the context.
     pub targets_beyond: RecordLines,
-    /// Samples that were left out, for nothing in them is to be predicted.
+    /// Samples that were left out because they contain nothing to predict.
     pub without_target: RecordLines,
-    /// Samples that were left out as they are longer than the context.
+    /// Samples that were left out because they are longer than the context.
     pub dropped: RecordLines,
-    /// Texts that were cut into pieces of the context's length, of which none is lost.
+    /// Texts that were cut into pieces of the context length, without losing any.
     pub cut: RecordLines,
-    /// Samples of which an answer is learned without its end.
+    /// Samples with an answer that is learned without its end.
     #[serde(default)]
     pub endless: RecordLines,
-    /// What else is to be said of records, a sentence each.
+    /// Other remarks on records, one sentence each.
     #[serde(default)]
     pub remarks: BTreeMap<String, RecordLines>,
-    /// Keys that were not read, and how many records have something there; of more than 64, the first ones.
+    /// Keys that were not read, with the number of records that have a value there. Only the first 64 keys are kept.
     #[serde(default)]
     pub ignored: BTreeMap<String, u64>,
     /// Whether samples come in pairs.
     #[serde(default)]
     pub pairs: bool,
-    /// Whether records are known by their rows, as in Parquet, rather than by the lines that they begin in.
+    /// Whether records are identified by their rows, as in Parquet, rather than by the lines in which they begin.
     #[serde(default)]
     pub by_row: bool,
-    /// Whether the samples were made before.
+    /// Whether the samples come from the cache.
     #[serde(skip)]
     pub from_cache: bool,
 }
 
-/// How many records, and the lines of the first ones.
+/// A number of records, and the lines of the first ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct RecordLines {
-    /// How many.
+    /// The number of records.
     pub count: u64,
     /// Lines (or rows) of the first five, from 1.
     pub first: Vec<u64>,
-    /// Why the first one is among them, where that differs.
+    /// The problem of the first record, for kinds of records whose problems differ.
     pub reason: Option<String>,
 }
 
-/// What is reported of a record.
+/// A remark on a record.
 pub(super) enum RecordNote {
     Broken(String),
     EmptyAnswer,
@@ -82,17 +82,17 @@ pub(super) enum RecordNote {
     Dropped,
     Cut,
     Endless,
-    /// A sentence of which the records are the subject, with its verb first, in the plural.
+    /// A sentence about records, without its subject. It begins with the verb, in the plural.
     Remark(String),
     /// A key that was not read.
     Ignored(String),
 }
 
-/// Keys and remarks that are counted.
+/// The maximum number of different keys and of remarks that are counted.
 const KINDS: usize = 64;
 
 impl DataReport {
-    /// Of the file at `path`, before it is read.
+    /// Returns an empty report for the file at `path`.
     pub(crate) fn of(path: &Path) -> Self {
         Self { by_row: unit(path) == "row", ..Self::default() }
     }
@@ -122,14 +122,14 @@ impl DataReport {
             RecordNote::Cut => (&mut self.cut, None),
         };
         lines.count += 1;
-        // The two answers of a preference are of one line.
+        // The two answers of a preference come from one line.
         if lines.first.len() < NAMED && lines.first.last() != Some(&line) {
             lines.first.push(line);
         }
         lines.reason = lines.reason.take().or(reason);
     }
 
-    /// What is not as it should be, a sentence each.
+    /// Returns what is not as expected, one sentence each.
     pub fn notes(&self) -> Vec<String> {
         let kinds = [
             (&self.broken, "could not be used"),
@@ -160,23 +160,23 @@ impl DataReport {
         notes
     }
 
-    /// Records that could not be used, or have nothing that is to be learned.
+    /// Returns the number of records that could not be used or contain nothing to learn.
     pub fn skipped(&self) -> u64 {
         self.broken.count + self.without_target.count
     }
 
-    /// Whether these are more than a tenth of all.
+    /// Returns whether more than a tenth of all records were skipped.
     pub fn skips_many(&self) -> bool {
         self.skipped().saturating_mul(10) > self.records
     }
 
-    /// Why records were skipped.
+    /// Returns why records were skipped.
     pub(super) fn why_skipped(&self) -> String {
         let Self { broken, without_target, by_row, .. } = self.clone();
         Self { broken, without_target, by_row, ..Self::default() }.notes().join("; ")
     }
 
-    /// Why a file gave no sample.
+    /// Returns why a file yielded no sample.
     pub(super) fn why_nothing(&self) -> String {
         match self.notes() {
             notes if notes.is_empty() => "it is empty".into(),
@@ -186,12 +186,12 @@ impl DataReport {
 }
 
 impl RecordLines {
-    /// Whether there is no record.
+    /// Returns whether there are no records.
     pub(crate) fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// A sentence whose verb stands first, in the plural.
+    /// Returns a sentence made from `what`, which begins with its verb in the plural.
     fn sentence(&self, unit: &str, what: &str) -> String {
         let (verb, rest) = what.split_once(' ').unwrap_or((what, ""));
         let verb = match verb {
@@ -217,7 +217,7 @@ impl RecordLines {
     }
 }
 
-/// Forms, samples and tokens in a line.
+/// Writes formats, samples and tokens in a line.
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();

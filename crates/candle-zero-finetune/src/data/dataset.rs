@@ -1,4 +1,4 @@
-//! Samples of data files: tokenized once, and mapped from then on.
+//! The samples of data files, which are tokenized once and mapped afterwards.
 
 use super::data_options::{DataOptions, Task};
 use super::data_report::DataReport;
@@ -15,10 +15,10 @@ use std::hash::Hasher as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// How far a file is.
+/// The progress of reading a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataProgress {
-    /// Number of the file, from 0.
+    /// The number of the file, from 0.
     pub file: usize,
     /// Bytes of records read so far.
     pub bytes: u64,
@@ -30,7 +30,7 @@ pub struct DataProgress {
 #[derive(Debug, Clone)]
 pub struct Dataset {
     parts: Vec<FileSamples>,
-    /// Samples that belong together.
+    /// The number of samples that belong together.
     group: usize,
     labels: Vec<String>,
 }
@@ -42,23 +42,23 @@ struct FileSamples {
     path: PathBuf,
     report: Arc<DataReport>,
     weight: f64,
-    /// Groups in the file.
+    /// The number of groups in the file.
     groups: u64,
-    /// Which of them it has: `first..end` in the order that `key` makes, or in that of the file.
+    /// The included groups: `first..end` in the order derived from `key`, or in the file's order.
     first: u64,
     end: u64,
     key: Option<u64>,
 }
 
 impl Dataset {
-    /// Reads `sources`, or maps what was made of the same files, tokenizer, template and options before, in `folder`. Of
-    /// processes that need the same file at the same time, one makes it and the others wait.
+    /// Reads `sources`, or maps samples from `folder` that were made from the same files, tokenizer, template and
+    /// options. If several processes need the same file at the same time, one builds it and the others wait.
     ///
-    /// `progress` is told now and then how far a file is.
+    /// `progress` is called regularly with the progress of a file.
     ///
     /// # Errors
-    /// [`FinetuneError::NoSamples`] for a file of which nothing can be learned; [`FinetuneError::Record`] for a record that
-    /// cannot be used, where the options are strict; those of files and formats.
+    /// [`FinetuneError::NoSamples`] for a file without anything to learn; [`FinetuneError::Record`] for a record that
+    /// cannot be used, if the options are strict; errors of files and formats.
     pub fn prepare(
         sources: &[Source],
         tokenizer: &Tokenizer,
@@ -88,34 +88,34 @@ impl Dataset {
                 groups,
                 first: 0,
                 end: groups,
-                // A part of the samples is one of all of the file.
+                // A fraction of the samples is drawn from the complete file.
                 key: (source.weight.fract() != 0.0).then(|| mix(file as u64)),
             });
         }
         Ok(Self { parts, group, labels: options.labels })
     }
 
-    /// Number of samples in an epoch: of each file, its samples times its weight.
+    /// Returns the number of samples in an epoch: the sum over the files of samples times weight.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|part| part.len() as usize).sum::<usize>() * self.group
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Samples that belong together, one after another: 2 of [`Task::Prefer`], else 1.
+    /// Returns the number of consecutive samples that belong together: 2 for [`Task::Prefer`], otherwise 1.
     pub fn group(&self) -> usize {
         self.group
     }
 
-    /// The names of the labels by number.
+    /// Returns the names of the labels by number.
     pub fn labels(&self) -> &[String] {
         &self.labels
     }
 
-    /// A number that changes with the samples, their order and their weights.
+    /// Returns a number that changes with the samples, their order and their weights.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
         for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
@@ -124,8 +124,8 @@ impl Dataset {
         hasher.finish()
     }
 
-    /// A number that changes with the ids and targets of the samples, their order and their weights, whatever files they are
-    /// from.
+    /// Returns a number that changes with the ids and targets of the samples, their order and their weights, but not
+    /// with the files that they come from.
     pub(crate) fn content(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
         for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
@@ -134,12 +134,12 @@ impl Dataset {
         hasher.finish()
     }
 
-    /// The files and what became of their records.
+    /// Iterates over the files and the reports on their records.
     pub fn reports(&self) -> impl Iterator<Item = (&Path, &DataReport)> {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
     }
 
-    /// Refuses files of which more than a tenth of the records could not be used, or has nothing to be learned.
+    /// Refuses files if more than a tenth of their records could not be used or contain nothing to learn.
     ///
     /// # Errors
     /// [`FinetuneError::Skipped`].
@@ -154,28 +154,28 @@ impl Dataset {
         }
     }
 
-    /// Tokens of all samples, each file once.
+    /// Returns the number of tokens of all samples. Each file counts once.
     pub fn tokens(&self) -> u64 {
         self.parts.iter().map(|part| part.cache.tokens()).sum()
     }
 
-    /// Sample `i`.
+    /// Returns sample `i`.
     ///
     /// # Panics
     ///
-    /// If there is none, or if its file was changed while it was mapped.
+    /// If the sample does not exist, or if its file was changed while it was mapped.
     pub fn sample(&self, i: usize) -> SampleRef<'_> {
         let (part, of_file) = self.place(i);
         part.cache.sample(of_file)
     }
 
-    /// TrainingLength of sample `i` in tokens, as [`sample`](Self::sample) has it.
+    /// Returns the length of sample `i` in tokens. See [`sample`](Self::sample).
     pub fn length(&self, i: usize) -> usize {
         let (part, of_file) = self.place(i);
         part.cache.length(of_file)
     }
 
-    /// The first samples of each file, at most `count`.
+    /// Iterates over the first samples of each file, at most `count`.
     pub(crate) fn first(&self, count: usize) -> impl Iterator<Item = usize> {
         let lengths = self.parts.iter().map(|part| part.len() as usize * self.group);
         let starts = lengths.scan(0, |end, length| {
@@ -185,7 +185,7 @@ impl Dataset {
         starts.flat_map(move |(start, length)| start..start + length.min(count))
     }
 
-    /// The file that sample `i` comes from.
+    /// Returns the file that sample `i` comes from.
     pub fn path(&self, i: usize) -> &Path {
         &self.place(i).0.path
     }
@@ -201,8 +201,8 @@ impl Dataset {
         panic!("sample {i} of {}", self.len());
     }
 
-    /// Takes a part of each file out for validation, `fraction` of its samples, which the seed chooses. Gives what is left,
-    /// and the part, in which each sample counts once whatever the weights.
+    /// Splits off a fraction of each file's samples for validation, chosen by the seed. Returns the remaining samples
+    /// and the validation set, in which each sample counts once regardless of weights.
     pub fn split(self, fraction: f64, seed: u64) -> (Self, Self) {
         let (mut left, mut out) = (self.clone(), self);
         for (i, (left, out)) in left.parts.iter_mut().zip(&mut out.parts).enumerate() {
@@ -219,12 +219,12 @@ impl Dataset {
 }
 
 impl FileSamples {
-    /// Groups in an epoch.
+    /// Returns the number of groups in an epoch.
     fn len(&self) -> u64 {
         ((self.end - self.first) as f64 * self.weight).round() as u64
     }
 
-    /// Which group of the file comes as number `i` of an epoch: all of them again and again.
+    /// Returns the file's group at position `i` of an epoch. The groups repeat in a cycle.
     fn group(&self, i: u64) -> u64 {
         let position = self.first + i % (self.end - self.first);
         self.key.map_or(position, |key| permute(position, self.groups, key))

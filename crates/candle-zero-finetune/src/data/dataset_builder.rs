@@ -1,4 +1,4 @@
-//! Builds the samples of one data file: records are parsed and tokenized in parallel, and written into the cache.
+//! Builds the samples of one data file: parses and tokenizes records in parallel, and writes them into the cache.
 
 use super::data_options::{DataOptions, Task, Truncation};
 use super::data_report::{DataReport, RecordNote};
@@ -24,13 +24,13 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Bytes of records that are worked on at once; a single larger record is worked on alone.
+/// The number of bytes of records that are processed at once. A single larger record is processed separately.
 const BATCH: usize = 2 << 20;
 
-/// Bytes of a file that its fingerprint reads at most.
+/// The maximum number of bytes of a file that its fingerprint reads.
 const HASHED: u64 = 64 << 20;
 
-/// Changes when the same data gives other samples than before.
+/// The version, which changes when the same data yields different samples.
 const VERSION: u64 = 2;
 
 /// Builds the samples of one file.
@@ -41,21 +41,21 @@ pub(super) struct DatasetBuilder<'a> {
     pub options: &'a DataOptions,
 }
 
-/// What became of a record.
+/// The outcome of a record.
 enum RecordOutcome {
-    /// Samples with the numbers of their labels, and what is to be said of them.
+    /// Samples with the numbers of their labels, and remarks on them.
     Samples {
         format: RecordFormat,
         samples: Vec<(Sample, u32)>,
         notes: Vec<RecordNote>,
     },
-    /// Tokens of plain text.
+    /// The tokens of plain text.
     Tokens(Vec<u32>),
     Broken(String),
 }
 
 impl DatasetBuilder<'_> {
-    /// What was made before, or is made now.
+    /// Opens samples that were built before, or builds them.
     pub fn open_or_build(
         &self,
         folder: &Path,
@@ -76,7 +76,7 @@ impl DatasetBuilder<'_> {
         }
         let io = |source| Error::Io { action: "write", path: path.clone(), source };
         let _lock = FileLock::wait(&path.with_extension("lock")).map_err(io)?;
-        // Who had the lock before may have made it.
+        // The previous holder of the lock may have built it.
         match open()? {
             Ok(found) => return Ok(found),
             Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
@@ -106,7 +106,7 @@ impl DatasetBuilder<'_> {
         let mut records = RecordReader::open(&self.source.path, &self.options.columns)?;
         let pairs = self.options.task == Task::Prefer;
         let (mut report, mut read) = (DataReport { pairs, ..DataReport::of(&self.source.path) }, 0);
-        // Tokens of plain text that do not fill a sample yet, and the line that they begin in.
+        // The tokens of plain text that do not fill a sample yet, and the line in which they begin.
         let (mut pending, mut begun) = (vec![], 1);
         loop {
             let mut batch = vec![];
@@ -184,7 +184,7 @@ impl DatasetBuilder<'_> {
         made.unwrap_or_else(RecordOutcome::Broken)
     }
 
-    /// The samples of a record, of which some columns were not read from the file.
+    /// Returns the samples of a record. The columns `unread` were not read from the file.
     fn samples(&self, record: &Value, unread: &[String]) -> Result<RecordOutcome, String> {
         let has_labels = self.options.task == Task::Classify;
         let parser = RecordParser { columns: &self.options.columns, has_template: self.template.is_some(), has_labels };
@@ -254,7 +254,7 @@ impl DatasetBuilder<'_> {
         Ok(RecordOutcome::Samples { format, samples, notes })
     }
 
-    /// A conversation or a completion, of any length.
+    /// Returns the sample of a conversation or a completion, of any length.
     fn answer(&self, example: &TrainingExample, notes: &mut Vec<RecordNote>) -> Result<Sample, String> {
         match example {
             TrainingExample::Chat { conversation, learned } => {
@@ -275,7 +275,7 @@ impl DatasetBuilder<'_> {
         }
     }
 
-    /// A conversation, of which the messages `learned` are targets where they are the assistant's.
+    /// Returns the sample of a conversation. The assistant's messages in `learned` are targets.
     fn chat(
         &self,
         template: &Template,
@@ -327,8 +327,8 @@ impl DatasetBuilder<'_> {
         Ok(Sample::of_spans(self.tokenizer.encode(&traced.rendered.text).map_err(words)?, &targets))
     }
 
-    /// A text between the tokens that the tokenizer adds, and with the token that ends it; what it has of these itself does
-    /// not come twice. Tokens are targets by where they end.
+    /// Returns a text between the tokens that the tokenizer adds, followed by the token that ends it. If the text
+    /// already contains these, they are not added again. The end of a token decides whether it is a target.
     fn between_ends(
         &self,
         text: &str,
@@ -361,7 +361,8 @@ impl DatasetBuilder<'_> {
         Ok(sample)
     }
 
-    /// A text between the tokens that the tokenizer adds, cut at the context within the text; nothing is to be predicted.
+    /// Returns a text between the tokens that the tokenizer adds, with the text cut at the context length. It has no
+    /// targets.
     fn labelled(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
         let mut encoded = self.tokenizer.encode(text).map_err(words)?.ids;
         let (before, after) = self.tokenizer.around();
@@ -380,7 +381,7 @@ impl DatasetBuilder<'_> {
         Ok((!ids.is_empty()).then(|| Sample { targets: vec![false; ids.len()], ids }))
     }
 
-    /// The sample within the context, if there is something to predict.
+    /// Returns the sample within the context, if there is something to predict.
     fn fitted(&self, mut sample: Sample, notes: &mut Vec<RecordNote>) -> Option<Sample> {
         let ctx = self.options.ctx;
         let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);
@@ -405,7 +406,7 @@ impl DatasetBuilder<'_> {
         Some(sample)
     }
 
-    /// What the samples are made of as a number, and the bytes of the file.
+    /// Returns a number that changes with everything the samples are made from, and the bytes of the file.
     fn fingerprint(&self) -> Result<(u64, u64)> {
         let path = &self.source.path;
         let io = |source| Error::Io { action: "read", path: path.clone(), source };
@@ -418,7 +419,7 @@ impl DatasetBuilder<'_> {
         hash.write(
             format!("{bytes} {times} {:x} {template:?} {:?}", self.tokenizer.fingerprint(), self.options).as_bytes(),
         );
-        // A larger file is known by its time and its two ends.
+        // A larger file is identified by its time and its two ends.
         let mut piece = vec![0; 1 << 20];
         for start in [0, bytes.saturating_sub(HASHED / 2)] {
             file.seek(SeekFrom::Start(start)).map_err(io)?;
@@ -433,12 +434,12 @@ impl DatasetBuilder<'_> {
     }
 }
 
-/// An error in words.
+/// Returns the text of an error.
 fn words(error: Error) -> String {
     error.to_string()
 }
 
-/// The keys of messages that are in none of the words of the template, as notes name them.
+/// Returns the keys of messages that do not occur in the template, formatted for notes.
 fn unread_keys(template: &Template, conversation: &Conversation) -> Vec<String> {
     let is_read = |key: &str| ["role", "content"].contains(&key) || SAID.contains(&key) || template.mentions(key);
     let mut found: Vec<String> = vec![];

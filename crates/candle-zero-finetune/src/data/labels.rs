@@ -1,4 +1,4 @@
-//! The labels of a classification: those that the records of data files have.
+//! The labels of a classification, collected from the records of data files.
 
 use super::columns::Columns;
 use super::data_report::{DataReport, RecordNote};
@@ -9,10 +9,10 @@ use crate::error::FinetuneError;
 use crate::error::Result;
 use std::path::Path;
 
-/// The most labels of data: a column with more has something else.
+/// The maximum number of labels. A column with more values contains something else.
 const MOST_LABELS: usize = 10_000;
 
-/// The label that stands for none in many data sets.
+/// The label that means "no label" in many data sets.
 pub(super) const NO_LABEL: &str = "-1";
 
 pub(super) fn no_label() -> String {
@@ -21,11 +21,11 @@ pub(super) fn no_label() -> String {
         .into()
 }
 
-/// All labels of the records of some files, two or more: numbers by size, names by letter.
+/// Returns all labels of the records of some files, at least two. Numbers are sorted by size, names alphabetically.
 ///
 /// # Errors
-/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for one label, more than 10,000, or two that
-/// differ by white space around them; those of files and formats.
+/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for a single label, for more than
+/// 10,000, or for two that differ only in white space around them; errors of files and formats.
 pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
     let mut labels = std::collections::BTreeSet::new();
     let mut report = DataReport::default();
@@ -42,7 +42,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
                     report.note(line, RecordNote::Broken(no_label()))
                 }
                 Ok((_, TrainingExample::Label { label, .. })) => {
-                    // Numbers of up to 18 digits come in their order before names.
+                    // Numbers of up to 18 digits are sorted before names.
                     labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
                 }
                 Ok((format, _)) => report.note(line, RecordNote::Broken(not_labelled(format))),
@@ -78,7 +78,7 @@ pub fn labels_of(sources: &[Source], columns: &Columns) -> Result<Vec<String>> {
     }
 }
 
-/// Why a record has no label.
+/// Returns why a record has no label.
 pub(super) fn not_labelled(format: RecordFormat) -> String {
     format!("it is {format}, and text and label are needed; --columns text=COLUMN,label=COLUMN says which they are")
 }

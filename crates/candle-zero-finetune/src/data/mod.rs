@@ -1,15 +1,15 @@
-//! Data files as samples: files -> records -> examples -> tokens -> batches.
+//! Turns data files into samples: files -> records -> examples -> tokens -> batches.
 //!
 //! | file | content |
 //! |---|---|
-//! | `columns.rs` | the names of columns, and what they are read as |
+//! | `columns.rs` | the names of columns, and their roles |
 //! | `source.rs`, `record_reader.rs`, `parquet.rs`, `csv_table.rs` | a file, record by record |
 //! | `raw_record.rs` | a record before it is parsed |
-//! | `record_parser.rs`, `record_fields.rs`, `chat_messages.rs` | what a record is: an example to learn |
+//! | `record_parser.rs`, `record_fields.rs`, `chat_messages.rs` | a parsed record: an example to learn |
 //! | `sample.rs` | the tokens of an example, and which of them are predicted |
 //! | `dataset_builder.rs`, `data_options.rs`, `labels.rs` | the samples of a file: parsed and tokenized in parallel |
-//! | `sample_cache.rs`, `dataset.rs` | samples written once and mapped; those of several files by weight |
-//! | `data_report.rs`, `show_samples.rs` | what became of the records, and samples to look at |
+//! | `sample_cache.rs`, `dataset.rs` | samples that are written once and mapped; those of several files by weight |
+//! | `data_report.rs`, `show_samples.rs` | the outcome of the records, and samples to look at |
 //! | `batches.rs` | rows of samples, packed or padded |
 
 pub(super) mod batches;

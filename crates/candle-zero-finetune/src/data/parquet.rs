@@ -1,12 +1,13 @@
-//! Rows of Parquet files, as the values that JSON lines give.
+//! Rows of Parquet files, converted to the values that JSON lines yield.
 //!
 //! ```text
 //!   PAR1 | row group: a chunk of pages for each column | row group ... | footer: schema, where each chunk lies | PAR1
 //! ```
 //!
-//! Row groups are read one after another, and of them only the columns that a record is told by. In memory are the footer, and
-//! of each of these columns a page of the dictionary, a page of values, and the values of [`AHEAD`] rows with the pages that
-//! they lie in: what a writer puts into a page (a megabyte, usually) and into a row bounds it, not the file or a row group.
+//! Row groups are read one after another, and only the columns that define a record are read. Memory holds the footer
+//! and, for each of these columns, a page of the dictionary, a page of values, and the values of [`AHEAD`] rows with
+//! the pages that contain them. So memory is bounded by what a writer puts into a page (usually a megabyte) and into a
+//! row, not by the file or a row group.
 
 use super::columns::Columns;
 use super::raw_record::{MOST_BYTES, RawRecord, RecordContent};
@@ -30,33 +31,33 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rows of which the values of a column are decoded at once.
+/// The number of rows whose values of a column are decoded at once.
 const AHEAD: usize = 64;
 
-/// The first and the last bytes of a file, and of one whose footer is encrypted.
+/// The first and the last bytes of a file, and those of a file with an encrypted footer.
 const MAGIC: &[u8; 4] = b"PAR1";
 const ENCRYPTED: &[u8; 4] = b"PARE";
 
 /// The rows of a file.
 pub(super) struct ParquetRows {
     path: PathBuf,
-    /// The file, for what the crate does with it.
+    /// The file, as the sandbox names it in errors.
     subject: SandboxSubject,
     reader: SerializedFileReader<File>,
-    /// Names of all columns.
+    /// The names of all columns.
     names: Vec<String>,
-    /// Those that are not read.
+    /// The columns that are not read.
     unread: Arc<[String]>,
-    /// Those that are read.
+    /// The columns that are read.
     columns: SchemaDescPtr,
-    /// Row groups begun.
+    /// The number of row groups begun.
     groups: usize,
-    /// What is left of the last one.
+    /// The remaining rows of the last one.
     group: Option<ReaderIter>,
-    /// Rows read, and those of the file.
+    /// The number of rows read, and the rows of the file.
     row: u64,
     of: u64,
-    /// Bytes of the file.
+    /// The size of the file in bytes.
     bytes: u64,
 }
 
@@ -64,8 +65,8 @@ impl ParquetRows {
     /// Opens a file.
     ///
     /// # Errors
-    /// [`FinetuneError::Parquet`] for what is not a Parquet file, is cut off, damaged, encrypted or in a form that is not read;
-    /// [`Error::Io`].
+    /// [`FinetuneError::Parquet`] for a file that is not a Parquet file, is cut off, damaged, encrypted or in an
+    /// unsupported form; [`Error::Io`].
     pub(super) fn open(path: &Path, known: &Columns) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let wrong = |problem| Error::from(FinetuneError::Parquet { path: path.into(), problem });
@@ -83,7 +84,7 @@ impl ParquetRows {
         let metadata = reader.metadata();
         let root = metadata.file_metadata().schema_descr().root_schema();
         let names: Vec<String> = root.get_fields().iter().map(|field| field.name().to_owned()).collect();
-        // What cannot be read is an error where a form is read by it.
+        // A column that cannot be read is an error only if it defines a format.
         let is_read = |field: &&TypePtr| {
             let name = field.name();
             known.is_key(name) || known.is_known(name) && check_type(field, name).is_ok()
@@ -116,10 +117,10 @@ impl ParquetRows {
         })
     }
 
-    /// The next row; none at the end. Its number stands for its line.
+    /// Returns the next row, or `None` at the end. Its number takes the place of a line number.
     ///
     /// # Errors
-    /// [`FinetuneError::Parquet`] for what cannot be read. No row can be read behind it.
+    /// [`FinetuneError::Parquet`] for data that cannot be read. No further row can be read after it.
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         loop {
             match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {
@@ -140,7 +141,7 @@ impl ParquetRows {
                     }
                     let mut bytes = 0;
                     let mut fields = row.get_column_iter().peekable();
-                    // What was not read is null.
+                    // Unread columns are null.
                     let value = Value::from_pairs(self.names.iter().map(|name| {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
@@ -155,7 +156,7 @@ impl ParquetRows {
         }
     }
 
-    /// The file's bytes up to here, as if all rows had equally many.
+    /// Returns the approximate position in the file in bytes, as if all rows had the same size.
     pub(super) fn position(&self) -> u64 {
         (u128::from(self.bytes) * u128::from(self.row) / u128::from(self.of.max(1))) as u64
     }
@@ -167,11 +168,11 @@ impl ParquetRows {
     }
 }
 
-/// What `read` gives, or why it gives nothing. Of damaged bytes the crate gives errors mostly, but slices and asserts in its
-/// decoders panic as well; what panicked is not used again.
+/// Returns the result of `read`, or why it failed. For damaged bytes the crate mostly returns errors, but slices and
+/// asserts in its decoders also panic. A reader that panicked is not used again.
 fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const SHOWN: usize = 200;
-    // Bytes of a page, usually.
+    // The usual number of bytes of a page.
     let result = within(subject, 1 << 20, read);
     let reason = match result {
         Ok(Ok(value)) => return Ok(value),
@@ -179,11 +180,11 @@ fn caught<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetE
         Ok(Err(error)) => error.to_string(),
         Err(panic) => panic,
     };
-    // A text that is not UTF-8 is in it with all its bytes.
+    // The error contains all bytes of a text that is not UTF-8.
     Err(reason.chars().take(SHOWN).collect())
 }
 
-/// Why a file of so many bytes is not a whole one of this format, by its ends.
+/// Checks from its two ends that a file of this size is a complete file of this format.
 fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>> {
     let mut ends = [[0; 4]; 2];
     if bytes >= 12 {
@@ -202,7 +203,7 @@ fn check_ends(file: &mut File, bytes: u64) -> std::io::Result<Result<(), String>
     })
 }
 
-/// Whether all of a column can be read.
+/// Checks that all of a column can be read.
 fn check_type(field: &Type, path: &str) -> Result<(), String> {
     let info = field.get_basic_info();
     let refused = |what: &str| {
@@ -230,7 +231,7 @@ fn check_type(field: &Type, path: &str) -> Result<(), String> {
         };
     }
     let fields = field.get_fields();
-    // That these are as the format has them is taken for granted where they are read.
+    // The crate's reader assumes that these have the form that the format prescribes.
     let is_whole = match (info.converted_type(), fields) {
         (ConvertedType::LIST, [items]) => is_repeated(items),
         (ConvertedType::MAP | ConvertedType::MAP_KEY_VALUE, [pairs]) => {
@@ -249,7 +250,7 @@ fn is_repeated(field: &Type) -> bool {
     field.get_basic_info().repetition() == Repetition::REPEATED
 }
 
-/// Whether the columns of all row groups can be read; gives the number of rows.
+/// Checks that the columns of all row groups can be read. Returns the number of rows.
 fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Result<u64, String> {
     let read = |group: &RowGroupMetaData| -> Result<u64, String> {
         let rows = group.num_rows();
@@ -269,7 +270,7 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
                      of these"
                 ));
             }
-            // A row has a value in each column, if only null.
+            // A row has a value in each column, which may be null.
             if rows < 0 || column.num_values() < rows {
                 return Err(format!(
                     "its footer is damaged ({rows} rows with {} values of {path}); fetch or write it again",
@@ -282,7 +283,7 @@ fn check_groups(metadata: &ParquetMetaData, columns: &SchemaDescriptor) -> Resul
     metadata.row_groups().iter().map(read).sum()
 }
 
-/// Bytes of the texts in a field.
+/// Returns the number of bytes of the texts in a field.
 fn text_bytes(field: &Field) -> usize {
     match field {
         Field::Str(text) => text.len(),
@@ -293,11 +294,11 @@ fn text_bytes(field: &Field) -> usize {
     }
 }
 
-/// What a field is in JSON lines, and how many bytes it takes in memory, more or less. Dates and times are the whole numbers
-/// that the file has.
+/// Returns the value that a field has in JSON lines, and adds its approximate size in memory. Dates and times are the
+/// integers in the file.
 ///
-/// A field of a struct that is null is left out: a struct of Parquet has all fields that any struct of its column has, so that a
-/// message without a call of tools would have one that is null.
+/// Null fields of a struct are omitted. A Parquet struct has all fields that any struct of its column has, so a message
+/// without a tool call would otherwise have a null call.
 fn value(field: &Field, bytes: &mut usize) -> Value {
     *bytes += size_of::<Value>();
     match field {
@@ -332,12 +333,12 @@ fn value(field: &Field, bytes: &mut usize) -> Value {
             let pairs = map.entries().iter();
             Value::from_pairs(pairs.map(|(key, item)| (value(key, bytes).to_string(), value(item, bytes))))
         }
-        // `check_type` lets no others through.
+        // `check_type` refuses all others.
         Field::Null | Field::Decimal(_) | Field::Bytes(_) => ().into(),
     }
 }
 
-/// A number; null for what is none, of which JSON has no word.
+/// Returns a number, or null for NaN and infinity, which JSON cannot represent.
 fn finite(number: f64) -> Value {
     if number.is_finite() { number.into() } else { ().into() }
 }
@@ -354,7 +355,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/finetune/parquet").join(name)
     }
 
-    /// All rows of a file, or why it cannot be read.
+    /// Returns all rows of a file, or why it cannot be read.
     fn rows(path: &Path) -> Result<Vec<(Value, usize)>> {
         let mut rows = ParquetRows::open(path, &Columns::default())?;
         let mut found = vec![];
@@ -384,7 +385,7 @@ mod tests {
             for ((found, bytes), line) in found.into_iter().zip(lines.lines()) {
                 let expected: Value = serde_json::from_str(line).unwrap();
                 for key in KEYS {
-                    // Of a column, null says that there is nothing.
+                    // A null in a column means that there is no value.
                     let expected = Some(field(&expected, key)).filter(|value| !value.is_undefined());
                     let found = Some(field(&found, key)).filter(|value| !value.is_undefined());
                     assert_eq!(found.unwrap_or(().into()), expected.unwrap_or(().into()), "{name}: {key} of {line}");

@@ -1,25 +1,25 @@
-//! A record of a data file, before it is known what it is.
+//! A record of a data file, before it is parsed.
 
 use minijinja::value::Value;
 use std::sync::Arc;
 
-/// The most bytes of a record.
+/// The maximum size of a record in bytes.
 pub(crate) const MOST_BYTES: usize = 64 << 20;
 
-/// A record, not yet read as what it is.
+/// The content of a record that is not yet parsed.
 #[derive(Debug)]
 pub(super) enum RecordContent {
-    /// A JSON value.
+    /// The text of a JSON value.
     Json(Vec<u8>),
-    /// Columns by name, the bytes that they take in memory, and the names of columns that were not read.
+    /// Columns by name, their size in memory in bytes, and the names of columns that were not read.
     Columns { value: Value, bytes: usize, unread: Arc<[String]> },
-    /// A stretch of plain text.
+    /// A piece of plain text.
     Text(String),
-    /// What cannot be a record.
+    /// Content that cannot be a record, with the reason.
     Broken(String),
 }
 
-/// A record and the line that it begins in, from 1; of Parquet, its row.
+/// A record and the line in which it begins, from 1. For Parquet, the line is its row.
 #[derive(Debug)]
 pub(super) struct RawRecord {
     pub line: u64,
@@ -27,7 +27,7 @@ pub(super) struct RawRecord {
 }
 
 impl RawRecord {
-    /// Bytes that it takes in memory, more or less.
+    /// Returns the approximate size in memory in bytes.
     pub(super) fn bytes(&self) -> usize {
         match &self.raw {
             RecordContent::Json(bytes) => bytes.len(),
@@ -39,7 +39,7 @@ impl RawRecord {
 }
 
 impl RecordContent {
-    /// The value that a record is, and the names of its columns that were not read; or why it is none.
+    /// Returns the value of the record and the names of its columns that were not read, or why it is not a record.
     pub(super) fn value(self) -> Result<(Value, Arc<[String]>), String> {
         match self {
             Self::Broken(reason) => Err(reason),
@@ -50,7 +50,7 @@ impl RecordContent {
     }
 }
 
-/// An error for a record that is too large to be one.
+/// Returns an error if a record is too large.
 pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     match bytes > MOST_BYTES {
         true => {
@@ -61,11 +61,11 @@ pub(super) fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
     }
 }
 
-/// Bytes as text, or which of them are none.
+/// Returns bytes as text, or names the first one that is not UTF-8.
 pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(bytes).map_err(|e| {
         let byte = bytes.get(e.valid_up_to()).copied().unwrap_or_default();
-        // What it is in the usual encoding of Windows, but for a few signs.
+        // The character of this byte in the usual encoding of Windows, except for a few.
         let latin = match byte {
             0xA0.. => format!(", as of Windows-1252 or Latin-1, where it is {:?}", char::from(byte)),
             _ => String::new(),
@@ -74,10 +74,10 @@ pub(super) fn utf8(bytes: &[u8]) -> Result<&str, String> {
     })
 }
 
-/// A JSON value, or why it is none.
+/// Parses a JSON value, or returns why it is not one.
 pub(crate) fn json(text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|e| {
-        // Of a line, its number in the file is said.
+        // The report already names the line in the file.
         let place = e.to_string().replace("at line 1 column", "at column");
         match not_json(text) {
             Some(reason) => format!("it is not JSON: {reason} ({place})"),
@@ -86,13 +86,13 @@ pub(crate) fn json(text: &str) -> Result<Value, String> {
     })
 }
 
-/// Why a text that is not JSON is none, where that is one of the usual reasons.
+/// Returns why a text is not JSON, if it is one of the usual reasons.
 fn not_json(text: &str) -> Option<String> {
     let start = text.trim_start_matches(['[', '{', ' ', '\t', '\n', '\r']);
     if start.len() < text.len() && start.starts_with('\'') {
         return Some("its texts are in single quotes, as Python prints them; write it with json.dumps".into());
     }
-    // Words outside of texts.
+    // Collects words outside of strings.
     let (mut in_text, mut escaped, mut outside) = (false, false, String::with_capacity(text.len().min(1 << 16)));
     for c in text.chars() {
         match c {

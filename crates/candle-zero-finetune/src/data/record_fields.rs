@@ -1,4 +1,4 @@
-//! The keys of a record, ticked off as they are read.
+//! The keys of a record, marked as they are read.
 
 use super::chat_messages::{picture, weight};
 use super::columns::{Columns, PICTURES, RANKS, SCORES, VARIABLES, WEIGHTS};
@@ -10,7 +10,7 @@ use std::cell::RefCell;
 /// A record, and which of its keys were read.
 pub(super) struct RecordFields<'a> {
     record: &'a Value,
-    /// Names of columns that are there and were not read from the file.
+    /// The names of columns that exist and were not read from the file.
     unread: &'a [String],
     columns: &'a Columns,
     read: RefCell<Vec<String>>,
@@ -21,25 +21,25 @@ impl<'a> RecordFields<'a> {
         Self { record, unread, columns, read: RefCell::default() }
     }
 
-    /// What is read as `name`, if there is anything.
+    /// Returns the value that is read as `name`, if there is one.
     pub(super) fn peek(&self, name: &str) -> Option<Value> {
         let value = field(self.record, self.columns.of(name)?);
         (!value.is_undefined() && !value.is_none()).then_some(value)
     }
 
-    /// The same, which counts as read.
+    /// Returns the value that is read as `name` and marks it as read.
     pub(super) fn get(&self, name: &str) -> Option<Value> {
         let value = self.peek(name)?;
         self.read.borrow_mut().extend(self.columns.of(name).map(str::to_string));
         Some(value)
     }
 
-    /// The first of several names that has something.
+    /// Returns the first of several names that has a value.
     pub(super) fn any<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
         names.iter().find(|name| self.peek(name).is_some()).copied()
     }
 
-    /// A text of the record that is not empty.
+    /// Returns a text of the record that is not empty.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, String> {
         match self.get(name) {
             None => Ok(None),
@@ -51,7 +51,7 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// A text that has to be there, perhaps an empty one.
+    /// Returns a required text, which may be empty.
     pub(super) fn needed(&self, name: &str) -> Result<String, String> {
         let value = self.get(name).unwrap_or_default();
         match value.as_str() {
@@ -60,7 +60,7 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// The system's text, by the names that it has.
+    /// Returns the system text, under any of its names.
     pub(super) fn system(&self) -> Result<Option<String>, String> {
         let mut found: Option<String> = None;
         for name in ["system", "system_prompt", "system_message"] {
@@ -75,7 +75,8 @@ impl<'a> RecordFields<'a> {
         Ok(found)
     }
 
-    /// The tools that may be called, or null; those of ShareGPT and of OpenAI's older form are described as functions.
+    /// Returns the tools that may be called, or null. Those of ShareGPT and of OpenAI's older format are described as
+    /// functions.
     pub(super) fn tools(&self, are_bare: bool) -> Result<Value, String> {
         let read = |name: &str| -> Result<Option<Value>, String> {
             let Some(value) = self.get(name) else { return Ok(None) };
@@ -107,7 +108,7 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// Variables that a record sets for the chat template.
+    /// Returns the variables that the record sets for the chat template.
     pub(super) fn variables(&self) -> Result<Vec<(String, Value)>, String> {
         let mut variables = vec![];
         if let Some(given) = self.get(VARIABLES[0]) {
@@ -128,7 +129,7 @@ impl<'a> RecordFields<'a> {
         Ok(variables)
     }
 
-    /// Whether the record is to be learned at all, by its weight.
+    /// Returns whether the record is to be learned at all, according to its weight.
     pub(super) fn is_learned(&self) -> Result<bool, String> {
         let mut is_learned = true;
         for name in WEIGHTS {
@@ -138,7 +139,7 @@ impl<'a> RecordFields<'a> {
         Ok(is_learned)
     }
 
-    /// Whether the scores of two answers say that the rejected one is better.
+    /// Returns whether the scores of the two answers favor the rejected one.
     pub(super) fn prefers_rejected(&self) -> bool {
         let number = |name: &str| {
             let value = self.peek(name)?;
@@ -149,7 +150,7 @@ impl<'a> RecordFields<'a> {
         })
     }
 
-    /// Refuses what is there, of these names, and was not read: it changes what is to be learned.
+    /// Refuses values under these names that were not read, because they change what is to be learned.
     pub(super) fn refuse(&self, names: &[&str], why: &str) -> Result<(), String> {
         match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
             Some(key) => Err(format!("it has {key}: {why}; --columns ignore={key} leaves it out")),
@@ -165,12 +166,12 @@ impl<'a> RecordFields<'a> {
         }
     }
 
-    /// Whether something says how good the record is, which is not read.
+    /// Returns a key that states how good the record is, which is not read.
     pub(super) fn rank(&self) -> Option<&'static str> {
         RANKS.into_iter().find(|name| self.peek(name).is_some())
     }
 
-    /// The keys with something in them that were not read.
+    /// Returns the keys with values that were not read.
     pub(super) fn left(&self) -> Vec<String> {
         let read = self.read.borrow();
         let keys = self.record.try_iter().into_iter().flatten().map(|key| key.to_string());
@@ -182,12 +183,12 @@ impl<'a> RecordFields<'a> {
         keys.filter(is_there).chain(self.unread.iter().cloned()).collect()
     }
 
-    /// All keys.
+    /// Returns all keys.
     pub(super) fn keys(&self) -> Vec<String> {
         self.record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect()
     }
 
-    /// What the record calls `name`.
+    /// Returns the record's name for `name`.
     fn name<'n>(&'n self, name: &'n str) -> &'n str {
         self.columns.of(name).unwrap_or(name)
     }

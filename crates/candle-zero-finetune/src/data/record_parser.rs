@@ -1,4 +1,4 @@
-//! What a record is: its keys tell its format.
+//! Parses a record. Its keys determine its format.
 
 use super::chat_messages::{ChatMessages, RecordProblem};
 use super::columns::{Columns, PREFERENCES, PREFERRED, SECOND_TEXTS, names};
@@ -8,7 +8,7 @@ use crate::chat::jinja_compat::python_str;
 use minijinja::value::{Value, ValueKind};
 use std::fmt;
 
-/// The formats by their names.
+/// The names of the formats.
 pub(super) const RECORD_FORMATS: &str = "messages; conversations; prompt, completion; instruction, input, output; text; text, label; \
                                 prompt, chosen, rejected";
 
@@ -23,7 +23,7 @@ pub enum RecordFormat {
     ShareGpt,
     /// `prompt` and `completion`.
     Completion,
-    /// `instruction`, `output`, and `input`, `system` and `history` where they are there.
+    /// `instruction`, `output`, and `input`, `system` and `history` if they exist.
     Alpaca,
     /// `text`.
     Text,
@@ -47,18 +47,18 @@ impl fmt::Display for RecordFormat {
     }
 }
 
-/// An example: what is to be learned from a record.
+/// An example to learn, parsed from a record.
 #[derive(Debug)]
 pub(super) enum TrainingExample {
-    /// What the assistant says in those messages that are to be learned.
+    /// A conversation, of which the assistant's messages in `learned` are learned.
     Chat { conversation: Conversation, learned: Vec<bool> },
     /// A completion.
     Completion { prompt: String, completion: String },
-    /// All of a text.
+    /// A text, all of which is learned.
     Text(String),
     /// The label of a text.
     Label { text: String, label: String },
-    /// The first rather than the second.
+    /// Two answers, of which the first is preferred.
     Preference(Box<[TrainingExample; 2]>),
 }
 
@@ -66,9 +66,9 @@ pub(super) enum TrainingExample {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RecordParser<'a> {
     pub columns: &'a Columns,
-    /// Whether there is a chat template: instructions then become messages.
+    /// Whether there is a chat template. Instructions then become messages.
     pub has_template: bool,
-    /// Whether labels are what is learned.
+    /// Whether labels are learned.
     pub has_labels: bool,
 }
 
@@ -77,16 +77,16 @@ pub(super) struct RecordParser<'a> {
 pub(super) struct ParsedRecord {
     pub format: RecordFormat,
     pub example: TrainingExample,
-    /// Whether its weight lets it be learned.
+    /// Whether the weight allows the record to be learned.
     pub is_learned: bool,
-    /// Its keys that were not read.
+    /// The keys that were not read.
     pub left: Vec<String>,
-    /// What else is to be said of it.
+    /// Other remarks on the record.
     pub remarks: Vec<String>,
 }
 
 impl RecordParser<'_> {
-    /// The format of a record and what it holds.
+    /// Finds the format of a record and parses its content.
     pub(super) fn parse(&self, record: &Value, unread: &[String]) -> Result<ParsedRecord, RecordProblem> {
         let fields = RecordFields::of(record, unread, self.columns);
         let mut remarks = vec![];
@@ -173,7 +173,7 @@ impl RecordParser<'_> {
         }
     }
 
-    /// Why a record has no form.
+    /// Returns why a record has no known format.
     fn unknown(&self, fields: &RecordFields<'_>) -> RecordProblem {
         let keys = fields.keys();
         if self.has_labels {
@@ -196,7 +196,7 @@ impl RecordParser<'_> {
         format!("its keys ({}) are of no known form: {RECORD_FORMATS}; {}", names(&keys), Columns::hint(&keys))
     }
 
-    /// Says that texts do not go through the chat template.
+    /// Adds a remark that texts do not go through the chat template.
     fn say_as_they_stand(&self, example: &TrainingExample, remarks: &mut Vec<String>) {
         if self.has_template && matches!(example, TrainingExample::Completion { .. }) {
             remarks.push(
@@ -207,7 +207,7 @@ impl RecordParser<'_> {
         }
     }
 
-    /// An instruction, read by `name`, with what belongs to it.
+    /// Returns the instruction under `name` and its other fields.
     fn asked(&self, fields: &RecordFields<'_>, name: &str) -> Result<Instruction, RecordProblem> {
         let input = match (fields.text("input")?, fields.text("context")?) {
             (Some(_), Some(_)) => return Err("it has input and context; leave one of them".into()),
@@ -224,8 +224,8 @@ impl RecordParser<'_> {
         })
     }
 
-    /// Two answers to one prompt: texts after a text or an instruction, messages after messages, or two conversations with
-    /// one beginning.
+    /// Parses two answers to one prompt: texts after a text or an instruction, messages after messages, or two
+    /// conversations with the same beginning.
     fn preference(&self, fields: &RecordFields<'_>, answers: [Value; 2]) -> Result<TrainingExample, RecordProblem> {
         let pair = |examples: [Result<TrainingExample, RecordProblem>; 2]| {
             let [chosen, rejected] = examples;
@@ -241,14 +241,14 @@ impl RecordParser<'_> {
             _ => {}
         }
         if is_list {
-            // The prompt, as a text, stands in the messages too.
+            // The messages also contain the prompt's text.
             fields.get("prompt");
             let messages = answers.map(|answer| ChatMessages::of(&answer));
             let [Ok(chosen), Ok(rejected)] = &messages else {
                 return pair(messages.map(|messages| messages.map(|_| TrainingExample::Text(String::new()))));
             };
             let same = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
-            // Of equal ones the last is the answer.
+            // If one conversation is a prefix of the other, its last message is the answer.
             let same = same.min(chosen.list.len().min(rejected.list.len()) - 1);
             return pair(messages.map(|messages| chat(messages?, Some(same), fields)));
         }
@@ -275,16 +275,16 @@ impl RecordParser<'_> {
     }
 }
 
-/// What has messages.
+/// The keys that contain messages.
 const MESSAGES: [&str; 3] = ["messages", "conversations", "conversation"];
 
-/// What has no place in some forms.
+/// The keys that are not allowed in some formats.
 const PLACELESS: [&str; 8] =
     ["system", "system_prompt", "system_message", "history", "context", "tools", "functions", "chat_template_kwargs"];
 const PLACELESS_WHY: &str = "this form has no place for it; write messages, or name columns of an instruction as in --columns \
                              instruction=prompt,output=completion";
 
-/// The name of a label: a text, a whole number or a truth value.
+/// Returns the name of a label: a text, an integer or a truth value.
 fn label_name(label: &Value) -> Result<String, RecordProblem> {
     let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
     match label.kind() {
@@ -293,7 +293,7 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
         }
         ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
         ValueKind::Number if label.is_integer() => Ok(python_str(label)),
-        // As pandas writes whole numbers of a column that has gaps.
+        // This is how pandas writes integers of a column with missing values.
         ValueKind::Number => match whole() {
             Some(number) => Ok((number as i64).to_string()),
             None => Err(format!("its label is {label}, and a label is a name or a whole number")),
@@ -302,8 +302,8 @@ fn label_name(label: &Value) -> Result<String, RecordProblem> {
     }
 }
 
-/// A conversation of messages with the record's system text and tools. Of `from` on, what the assistant says is learned
-/// where its weight does not say otherwise.
+/// Builds a conversation of messages with the record's system text and tools. The assistant's messages from number
+/// `from` on are learned, unless their weight excludes them.
 fn chat(
     messages: ChatMessages,
     from: Option<usize>,
@@ -325,7 +325,7 @@ fn chat(
     Ok(TrainingExample::Chat { conversation, learned })
 }
 
-/// An answer as messages: a text, a message, or several.
+/// Returns an answer as messages: a text, a message, or several.
 fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
     match answer.as_str() {
         Some(text) => Ok(ChatMessages::text("assistant", text)),
@@ -333,7 +333,7 @@ fn answer_of(answer: &Value) -> Result<ChatMessages, RecordProblem> {
     }
 }
 
-/// A prompt and what follows it: two texts, or messages and messages or a text.
+/// Parses a prompt and its continuation: two texts, or messages followed by messages or a text.
 fn completion_of(
     fields: &RecordFields<'_>,
     prompt: &Value,
@@ -352,7 +352,7 @@ fn completion_of(
     }
 }
 
-/// OpenAI's form of preferences: messages and tools within `input`, and two lists of messages.
+/// Parses OpenAI's preference format: messages and tools within `input`, and two lists of messages.
 fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<TrainingExample, RecordProblem> {
     let input = fields.get("input").unwrap_or_default();
     let columns = Columns::default();
@@ -363,7 +363,7 @@ fn openai_preference(fields: &RecordFields<'_>, answers: [&Value; 2]) -> Result<
     Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
 }
 
-/// Earlier turns of an instruction, as pairs of what was asked and answered.
+/// Returns the earlier turns of an instruction, as pairs of question and answer.
 fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem> {
     let wrong = || "its history is not a list of pairs of texts, as [[\"question\", \"answer\"], ...]".to_string();
     let Some(found) = fields.get("history") else { return Ok(vec![]) };
@@ -385,8 +385,9 @@ fn history(fields: &RecordFields<'_>) -> Result<Vec<[String; 2]>, RecordProblem>
     found.try_iter().into_iter().flatten().map(|turn| pair(turn).ok_or_else(wrong)).collect()
 }
 
-/// Where two texts part: behind the header of the last answer that both have, else at the last white space, so that no word
-/// is cut. None where they have nothing in common, or one has nothing else.
+/// Returns the position at which two texts diverge: after the header of the last answer that they share or, without
+/// one, after the last white space, so that no word is cut. Returns `None` if they have nothing in common, or if one of
+/// them has nothing else.
 fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
     const HEADERS: [&str; 7] = [
         "\n\nAssistant:",
@@ -405,7 +406,7 @@ fn common_beginning(chosen: &str, rejected: &str) -> Option<usize> {
     at.or_else(|| begun.rfind(char::is_whitespace)).filter(|at| *at > 0)
 }
 
-/// An instruction with what belongs to it.
+/// An instruction with its other fields.
 #[derive(Clone)]
 struct Instruction {
     instruction: String,
@@ -418,7 +419,7 @@ struct Instruction {
 }
 
 impl Instruction {
-    /// The instruction with its answer: as messages, or in the words of Stanford's Alpaca.
+    /// Adds the answer to the instruction: as messages, or in the wording of Stanford's Alpaca.
     fn answered(self, output: String) -> Result<TrainingExample, RecordProblem> {
         let Self { instruction, input, system, history, tools, variables, has_template } = self;
         if has_template {

@@ -1,4 +1,4 @@
-//! Data files, record by record, in memory that the largest record bounds.
+//! Reads data files record by record, in memory bounded by the largest record.
 
 use super::columns::Columns;
 use super::csv_table::CsvTable;
@@ -11,10 +11,10 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
-/// Bytes that are read at once.
+/// The number of bytes that are read at once.
 const BUFFER: usize = 1 << 20;
 
-/// Bytes of plain text that make a record, up to the end of their line.
+/// The minimum size in bytes of a record of plain text, which extends to the end of its line.
 const PIECE: usize = 64 << 10;
 
 /// The records of a file.
@@ -32,7 +32,7 @@ enum FileFormat {
 }
 
 impl RecordReader {
-    /// Opens a file by its extension; of a table, those of `columns` are told.
+    /// Opens a file by its extension. For a table, `columns` are the known columns.
     ///
     /// # Errors
     /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::DataFile`]; [`FinetuneError::Parquet`]; [`Error::Io`].
@@ -64,7 +64,8 @@ impl RecordReader {
         Ok(Self { path: path.into(), format })
     }
 
-    /// The next record; none at the end. What is no record is one that is [`RecordContent::Broken`].
+    /// Returns the next record, or `None` at the end. Content that is not a record is returned as
+    /// [`RecordContent::Broken`].
     pub(super) fn next(&mut self) -> Result<Option<RawRecord>> {
         let wrong = |source| io(&self.path, source);
         match &mut self.format {
@@ -94,7 +95,7 @@ impl RecordReader {
         }
     }
 
-    /// Bytes of the file up to here, where those of the records so far do not tell.
+    /// Returns the position in the file in bytes, if it does not follow from the sizes of the records so far.
     pub(super) fn position(&self) -> Option<u64> {
         match &self.format {
             FileFormat::Rows(rows) => Some(rows.position()),
@@ -111,7 +112,7 @@ fn unreadable(path: &Path, problem: impl Into<String>) -> Error {
     FinetuneError::DataFile { path: path.into(), problem: problem.into() }.into()
 }
 
-/// What a file with this beginning is, if it is not text in UTF-8.
+/// Returns the kind of a file with this beginning, if it is not UTF-8 text.
 fn foreign(head: &[u8]) -> Option<&'static str> {
     const UTF_16: &str = "it is text in UTF-16 or UTF-32; save it as UTF-8, as with iconv -f UTF-16 -t UTF-8";
     match head {
@@ -127,8 +128,8 @@ fn foreign(head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// Whether a beginning without a byte order mark reads as text in UTF-16 or UTF-32: zeros soon, as ASCII has them there, and no
-/// character that is zero itself. Zeros alone are no text.
+/// Returns whether a beginning without a byte order mark looks like UTF-16 or UTF-32 text: it soon contains zeros, as
+/// ASCII text does in these encodings, and no character that is zero itself. Zeros without other bytes are not text.
 fn is_wide(head: &[u8]) -> bool {
     let head = &head[..head.len().min(32)];
     let (pairs, fours) = (|| head.chunks_exact(2), || head.chunks_exact(4));
@@ -144,7 +145,8 @@ fn is_wide(head: &[u8]) -> bool {
     in_pairs || has_character(true) || has_character(false)
 }
 
-/// Whether JSON is printed over several lines: the first one ends within a value, and the second one has none of its own.
+/// Returns whether JSON is spread over several lines: the first line ends within a value, and the second one does not
+/// contain a complete value.
 fn is_printed(head: &[u8]) -> bool {
     let is_cut = |line: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(line).is_err_and(|e| e.is_eof());
     let is_object =
@@ -156,15 +158,15 @@ fn is_printed(head: &[u8]) -> bool {
     }
 }
 
-/// Lines of a file.
+/// The lines of a file.
 struct LineReader {
     reader: BufReader<File>,
-    /// Lines read.
+    /// The number of lines read.
     line: u64,
 }
 
 impl LineReader {
-    /// Behind a byte order mark, where there is one.
+    /// Opens a file and skips a byte order mark.
     fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|source| io(path, source))?;
         let mut reader = BufReader::with_capacity(BUFFER, file);
@@ -178,12 +180,12 @@ impl LineReader {
         Ok(Self { reader, line: 0 })
     }
 
-    /// What is read of the file at once.
+    /// Returns the beginning of the file that is in the buffer.
     fn head(&mut self) -> std::io::Result<&[u8]> {
         self.reader.fill_buf()
     }
 
-    /// The next line with its end.
+    /// Returns the next line, including its end.
     fn next(&mut self) -> std::io::Result<Option<Vec<u8>>> {
         let mut bytes = vec![];
         (&mut self.reader).take(MOST_BYTES as u64 + 1).read_until(b'\n', &mut bytes)?;
@@ -193,7 +195,7 @@ impl LineReader {
     }
 }
 
-/// The items of a JSON list, or values behind one another, found by counting brackets.
+/// The items of a JSON list, or consecutive values, found by counting brackets.
 struct JsonListReader {
     lines: LineReader,
     state: ListState,
@@ -204,7 +206,7 @@ enum ListState {
     Before,
     Inside,
     After,
-    /// Among values that are in no list.
+    /// Among values that are not in a list.
     Following,
 }
 
@@ -215,7 +217,7 @@ impl JsonListReader {
 
     fn next(&mut self) -> std::io::Result<Option<RawRecord>> {
         let (mut bytes, mut depth, mut in_string, mut escaped) = (vec![], 0_usize, false, false);
-        // Where the item begins.
+        // The line in which the item begins.
         let mut line = self.lines.line + 1;
         while self.state != ListState::After {
             let buffer = self.lines.reader.fill_buf()?;
@@ -289,7 +291,7 @@ impl JsonListReader {
 mod tests {
     use super::*;
 
-    /// The records of a file of this name and text: their lines and JSON, or what is wrong.
+    /// Returns the records of a file of this name and text: their lines and JSON, or their problems.
     fn records(name: &str, text: &str) -> Vec<(u64, String)> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
@@ -343,7 +345,7 @@ mod tests {
         assert!(text.contains(part), "{text}");
     }
 
-    /// Why a file of this name and these bytes is refused.
+    /// Returns why a file of this name and these bytes is refused.
     fn refused(name: &str, bytes: impl AsRef<[u8]>) -> String {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
@@ -367,7 +369,7 @@ mod tests {
         }
         let declared = [at(3, "{'prompt': 'a', 'completion': 'b;c'}")];
         assert_eq!(records("x.csv", "sep=|\r\nprompt|completion\r\na|b;c\r\n"), declared);
-        // Of names that are not known, what parts them more, and else what is usual.
+        // With unknown names, the separator that yields more columns is used, and otherwise the usual one.
         assert_eq!(records("x.csv", "a;b;c,d\n1;2;3\n"), [at(2, "{'a': '1', 'b': '2', 'c,d': '3'}")]);
         assert_eq!(records("x.csv", "a;b,c\n1,2\n"), [at(2, "{'a;b': '1', 'c': '2'}")]);
         assert_eq!(records("x.csv", "text\na;b\n"), [at(2, "{'text': 'a;b'}")]);
@@ -389,7 +391,7 @@ mod tests {
         let one = records("x.csv", &rows("a,\"b\" c"));
         assert_eq!(one.len(), 9);
         holds(&one[4].1, "broken: text follows the quote that ends a field");
-        // Within a field that has none before it, a quote is a sign as any other.
+        // In a field that does not begin with a quote, a quote is an ordinary character.
         assert_eq!(records("x.csv", &rows("5\" long,b"))[4], at(6, "{'prompt': '5\" long', 'completion': 'b'}"));
         assert_eq!(records("x.csv", &rows("\n\na,\"b\r\nc\""))[4], at(8, "{'prompt': 'a', 'completion': 'b\\r\\nc'}"));
     }
@@ -419,7 +421,7 @@ mod tests {
         for bytes in [wide(u32::to_le_bytes), wide(u32::to_be_bytes)] {
             assert!(refused("x.jsonl", &bytes).contains("UTF-16 or UTF-32"), "{bytes:?}");
         }
-        // Zeros behind a text, or alone, are no text of another kind.
+        // Zeros after a text, or without one, do not indicate another encoding.
         for bytes in ["[\n\"", "a\n", "a", ""] {
             assert_eq!(foreign(&[bytes.as_bytes(), &[0; 40]].concat()), None, "{bytes:?}");
         }
@@ -447,7 +449,7 @@ mod tests {
         }
         let cut = records("x.jsonl", "{\n  \"a\": 1\n}\n{\n");
         assert_eq!(cut[1], at(4, "broken: the file ends within a record"));
-        // A first line that is cut off leaves the others as they are.
+        // A first line that is cut off does not affect the others.
         assert_eq!(records("x.jsonl", "{\"a\": \n{\"b\": 1}\n{\"c\": 1}\n").len(), 3);
     }
 

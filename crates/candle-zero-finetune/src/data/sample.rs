@@ -1,4 +1,4 @@
-//! Ids, and which of them are to be predicted.
+//! Token ids, and which of them are to be predicted.
 
 use crate::chat::conversation::Conversation;
 use crate::chat::encode_cache::EncodedText;
@@ -12,21 +12,22 @@ use std::ops::Range;
 pub struct Sample {
     /// The tokens.
     pub ids: Vec<u32>,
-    /// Whether each is to be predicted from those before it.
+    /// Whether each token is to be predicted from those before it.
     pub targets: Vec<bool>,
 }
 
 impl Sample {
-    /// A conversation, of which what the assistant says is to be predicted.
+    /// Encodes a conversation, in which the assistant's text is to be predicted.
     ///
     /// # Errors
-    /// Those of [`Template::render_with_targets`] and [`Tokenizer::encode`].
+    /// Errors of [`Template::render_with_targets`] and [`Tokenizer::encode`].
     pub fn of_conversation(tokenizer: &Tokenizer, template: &Template, conversation: &Conversation) -> Result<Self> {
         let rendered = template.render_with_targets(conversation)?;
         Ok(Self::of_spans(tokenizer.encode(&rendered.text)?, &rendered.targets))
     }
 
-    /// Tokens of which those with a byte in one of `spans` are to be predicted. The spans are in order, without overlap.
+    /// Returns tokens, of which those with a byte in one of `spans` are to be predicted. The spans are in order and do
+    /// not overlap.
     pub(super) fn of_spans(encoded: EncodedText, spans: &[Range<usize>]) -> Self {
         let mut spans = spans.iter().peekable();
         let in_span = |(start, end): &(usize, usize)| {

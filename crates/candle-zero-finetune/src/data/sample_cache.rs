@@ -1,13 +1,14 @@
-//! Samples in a file that is mapped.
+//! Samples in a mapped file.
 //!
-//! Little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each that says whether
-//! it is a target, in whole words; an index of 8 words a sample (offset of its ids in words as two, their number, label,
-//! line as two, a digest of ids and bits as two); a report as JSON. The header has what the file was made of as one number,
-//! where its parts lie, and a digest of itself, the index and the report: a file that was not written to its end has none.
-//! All digests are checked when a file is opened, so one that was damaged is made again.
+//! The file is little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each id
+//! that is set if the id is a target, padded to complete words; an index of 8 words per sample (the offset of its ids
+//! in words as two words, their number, label, line as two words, a digest of ids and bits as two words); a report as
+//! JSON. The header contains a fingerprint of what the file was made from, the positions of the file's parts, and a
+//! digest of itself, the index and the report. A file that was not written to its end has no header. All digests are
+//! checked when a file is opened, so a damaged file is rebuilt.
 //!
-//! Who makes a file has a lock on another one beside it. Others wait for that, and then map what was made; the kernel
-//! releases the lock of a process that ends in between.
+//! The process that builds a file locks a second file next to it. Others wait for the lock and then map the result. The
+//! kernel releases the lock of a process that exits meanwhile.
 
 use super::sample::Sample;
 use crate::error::FinetuneError;
@@ -27,19 +28,19 @@ use twox_hash::XxHash3_64;
 /// The first bytes of a file of this format.
 const MAGIC: &[u8; 8] = b"czsamp03";
 const HEADER: usize = 64;
-/// Bytes of an entry of the index.
+/// The size of an index entry in bytes.
 const ENTRY: usize = 32;
 
-/// The folder for files of samples where none is given: `candle-zero/samples` in `$XDG_CACHE_HOME` or `~/.cache`.
+/// Returns the default folder for sample files: `candle-zero/samples` in `$XDG_CACHE_HOME` or `~/.cache`.
 ///
 /// # Errors
-/// [`FinetuneError::NoCache`] where neither is known.
+/// [`FinetuneError::NoCache`] if neither is known.
 pub fn default_cache() -> Result<PathBuf> {
     Ok(own_cache()?.join("samples"))
 }
 
-/// Makes the folder for samples: what is private in data stays private in it. A folder that is there keeps its rights, but for
-/// the library's own. What killed runs have left there goes.
+/// Creates the folder for samples, readable only by its user, because data may be private. An existing folder keeps its
+/// permissions, unless it is the library's own. Removes what killed runs left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     let own = own_cache().ok().filter(|own| folder.starts_with(own));
     match &own {
@@ -55,61 +56,61 @@ pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether that is the name of the lock of a file of samples.
+/// Returns whether a file name is that of a sample file's lock.
 fn is_lock(name: &OsStr) -> bool {
     let fingerprint = name.to_str().and_then(|name| name.strip_suffix(".lock")?.rsplit_once('-')).map(|(_, end)| end);
     fingerprint.is_some_and(|end| end.len() == 16 && end.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// The folder of this library in the user's cache.
+/// Returns the folder of this library in the user's cache.
 pub(crate) fn own_cache() -> Result<PathBuf> {
     let home = std::env::home_dir().filter(|home| home.is_absolute());
     let folder = cache_home(std::env::var_os("XDG_CACHE_HOME"), home).ok_or(FinetuneError::NoCache)?;
     Ok(folder.join("candle-zero"))
 }
 
-/// A mapped file of samples.
+/// A mapped sample file.
 #[derive(Debug)]
 pub(super) struct SampleCache {
     map: Mmap,
     samples: usize,
     tokens: u64,
-    /// Where the index begins, in bytes.
+    /// The start of the index in bytes.
     index: usize,
-    /// Where the report begins.
+    /// The start of the report in bytes.
     report: usize,
 }
 
 /// A sample in a mapped file.
 #[derive(Debug, Clone, Copy)]
 pub struct SampleRef<'a> {
-    /// Little-endian u32.
+    /// The ids as little-endian u32.
     ids: &'a [u8],
-    /// A bit for each, in words.
+    /// A target bit for each id, in words.
     bits: &'a [u8],
-    /// The number of its label, where it has one.
+    /// The number of the sample's label, if it has one.
     pub label: u32,
-    /// The line that it comes from, from 1.
+    /// The line that the sample comes from, from 1.
     pub line: u64,
 }
 
 impl<'a> SampleRef<'a> {
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len() / 4
     }
 
-    /// Whether there are none.
+    /// Returns whether the sample has no tokens.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// The tokens.
+    /// Iterates over the tokens.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = u32> + 'a {
         self.ids.chunks_exact(4).map(word)
     }
 
-    /// Whether token `i` is to be predicted.
+    /// Returns whether token `i` is to be predicted.
     ///
     /// # Panics
     ///
@@ -119,13 +120,13 @@ impl<'a> SampleRef<'a> {
         self.bits[i / 8] >> (i % 8) & 1 == 1
     }
 
-    /// Number of tokens that are predicted: the targets, but for the first token.
+    /// Returns the number of tokens that are predicted: all targets except the first token.
     pub fn predicted(&self) -> usize {
         let all: u32 = self.bits.iter().map(|byte| byte.count_ones()).sum();
         all as usize - usize::from(!self.is_empty() && self.is_target(0))
     }
 
-    /// A copy.
+    /// Returns a copy.
     pub fn to_sample(&self) -> Sample {
         Sample { ids: self.ids().collect(), targets: (0..self.len()).map(|i| self.is_target(i)).collect() }
     }
@@ -140,24 +141,25 @@ fn long(bytes: &[u8]) -> u64 {
 }
 
 impl SampleCache {
-    /// Maps the file at `path` if it is whole and was made of what `fingerprint` says. The inner error says what else it is.
+    /// Maps the file at `path` if it is complete and was made from what `fingerprint` identifies. The inner error
+    /// explains why not.
     ///
     /// # Errors
-    /// [`Error::Io`] where it cannot be read, unless there is none.
+    /// [`Error::Io`] if the file cannot be read, unless it does not exist.
     pub(super) fn open(path: &Path, fingerprint: u64) -> Result<Result<Self, &'static str>> {
         let io = |source| Error::Io { action: "read", path: path.into(), source };
         let file = match files::open(path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is none")),
             file => file.map_err(io)?,
         };
-        // What versions of the past have made readable to others.
+        // Earlier versions may have made the file readable to others.
         files::tighten(path);
         if file.metadata().map_err(io)?.len() < HEADER as u64 {
             return Ok(Err("it is truncated"));
         }
-        // SAFETY: the map is read-only and private to this value. Files of samples appear under their names whole and are
-        // replaced, never changed; what another process writes into one changes numbers that are checked where they are
-        // used as places.
+        // SAFETY: the map is read-only and private to this value. Sample files get their names only when they are
+        // complete, and are replaced, never changed. If another process writes into one nevertheless, it changes
+        // numbers that are checked wherever they are used as positions.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self::check(map, fingerprint))
     }
@@ -191,7 +193,7 @@ impl SampleCache {
         }
     }
 
-    /// Whether the ids and targets of sample `i` are those that were written.
+    /// Returns whether the ids and targets of sample `i` are those that were written.
     fn is_whole(&self, i: usize) -> bool {
         let entry = self.entry(i);
         let start = usize::try_from(long(entry)).ok().and_then(|start| start.checked_mul(4));
@@ -201,11 +203,11 @@ impl SampleCache {
         place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
     }
 
-    /// Of the samples, whatever they were made of: their ids, targets and labels, and their order.
+    /// Returns a hash of the samples' ids, targets, labels and order, whatever they were made from.
     pub(super) fn content(&self) -> u64 {
         let mut hash = XxHash3_64::new();
         for i in 0..self.samples {
-            // Their number, the label and the digest.
+            // The number of ids, the label and the digest.
             let entry = self.entry(i);
             hash.write(&entry[8..16]);
             hash.write(&entry[24..]);
@@ -213,7 +215,7 @@ impl SampleCache {
         hash.finish()
     }
 
-    /// Of what the samples were made of.
+    /// Returns the fingerprint of what the samples were made from.
     pub(super) fn fingerprint(&self) -> u64 {
         long(&self.map[8..16])
     }
@@ -226,12 +228,12 @@ impl SampleCache {
         self.tokens
     }
 
-    /// The report, as it was written.
+    /// Returns the report as it was written.
     pub(super) fn report(&self) -> &[u8] {
         &self.map[self.report..]
     }
 
-    /// Length of sample `i` in tokens.
+    /// Returns the length of sample `i` in tokens.
     pub(super) fn length(&self, i: usize) -> usize {
         word(&self.entry(i)[8..]) as usize
     }
@@ -241,11 +243,11 @@ impl SampleCache {
         &self.map[self.index + i * ENTRY..][..ENTRY]
     }
 
-    /// Sample `i`.
+    /// Returns sample `i`.
     ///
     /// # Panics
     ///
-    /// If there is none, or if the file was changed while it was mapped.
+    /// If the sample does not exist, or if the file was changed while it was mapped.
     pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
         let entry = self.entry(i);
         let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
@@ -255,14 +257,14 @@ impl SampleCache {
     }
 }
 
-/// Writes a file of samples.
+/// A writer of sample files.
 pub(super) struct SampleCacheWriter {
     data: BufWriter<File>,
-    /// It has that name in the end.
+    /// The folder that contains the file until it gets its final name.
     scratch: ScratchFolder,
-    /// The index, until it is appended: for files of many samples it is larger than what may be in memory.
+    /// The index, in a file until it is appended: with many samples it does not fit into memory.
     index: BufWriter<File>,
-    /// Bytes written, header included.
+    /// The number of bytes written, including the header.
     at: u64,
     samples: u64,
     tokens: u64,
@@ -270,7 +272,8 @@ pub(super) struct SampleCacheWriter {
 }
 
 impl SampleCacheWriter {
-    /// Writes beside `path`, in a folder that a later run removes if this one is killed. Only this user can read the file.
+    /// Creates a writer in a folder next to `path`, which a later run removes if this one is killed. Only this user can
+    /// read the file.
     pub(super) fn new(path: &Path) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
         let scratch = ScratchFolder::new(folder, WRITING)?;
@@ -285,7 +288,7 @@ impl SampleCacheWriter {
         self.samples
     }
 
-    /// Appends a sample of `line`.
+    /// Appends a sample from line `line`.
     pub(super) fn push(&mut self, sample: &Sample, label: u32, line: u64) -> std::io::Result<()> {
         let count = u32::try_from(sample.ids.len()).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
         self.bytes.clear();
@@ -308,7 +311,7 @@ impl SampleCacheWriter {
         Ok(())
     }
 
-    /// Completes the file and gives it its name.
+    /// Completes the file and renames it to `path`.
     pub(super) fn finish(mut self, path: &Path, fingerprint: u64, report: &[u8]) -> std::io::Result<()> {
         let mut index = self.index.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         let report_at = self.at + index.stream_position()?;
@@ -386,7 +389,7 @@ mod tests {
     fn what_a_killed_writer_left_is_removed_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
-        // What a writer has by then, in a folder that nobody has locked any more.
+        // The files of an unfinished writer, in a folder that is no longer locked.
         let writer = SampleCacheWriter::new(&path).unwrap();
         let killed = folder.path().join(format!("{WRITING}aaaaaa"));
         std::fs::create_dir(&killed).unwrap();
@@ -396,7 +399,7 @@ mod tests {
         }
         assert!(killed.join("new").exists());
         drop(writer);
-        // Of somebody else.
+        // The folder of another program.
         let foreign = format!("{WRITING}bbbbbb");
         std::fs::create_dir(folder.path().join(&foreign)).unwrap();
         std::fs::write(folder.path().join(&foreign).join("new"), "mine").unwrap();
@@ -423,7 +426,7 @@ mod tests {
             std::fs::write(&path, &whole[..bytes]).unwrap();
             assert_eq!(why(7), "it is truncated", "{bytes}");
         }
-        // Every byte: of the header, of three ids and a word of bits, of the index and the report.
+        // Every byte of the header, of three ids and a word of bits, of the index and of the report.
         for byte in 0..whole.len() {
             let mut other = whole.clone();
             other[byte] ^= 0x10;

@@ -1,4 +1,4 @@
-//! Samples for people to look at.
+//! Shows samples to people.
 
 use super::dataset::Dataset;
 use crate::chat::tokenizer::Tokenizer;
@@ -6,10 +6,11 @@ use crate::error::Result;
 use crate::error::unit;
 use std::fmt::Write as _;
 
-/// Before and after what is to be predicted: in green, or in brackets.
+/// The marks before and after text that is to be predicted: brackets, or green.
 const MARKS: [[&str; 2]; 2] = [["⟦", "⟧"], ["\u{1b}[32;1m", "\u{1b}[0m"]];
 
-/// The first `count` samples of each file as text, with what is to be predicted in green where `colour` is set, else in brackets.
+/// Returns the first `count` samples of each file as text. Text that is to be predicted is green if `colour` is set,
+/// otherwise in brackets.
 ///
 /// # Errors
 /// [`FinetuneError::Decode`](crate::error::FinetuneError::Decode).
@@ -26,7 +27,7 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
         let (mut stream, mut inside) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {
             let piece = stream.push(id)?;
-            // Text that is held back is shown as what its last token is.
+            // Text that is held back is shown in the style of its last token.
             if !piece.is_empty() && sample.is_target(j) != inside {
                 text.push_str(if inside { close } else { open });
                 inside = !inside;
@@ -40,7 +41,7 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
     Ok(text)
 }
 
-/// A text that does nothing to a terminal: control characters as pictures, but for tabs and the ends of lines.
+/// Returns a text that is harmless to a terminal: control characters become pictures, except for tabs and line ends.
 fn printable(text: &str) -> String {
     let picture = |c: char| match c {
         '\n' | '\t' => c,

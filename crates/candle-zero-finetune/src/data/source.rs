@@ -9,12 +9,12 @@ use std::path::PathBuf;
 pub struct Source {
     /// The file.
     pub path: PathBuf,
-    /// How often each of its samples comes in an epoch, 1 by default; 0.5 is half of the samples once.
+    /// How often each of its samples occurs in an epoch. The default is 1; 0.5 uses half of the samples once.
     pub weight: f64,
 }
 
 impl Source {
-    /// A path, or a path and a weight (`chats.jsonl:2.5`).
+    /// Parses a path, or a path and a weight (`chats.jsonl:2.5`).
     ///
     /// # Errors
     /// [`FinetuneError::Weight`] for a weight that is not above 0 and at most 1000.

@@ -1,15 +1,16 @@
-//! A `config.json` in Hugging Face's format from the metadata of a GGUF file, by the conventions of llama.cpp's converter.
+//! Builds a `config.json` in Hugging Face's format from the metadata of a GGUF file, by the conventions of llama.cpp's
+//! converter.
 
 use super::weights::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Value as Json, json};
 
-/// The architectures whose conventions are known here. Mistral's files are called llama.
+/// The architectures with known conventions. Files of Mistral models use the name llama.
 const KNOWN: [&str; 6] = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
 impl GgufFile {
-    /// What stands in for `config.json`.
+    /// Returns the equivalent of `config.json`.
     pub fn config_json(&self) -> Result<Json> {
         let keys = ArchitectureKeys { gguf: self, architecture: self.architecture()? };
         let architecture = keys.architecture;
@@ -55,7 +56,7 @@ impl GgufFile {
             "torch_dtype": "float32",
         });
         let sliding = keys.size("attention.sliding_window")?;
-        // Not in the metadata: llama.cpp knows the largest Gemmas by their number of blocks.
+        // The metadata lacks this. llama.cpp recognizes the largest Gemmas by their number of blocks.
         let largest = match architecture {
             "gemma2" => 46,
             _ => 62,
@@ -94,7 +95,7 @@ impl GgufFile {
     }
 }
 
-/// The class of transformers.
+/// Returns the class of transformers.
 fn class(architecture: &str) -> &'static str {
     match architecture {
         "qwen2" => "Qwen2ForCausalLM",
@@ -106,7 +107,7 @@ fn class(architecture: &str) -> &'static str {
     }
 }
 
-/// The metadata of an architecture.
+/// The metadata keys of an architecture.
 struct ArchitectureKeys<'a> {
     gguf: &'a GgufFile,
     architecture: &'a str,
@@ -121,7 +122,7 @@ impl<'a> ArchitectureKeys<'a> {
         let found = self.get(key).map_or("absent".to_owned(), |value| match value {
             Value::Array(values) => format!("a list of {} values", values.len()),
             Value::String(text) => format!("{text:?}"),
-            // The number in the parentheses after its type.
+            // The number in the parentheses after the type name.
             value => format!("{value:?}").split(['(', ')']).nth(1).unwrap_or_default().to_owned(),
         });
         self.gguf.refuse(&format!("{}.{key}", self.architecture), found, allowed)
@@ -147,7 +148,7 @@ impl<'a> ArchitectureKeys<'a> {
     fn number(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value {
-            // The shortest number that rounds to it: 1e-5 is stored as 9.999999747e-6.
+            // The shortest number that rounds to this value: 1e-5 is stored as 9.999999747e-6.
             Value::F32(number) if number.is_finite() => Ok(number.to_string().parse().ok()),
             Value::F64(number) if number.is_finite() => Ok(Some(*number)),
             value => match value.to_u64() {
@@ -169,7 +170,7 @@ impl<'a> ArchitectureKeys<'a> {
         }
     }
 
-    /// How rotary frequencies are slowed.
+    /// Returns the scaling of the rotary frequencies.
     fn rope_scaling(&self, head: usize) -> Result<Json> {
         let infos = &self.gguf.content.tensor_infos;
         if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
@@ -188,7 +189,7 @@ impl<'a> ArchitectureKeys<'a> {
         }
     }
 
-    /// The scaling of Llama 3.1 and later, of which a file has the factors of all frequencies.
+    /// Returns the scaling of Llama 3.1 and later, for which a file has a factor for each frequency.
     fn llama3(&self, head: usize) -> Result<Json> {
         use candle_zero::models::{RotaryConfig, RotaryScaling};
         use candle_zero::nn::frequencies::Llama3RopeScaling;

@@ -1,4 +1,4 @@
-//! A decoder as a GGUF file by llama.cpp's conventions: keys, names of tensors, and what is done to some of them.
+//! Writes a decoder as a GGUF file by llama.cpp's conventions for keys, tensor names and the layout of some tensors.
 
 use super::tokenizer_export::keys;
 use super::weights::GgufFile;
@@ -11,39 +11,40 @@ use candle_zero::models::{DecoderConfig, ParameterNaming, RotaryScaling};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// How the weights of a GGUF file are stored. Vectors are in f32, whatever this says.
+/// The storage format of the weights in a GGUF file. Vectors are stored in f32 in either format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufFormat {
     /// f16.
     F16,
-    /// Blocks of 32 integers of eight bits with a scale in f16; f16 where a row is no whole number of blocks.
+    /// Blocks of 32 8-bit integers with an f16 scale. Tensors whose rows are not a multiple of 32 elements are stored
+    /// in f16.
     Q8_0,
 }
 
-/// A model that llama.cpp knows.
+/// A model of an architecture that llama.cpp supports.
 struct GgufArchitecture<'a> {
     architecture: &'static str,
     config: &'a DecoderConfig,
 }
 
-/// What is done to a tensor's lines.
+/// The change to the layout of a tensor's lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LayoutChange {
     None,
     /// Lines become columns.
     Transposed,
-    /// In each head of so many lines, the first half and the second are interleaved: llama.cpp turns neighbours where
-    /// transformers turns the halves.
+    /// In each head of this number of lines, the first and the second half are interleaved: llama.cpp rotates adjacent
+    /// elements, while transformers rotates the two halves.
     Interleaved(usize),
 }
 
 impl MergedModel<'_> {
-    /// Writes the model to the file `out`, which is replaced if it is there, as llama.cpp reads it, with the tokenizer in the
-    /// base's folder or GGUF file.
+    /// Writes the model to the file `out` in llama.cpp's format, with the tokenizer of the base's folder or GGUF file.
+    /// An existing file is replaced.
     ///
     /// # Errors
-    /// A model or a tokenizer that cannot be written so, a value that f16 cannot hold; what reading and writing brings. `out`
-    /// is as it was then.
+    /// A model or a tokenizer that cannot be represented; a value that f16 cannot hold; errors of reading and writing.
+    /// On an error, `out` is unchanged.
     pub fn write_gguf(&self, out: impl AsRef<Path>, format: GgufFormat) -> Result<()> {
         write_gguf(self, self.base, format, out.as_ref())
     }
@@ -106,13 +107,13 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     file.finish().map(drop).map_err(wrong)
 }
 
-/// Where a written tensor is from.
+/// The source of a written tensor.
 enum TensorOrigin<'a> {
     Values(Vec<f32>),
     Tensor(&'a str, &'a [usize], LayoutChange),
 }
 
-/// Gives a tensor's bytes, changed.
+/// Passes the bytes of a tensor to `take`, with the layout changed.
 fn give(
     tensor: &MergedTensor<'_>,
     change: LayoutChange,
@@ -125,7 +126,7 @@ fn give(
     match change {
         LayoutChange::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
         LayoutChange::Transposed => {
-            // Whole: a line of the result has an element of each of its lines.
+            // All lines are needed: each line of the result has an element of each line of the tensor.
             let values = tensor.values(0..lines)?;
             let mut line = vec![0f32; lines];
             for column in 0..width {
@@ -135,7 +136,7 @@ fn give(
             Ok(())
         }
         LayoutChange::Interleaved(head) => {
-            // A vector's elements are its lines.
+            // The lines of a vector are its elements.
             let (lines_of_head, width) = if lines == 1 { (1, 1) } else { (head, width) };
             for piece in tensor.pieces(lines_of_head) {
                 let values = tensor.values(piece)?;
@@ -153,7 +154,7 @@ fn give(
 }
 
 impl<'a> GgufArchitecture<'a> {
-    /// The model of transformers' `kind`; else why it cannot be written.
+    /// Returns the architecture of a model whose transformers type is `kind`, or why it cannot be written.
     fn of(kind: &str, config: &'a DecoderConfig) -> std::result::Result<Self, String> {
         let architecture = match kind {
             "llama" | "mistral" => "llama",
@@ -188,7 +189,7 @@ impl<'a> GgufArchitecture<'a> {
         }
         keys.push(("general.file_type".into(), GgufValue::U32(if format == GgufFormat::F16 { 1 } else { 7 })));
         keys.push(("general.quantization_version".into(), GgufValue::U32(2)));
-        // Beyond its window a block sees less than llama.cpp would show it.
+        // Beyond its window, a block attends to less than it would in llama.cpp.
         let windows = self.config.blocks.iter().filter_map(|block| block.window);
         let ctx = windows.fold(self.config.ctx, usize::min);
         let mut put = |key: &str, value| keys.push((format!("{}.{key}", self.architecture), value));
@@ -218,7 +219,7 @@ impl<'a> GgufArchitecture<'a> {
         keys
     }
 
-    /// What the frequencies of Llama 3's scaled positions are divided by.
+    /// Returns the divisors of the rotary frequencies for Llama 3's scaling.
     fn rotary_factors(&self) -> Option<Vec<f32>> {
         let rotary = self.config.blocks.first()?.rotary;
         let RotaryScaling::Llama3(_) = rotary.scaling else { return None };
@@ -228,7 +229,7 @@ impl<'a> GgufArchitecture<'a> {
         Some(plain.iter().zip(rotary.frequencies(head).ok()?).map(|(plain, scaled)| (plain / scaled) as f32).collect())
     }
 
-    /// A tensor's name in the file, and what is done to it.
+    /// Returns a tensor's name in the file and the change to its layout.
     fn tensor(&self, name: &str) -> Option<(String, LayoutChange)> {
         let bare = name.strip_prefix(self.config.prefix).unwrap_or(name);
         let (module, kind) = bare.rsplit_once('.')?;

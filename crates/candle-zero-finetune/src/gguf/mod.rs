@@ -1,9 +1,9 @@
-//! GGUF files, read and written by the conventions of llama.cpp.
+//! Reads and writes GGUF files by the conventions of llama.cpp.
 //!
 //! | file | content |
 //! |---|---|
-//! | `weights.rs` | weights by the names of Hugging Face, dequantized while they are read |
-//! | `config.rs`, `tokenizer.rs` | its metadata as `config.json`, `tokenizer.json` and `tokenizer_config.json` |
+//! | `weights.rs` | weights by their Hugging Face names, dequantized as they are read |
+//! | `config.rs`, `tokenizer.rs` | the metadata as `config.json`, `tokenizer.json` and `tokenizer_config.json` |
 //! | `writer.rs` | the file format |
 //! | `export.rs`, `tokenizer_export.rs` | a merged model and its tokenizer as a GGUF file |
 

@@ -1,10 +1,10 @@
-//! A tokenizer.json, a tokenizer_config.json and a chat template from the metadata of a GGUF file, by the conventions of llama.cpp's
-//! converter.
+//! Builds a tokenizer.json, a tokenizer_config.json and a chat template from the metadata of a GGUF file, by the
+//! conventions of llama.cpp's converter.
 //!
 //! | `tokenizer.ggml.model` | tokenizer.json |
 //! |---|---|
-//! | `gpt2` | byte-level BPE, whose `tokenizer.ggml.pre` names how texts are cut |
-//! | `llama` | SentencePiece's BPE: pieces with scores, from which merges follow |
+//! | `gpt2` | byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer |
+//! | `llama` | SentencePiece's BPE: pieces with scores, from which the merges are derived |
 
 use super::weights::{GgufFile, bad};
 use super::writer::GgufValue;
@@ -14,26 +14,27 @@ use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 use std::collections::HashMap;
 
-/// Kinds of tokens, by llama.cpp's numbers.
+/// Token types, by llama.cpp's numbers.
 const NORMAL: i64 = 1;
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 
-/// The most tokens that a file may have.
+/// The maximum number of tokens in a file.
 const MOST_TOKENS: usize = 1 << 22;
 
-/// SentencePiece's mark of a space.
+/// SentencePiece's symbol for a space.
 const SPACE: &str = "\u{2581}";
 
-/// How byte-level BPE cuts texts, by the names of llama.cpp: a pattern in place of GPT-2's, or steps before it.
+/// The way in which byte-level BPE splits texts, by llama.cpp's names: a pattern in place of GPT-2's, or steps before
+/// it.
 enum PreTokenizerPattern {
-    /// GPT-2's own pattern.
+    /// GPT-2's pattern.
     Gpt2,
-    /// Every digit alone, then GPT-2's pattern.
+    /// Every digit separately, then GPT-2's pattern.
     DigitsThenGpt2,
-    /// These patterns, one after the other.
+    /// These patterns, one after another.
     Patterns(&'static [&'static str]),
 }
 
@@ -49,7 +50,7 @@ const DEEPSEEK_V3: [&str; 3] = [
 ];
 const DEEPSEEK_CODER: [&str; 5] = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"];
 
-/// The names that are known here.
+/// The supported names.
 const KNOWN: &str = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, smaug-bpe, dbrx, falcon3, pixtral, qwen2, stablelm2, \
                      deepseek-r1-qwen, megrez, tekken, gpt-4o, deepseek-v3 and deepseek-coder";
 
@@ -74,7 +75,7 @@ impl PreTokenizerPattern {
         })
     }
 
-    /// As tokenizer.json's `pre_tokenizer`.
+    /// Returns the pattern as the `pre_tokenizer` of tokenizer.json.
     fn json(&self) -> Json {
         let bytes = |use_regex: bool| byte_level(use_regex);
         let steps = match self {
@@ -94,10 +95,10 @@ fn byte_level(use_regex: bool) -> Json {
 }
 
 impl GgufFile {
-    /// What stands in for the tokenizer's files of a model's folder.
+    /// Returns the equivalent of a model folder's tokenizer files.
     ///
     /// # Errors
-    /// A file without a tokenizer, or with one that is not known here.
+    /// A file without a tokenizer, or with one that is not supported.
     pub fn tokenizer_files(&self) -> Result<TokenizerFiles> {
         let kind = self.text("tokenizer.ggml.model")?.ok_or_else(|| {
             bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json beside it")
@@ -114,7 +115,7 @@ impl GgufFile {
         };
         let mut config = Map::new();
         let unset = |role: &str| match (kind, role) {
-            // What llama.cpp takes where a file does not say it.
+            // llama.cpp's default for files that do not specify this id.
             ("llama", "unknown") => Some(0),
             ("llama", "bos") => Some(1),
             ("llama", "eos") => Some(2),
@@ -144,7 +145,7 @@ impl GgufFile {
         })
     }
 
-    /// The keys of the tokenizer, as they are, for another file.
+    /// Returns the unchanged tokenizer keys, to write them to another file.
     pub(super) fn tokenizer_keys(&self) -> Vec<(String, GgufValue)> {
         let own = self.content.metadata.iter().filter(|(key, _)| key.starts_with("tokenizer."));
         let mut keys: Vec<_> = own.filter_map(|(key, value)| Some((key.clone(), written(value)?))).collect();
@@ -152,10 +153,11 @@ impl GgufFile {
         keys
     }
 
-    /// The chat template, if it has one; that of a name behind a point (`.tool_use`), too.
+    /// Returns the chat template, if the file has one. `name` may be a suffix with a dot (`.tool_use`) that selects a
+    /// named template.
     ///
     /// # Errors
-    /// A value that is no text.
+    /// A value that is not text.
     pub fn chat_template(&self, name: &str) -> Result<Option<&str>> {
         self.text(&format!("tokenizer.chat_template{name}"))
     }
@@ -187,7 +189,7 @@ impl GgufFile {
     }
 }
 
-/// A value as it is written; nothing for kinds that no tokenizer has.
+/// Returns a value in the form in which it is written, or `None` for types that no tokenizer key has.
 fn written(value: &Value) -> Option<GgufValue> {
     Some(match value {
         Value::Bool(flag) => GgufValue::Bool(*flag),
@@ -221,7 +223,7 @@ fn whole(value: &Value) -> Option<i64> {
 /// The tokens of a file.
 struct GgufVocabulary<'a> {
     gguf: &'a GgufFile,
-    /// Text and kind of each.
+    /// The text and the type of each token.
     tokens: Vec<(&'a str, i64)>,
 }
 
@@ -251,7 +253,7 @@ impl<'a> GgufVocabulary<'a> {
         Ok(Self { gguf, tokens: texts.iter().enumerate().map(token).collect::<Result<_>>()? })
     }
 
-    /// Ids by text, without what fills an embedding up. The first of two alike counts.
+    /// Returns the ids by text, without the tokens that pad the embedding. Of two equal tokens, the first one counts.
     fn vocab(&self) -> Map<String, Json> {
         let mut vocab = Map::new();
         for (id, (text, _)) in self.tokens.iter().enumerate().filter(|(_, (_, kind))| *kind != UNUSED) {
@@ -262,7 +264,7 @@ impl<'a> GgufVocabulary<'a> {
         vocab
     }
 
-    /// The tokens that a text's own characters become wherever they stand.
+    /// Returns the tokens that match their text wherever it occurs.
     fn added(&self) -> Vec<Json> {
         let is_added = |kind: i64| [CONTROL, USER_DEFINED, UNKNOWN].contains(&kind);
         let added = self.tokens.iter().enumerate().filter(|(_, (text, kind))| is_added(*kind) && !text.is_empty());
@@ -275,7 +277,7 @@ impl<'a> GgufVocabulary<'a> {
         added.collect()
     }
 
-    /// Byte-level BPE, and whether texts begin with BOS where the file does not say it.
+    /// Returns the byte-level BPE tokenizer, and whether texts begin with BOS if the file does not specify this.
     fn byte_level(&self) -> Result<(Json, bool)> {
         const PRE: &str = "tokenizer.ggml.pre";
         let allowed = || format!("one of {KNOWN}; for another put the model's tokenizer.json beside the file");
@@ -297,7 +299,7 @@ impl<'a> GgufVocabulary<'a> {
         let tokenizer = json!({
             "version": "1.0",
             "added_tokens": self.added(),
-            // As Qwen's own files have it; llama.cpp leaves it out.
+            // As in Qwen's own files. llama.cpp omits it.
             "normalizer": if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null },
             "pre_tokenizer": cut.json(),
             "post_processor": byte_level(true),
@@ -307,7 +309,7 @@ impl<'a> GgufVocabulary<'a> {
         Ok((tokenizer, is_llama3 || name == "tekken"))
     }
 
-    /// SentencePiece's BPE.
+    /// Returns SentencePiece's BPE tokenizer, and whether texts begin with BOS if the file does not specify this.
     fn sentence_piece(&self) -> Result<(Json, bool)> {
         const SCORES: &str = "tokenizer.ggml.scores";
         let scores = self.gguf.array(SCORES)?.ok_or_else(|| self.gguf.refuse(SCORES, "absent", "a list of numbers"))?;
@@ -350,8 +352,9 @@ impl<'a> GgufVocabulary<'a> {
         Ok((tokenizer, true))
     }
 
-    /// The merges that make pieces of two others: those of pieces with higher scores first, as SentencePiece takes them. Of one
-    /// piece in the order of their parts' ids, from which it does not matter where SentencePiece itself made them.
+    /// Returns the merges of two pieces into one. Pieces with higher scores come first, as in SentencePiece. The merges
+    /// of one piece are sorted by the ids of its parts. If SentencePiece itself created the pieces, this order has no
+    /// effect.
     fn merges(&self, score: impl Fn(usize) -> Result<f32>) -> Result<Vec<Json>> {
         let is_piece = |kind: i64| kind == NORMAL || kind == USER_DEFINED;
         let pieces = self.tokens.iter().enumerate().filter(|(_, (_, kind))| is_piece(*kind));
@@ -365,7 +368,7 @@ impl<'a> GgufVocabulary<'a> {
             let score = score(id)?;
             merges.extend(parts.into_iter().map(|(.., a, b)| (score, a, b)));
         }
-        // Stable; long first parts go first among equals, as in transformers' conversion.
+        // The sort is stable. Among equal scores, long first parts come first, as in transformers' conversion.
         let chars = |text: &str| text.chars().count();
         merges.sort_by(|x, y| {
             (y.0.total_cmp(&x.0)).then_with(|| chars(y.1).cmp(&chars(x.1))).then_with(|| chars(y.2).cmp(&chars(x.2)))

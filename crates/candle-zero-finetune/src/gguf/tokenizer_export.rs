@@ -1,4 +1,4 @@
-//! The keys of a GGUF file that describe a tokenizer, from the files of Hugging Face.
+//! Returns the keys of a GGUF file that describe a tokenizer, built from Hugging Face's files.
 
 use super::tokenizer::{LLAMA3, QWEN2};
 use super::writer::GgufValue;
@@ -12,17 +12,17 @@ use std::path::Path;
 
 const MOST_BYTES: u64 = 1 << 28;
 
-/// Kinds of tokens, by llama.cpp's numbers.
+/// Token types, by llama.cpp's numbers.
 const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 
-/// The keys for the tokenizer in `folder` and an embedding of so many `rows`.
+/// Returns the keys for the tokenizer in `folder` and an embedding with `rows` rows.
 ///
 /// # Errors
-/// Files that cannot be read, a tokenizer other than byte-level BPE, one that cuts texts in a way that llama.cpp has no name
-/// for here, more tokens than rows.
+/// Files that cannot be read; a tokenizer other than byte-level BPE; a pre-tokenizer without a known llama.cpp name;
+/// more tokens than rows.
 pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(String, GgufValue)>> {
     let path = folder.join("tokenizer.json");
     let tokenizer = read_json(&path)?;
@@ -34,7 +34,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
         return Err(wrong(format!("its model is {}; only byte-level BPE can be written as GGUF", model["type"])));
     }
     let pre = match cut(&tokenizer["pre_tokenizer"]).map_err(wrong)? {
-        // The same pattern, of texts that are not normalized before.
+        // The same pattern without normalization.
         "qwen2" if tokenizer["normalizer"]["type"] != "NFC" => "deepseek-r1-qwen",
         pre => pre,
     };
@@ -73,7 +73,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             keys.push((format!("tokenizer.ggml.{role}_token_id"), GgufValue::U32(id)));
         }
     }
-    // Whoever reads the file need not guess it by the kind of tokenizer.
+    // Written explicitly, so that readers need not guess it from the tokenizer type.
     let opened = Tokenizer::open(folder)?;
     let (before, after) = opened.around();
     for (kind, around) in [("bos", before), ("eos", after)] {
@@ -88,8 +88,8 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     Ok(keys)
 }
 
-/// The keys of chat templates as llama.cpp's converter writes them: the default one, the others by their names, and a list of
-/// these.
+/// Returns the keys of chat templates as llama.cpp's converter writes them: the default template, the others by name,
+/// and a list of their names.
 fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     const KEY: &str = "tokenizer.chat_template";
     let clean = |name: &str| name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
@@ -111,7 +111,7 @@ fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, GgufValue)> {
     keys
 }
 
-/// llama.cpp's name for the way in which texts are cut; else what is wrong.
+/// Returns llama.cpp's name of the pre-tokenizer, or why there is none.
 fn cut(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
     let steps: Vec<&Json> = match pre_tokenizer["type"].as_str() {
         Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().into_iter().flatten().collect(),
@@ -133,7 +133,8 @@ fn cut(pre_tokenizer: &Json) -> std::result::Result<&'static str, String> {
     }
 }
 
-/// The id of a special token: by its text, or by the model's configuration, whose first one counts.
+/// Returns the id of a special token, from its text or from the model's configuration. If the configuration lists
+/// several, the first one counts.
 fn special(kind: &str, settings: &Json, config: &Json, ids: &BTreeMap<usize, (&str, i32)>) -> Option<usize> {
     let named = &settings[format!("{kind}_token")];
     let named = named.as_str().or_else(|| named["content"].as_str());

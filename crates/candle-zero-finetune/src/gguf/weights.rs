@@ -1,4 +1,5 @@
-//! Weights of a GGUF file: by the names of Hugging Face's files, in their order of rows, dequantized while they are read.
+//! Reads the weights of a GGUF file by their Hugging Face names and in Hugging Face's row order, dequantized as they
+//! are read.
 
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
@@ -22,22 +23,22 @@ pub(crate) struct GgufFile {
     pub(super) path: PathBuf,
     map: Mmap,
     pub(super) content: Content,
-    /// Of parameters by their names, what the file has of them.
+    /// The source tensor of each parameter, by the parameter's name.
     places: BTreeMap<String, TensorSource>,
 }
 
-/// What a file has of a parameter.
+/// The tensor in the file that contains a parameter.
 #[derive(Debug, Clone)]
 struct TensorSource {
-    /// The tensor's name.
+    /// The name of the tensor.
     name: String,
-    /// The two halves of each of so many heads are mixed, row by row.
+    /// The number of heads, if the two halves of each head are interleaved row by row.
     mixed_heads: Option<usize>,
-    /// 1 was added to all elements.
+    /// Whether 1 was added to all elements.
     plus_one: bool,
 }
 
-/// The formats that are read.
+/// The supported formats.
 const FORMATS: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
 impl GgufFile {
@@ -45,15 +46,15 @@ impl GgufFile {
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
-        // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
-        // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
+        // SAFETY: the map is only read. If another process truncated the file meanwhile, an access would raise SIGBUS.
+        // Nothing here writes weights in place, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let content = Content::read(&mut AlignmentGuard { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, candle_zero::error::without_backtrace(&e.to_string())))?;
         Ok(Self { path: path.to_owned(), map, content, places: BTreeMap::new() })
     }
 
-    /// The file, found to have exactly the weights of the model that `config` describes.
+    /// Returns the file after checking that it contains exactly the weights of the model that `config` describes.
     pub fn described_by(mut self, config: &DecoderConfig) -> Result<Self> {
         let architecture = self.architecture()?.to_owned();
         let mut used: BTreeSet<&str> = NEEDLESS.into_iter().collect();
@@ -94,7 +95,7 @@ impl GgufFile {
         }
     }
 
-    /// The kind of model.
+    /// Returns the architecture of the model.
     pub fn architecture(&self) -> Result<&str> {
         match self.content.metadata.get("general.architecture") {
             Some(Value::String(architecture)) => Ok(architecture),
@@ -102,13 +103,13 @@ impl GgufFile {
         }
     }
 
-    /// The error about a value of the metadata.
+    /// Returns the error for a metadata value.
     pub fn refuse(&self, key: &str, found: impl ToString, allowed: impl ToString) -> Error {
         let (path, key) = (self.path.clone(), key.to_owned());
         FinetuneError::GgufValue { path, key, found: found.to_string(), allowed: allowed.to_string() }.into()
     }
 
-    /// A whole tensor of the file, if it has one of that name.
+    /// Returns all values of a tensor, if the file has one of that name.
     pub fn whole(&self, name: &str) -> Result<Option<Vec<f32>>> {
         let Some(info) = self.content.tensor_infos.get(name) else { return Ok(None) };
         self.check(name, info)?;
@@ -123,7 +124,7 @@ impl GgufFile {
         list(&names)
     }
 
-    /// An error unless a tensor can be read: before anything is.
+    /// Checks that a tensor can be read, before anything is read.
     fn check(&self, name: &str, info: &TensorInfo) -> Result<()> {
         use GgmlDType::{BF16, F16, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         let dtype = info.ggml_dtype;
@@ -149,12 +150,12 @@ impl GgufFile {
         }
     }
 
-    /// Adds elements `range` of a tensor, as they lie in the file, to `values`.
+    /// Appends elements `range` of a tensor, in the order of the file, to `values`.
     fn read(&self, info: &TensorInfo, range: Range<usize>, values: &mut Vec<f32>) -> Result<()> {
-        /// Elements that are dequantized at a time.
+        /// The number of elements that are dequantized at a time.
         const PIECE: usize = 1 << 18;
         let (dtype, block) = (info.ggml_dtype, info.ggml_dtype.block_size());
-        // In bounds: the tensor was checked.
+        // In bounds, because the tensor was checked.
         let first = (self.content.tensor_data_offset + info.offset) as usize;
         let bytes = |blocks: Range<usize>| {
             &self.map[first + blocks.start * dtype.type_size()..first + blocks.end * dtype.type_size()]
@@ -168,7 +169,7 @@ impl GgufFile {
                 GgmlDType::F16 => extend(values, bytes(at..end), |b| f16::from_le_bytes(b).to_f32()),
                 GgmlDType::BF16 => extend(values, bytes(at..end), |b| bf16::from_le_bytes(b).to_f32()),
                 _ => {
-                    // A copy, which lies in memory as any allocation does.
+                    // A copy, which is aligned as any allocation is.
                     let copy = bytes(blocks.clone()).to_vec();
                     let elements = blocks.len() * block;
                     let tensor = qtensor_from_ggml(dtype, &copy, vec![elements], &Device::Cpu)?;
@@ -204,7 +205,7 @@ impl InitialValues for GgufFile {
         match place.mixed_heads {
             None => self.read(info, range.clone(), &mut values)?,
             Some(heads) => {
-                // A bias has rows of one element.
+                // The rows of a bias have one element.
                 let (rows, row) = (shape[0], shape.get(1).copied().unwrap_or(1));
                 let mut at = range.start;
                 while at < range.end {
@@ -232,10 +233,10 @@ impl InitialValues for GgufFile {
     }
 }
 
-/// A file whose `general.alignment` is not 0, by which Candle's reader would divide.
+/// A reader that refuses files whose `general.alignment` is 0, because Candle's reader would divide by it.
 struct AlignmentGuard<'a> {
     file: Cursor<&'a [u8]>,
-    /// After the key: whether the type of its value was read.
+    /// `Some` after the key was read: whether the type of its value was also read.
     of_alignment: Option<bool>,
 }
 
@@ -266,17 +267,17 @@ fn extend<const N: usize>(values: &mut Vec<f32>, bytes: &[u8], widen: impl Fn([u
     values.extend(bytes.as_chunks::<N>().0.iter().map(|b| widen(*b)));
 }
 
-/// Where row `row` of queries or keys lies in a GGUF file of a Llama, whose rotary positions turn neighbours: in each head of
-/// `head` rows, those of its first and its second half take turns.
+/// Returns the position of row `row` of queries or keys in the GGUF file of a Llama, whose rotary embedding rotates
+/// adjacent elements: in each head of `head` rows, rows of the first and the second half alternate.
 fn mixed_row(row: usize, head: usize) -> usize {
     let (start, inside, half) = (row / head * head, row % head, head / 2);
     start + inside % half * 2 + inside / half
 }
 
-/// Tensors that say nothing that the metadata, or the embedding, does not say.
+/// Tensors that are redundant with the metadata or the embedding.
 const NEEDLESS: [&str; 1] = ["rope_freqs.weight"];
 
-/// The name in a GGUF file of a parameter of Hugging Face's files.
+/// Returns the name in a GGUF file of a parameter, given its Hugging Face name.
 fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
     let gemma = architecture.starts_with("gemma");
     let around = match parameter {
@@ -310,7 +311,7 @@ fn name_in_file(architecture: &str, parameter: &str) -> Option<String> {
     Some(format!("blk.{block}.{part}.{ending}"))
 }
 
-/// The GGUF files in a folder.
+/// Returns the GGUF files in a folder.
 pub(crate) fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let failed = |source| candle_zero::Error::Io { action: "read", path: folder.to_owned(), source };
     let entries = std::fs::read_dir(folder).map_err(failed)?.map(|entry| Ok(entry.map_err(failed)?.path()));

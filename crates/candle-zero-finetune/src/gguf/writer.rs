@@ -1,4 +1,4 @@
-//! Files of the format GGUF, version 3, written front to back: what llama.cpp and everything around it reads.
+//! Writes files in GGUF format, version 3, front to back. llama.cpp and its ecosystem read this format.
 //!
 //! ```text
 //!   magic, version, counts | keys and values | names, shapes, types and places of tensors | padding | tensors, padded
@@ -7,7 +7,7 @@
 use crate::error::Result;
 use half::f16;
 
-/// The value of a key.
+/// The value of a metadata key.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum GgufValue {
     U32(u32),
@@ -19,18 +19,18 @@ pub(super) enum GgufValue {
     Strings(Vec<String>),
 }
 
-/// How the elements of a tensor are stored.
+/// The storage format of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum GgmlFormat {
     F32,
     F16,
-    /// Blocks of 32 integers of eight bits with a scale in f16.
+    /// Blocks of 32 8-bit integers with an f16 scale.
     Q8_0,
 }
 
-/// Elements of a block of [`GgmlFormat::Q8_0`].
+/// The number of elements in a block of [`GgmlFormat::Q8_0`].
 pub(super) const BLOCK: usize = 32;
-/// Tensors begin at multiples of so many bytes.
+/// The alignment of tensors in bytes.
 const ALIGNMENT: usize = 32;
 
 impl GgmlFormat {
@@ -42,7 +42,7 @@ impl GgmlFormat {
         }
     }
 
-    /// Its name, for messages.
+    /// Returns the name of the format, for messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -51,7 +51,7 @@ impl GgmlFormat {
         }
     }
 
-    /// Bytes of so many elements: a whole number of blocks.
+    /// Returns the number of bytes of `elements` elements, which must fill complete blocks.
     fn bytes(self, elements: u64) -> u64 {
         match self {
             Self::F32 => 4 * elements,
@@ -60,7 +60,7 @@ impl GgmlFormat {
         }
     }
 
-    /// The bytes of whole blocks of values; else a value that is too large.
+    /// Returns the bytes of values that fill complete blocks, or a value that is too large.
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let half = |value: f32| {
             let rounded = f16::from_f32(value);
@@ -94,22 +94,22 @@ impl GgmlFormat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GgufTensor {
     pub name: String,
-    /// The slowest dimension first.
+    /// The dimensions, slowest first.
     pub shape: Vec<usize>,
     pub format: GgmlFormat,
 }
 
 impl GgufTensor {
-    /// Bytes of its elements.
+    /// Returns the number of bytes of the elements.
     pub fn bytes(&self) -> u64 {
         self.format.bytes(self.shape.iter().product::<usize>() as u64)
     }
 }
 
-/// Writes a file to `out`; `give` gives the bytes of the tensor of a number, piece by piece.
+/// Writes a file to `out`. `give` passes on the bytes of the tensor with a given number, piece by piece.
 ///
 /// # Errors
-/// Those of `out` and `give`.
+/// Errors of `out` and `give`.
 pub(crate) fn write(
     metadata: &[(String, GgufValue)],
     entries: &[GgufTensor],
@@ -142,7 +142,7 @@ fn header(metadata: &[(String, GgufValue)], entries: &[GgufTensor]) -> Vec<u8> {
     for entry in entries {
         put_string(&mut header, &entry.name);
         header.extend((entry.shape.len() as u32).to_le_bytes());
-        // The fastest dimension first.
+        // The fastest dimension comes first.
         entry.shape.iter().rev().for_each(|dim| header.extend((*dim as u64).to_le_bytes()));
         header.extend(entry.format.id().to_le_bytes());
         header.extend(place.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Requests to the Hub, and what an answer that is none means.
+//! Sends requests to the Hub, and interprets failures.
 
 use super::error::HubError;
 use super::repository::{Repository, is_part};
@@ -17,22 +17,22 @@ use ureq::http::header::{
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body, http};
 
-/// Asks for the files of a repository.
+/// A client for the files of a repository.
 pub(super) struct HubClient<'a> {
     repository: &'a Repository,
     settings: &'a HubSettings,
     api: Api,
-    /// Of files' bytes: it goes where it is sent to, and with the token no further than to the same host.
+    /// The agent for files' bytes. It follows redirects, and sends the token only to the original host.
     agent: Agent,
-    /// Of where a file is: it stays.
+    /// The agent for locating files. It does not follow redirects.
     staying: Agent,
     tls: TlsConfig,
 }
 
-/// What a file is, by what the Hub says of it.
+/// The properties of a file as reported by the Hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RemoteFile {
-    /// The name of its content in the cache.
+    /// The name of the file's content in the cache.
     pub etag: String,
     pub size: u64,
     /// Whether the name is the content's SHA-256.
@@ -41,16 +41,16 @@ pub(super) struct RemoteFile {
 
 /// The bytes of a file as they arrive.
 pub(super) struct FileStream {
-    /// The number of the first.
+    /// The position in the file of the first byte.
     pub from: u64,
     pub reader: Box<dyn Read>,
 }
 
-/// Why a request failed.
+/// The reason for a failed request.
 pub(super) enum RequestFailure {
-    /// It may at another time. The status of the answer, where there was one.
+    /// A temporary failure, with the status of the answer if there was one.
     Passing(String, Option<u16>),
-    /// It will not.
+    /// A permanent failure.
     Final(Error),
 }
 
@@ -60,21 +60,21 @@ impl<E: Into<Error>> From<E> for RequestFailure {
     }
 }
 
-/// How long the other side may be silent.
+/// The maximum time that the server may be silent.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often something is tried in a row without a byte coming.
+/// The number of consecutive attempts without receiving a byte.
 pub(super) const TRIES: u32 = 4;
-/// The pause after the first time; it doubles.
+/// The pause after the first attempt. It doubles after each further one.
 const PAUSE: Duration = Duration::from_millis(500);
-/// Bytes of a listing at most: some hundred for a file.
+/// The maximum size of a listing in bytes. Each file takes a few hundred bytes.
 const MOST_OF_LISTING: u64 = 1 << 26;
-/// Bytes of a file of certificates at most.
+/// The maximum size of a certificate file in bytes.
 const MOST_OF_CERTIFICATES: u64 = 1 << 24;
-/// Of the way from address to address to where a file is described.
+/// The maximum number of redirects to the description of a file.
 const MOST_STEPS: usize = 8;
-/// Characters of a server's message that are shown.
+/// The number of characters of a server's message that are shown.
 const SHOWN: usize = 200;
-/// What the listing is called in messages.
+/// The name of the listing in messages.
 const LISTING: &str = "the list of files";
 
 impl<'a> HubClient<'a> {
@@ -99,17 +99,17 @@ impl<'a> HubClient<'a> {
         Ok(Self { repository, settings, api, agent: config().build().into(), staying, tls })
     }
 
-    /// The commit that the revision stands for, and the names of its files.
+    /// Returns the commit of the revision and the names of its files.
     pub fn listing(&self) -> Result<RepoInfo> {
         self.patiently(LISTING, || self.list())
     }
 
-    /// What a file is.
+    /// Returns the properties of a file.
     pub fn remote(&self, commit: &str, file: &str) -> Result<RemoteFile> {
         self.patiently(file, || self.look_up(commit, file))
     }
 
-    /// Tries several times.
+    /// Calls `run` again after temporary failures, up to [`TRIES`] times in all.
     fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
         let mut tries = 0;
         loop {
@@ -136,7 +136,7 @@ impl<'a> HubClient<'a> {
             .tls_config(self.tls.clone())
             .timeout_global(Some(PATIENCE))
             .build();
-        // Without an answer to the first request there is hardly one to a second.
+        // If the first request is not answered, a second one is unlikely to be.
         let mut answer = request.call().map_err(|e| self.unreachable(LISTING, e.to_string()))?;
         self.check_status(LISTING, answer.status().as_u16(), answer.headers())?;
         let info: Result<RepoInfo, _> = answer.body_mut().with_config().limit(MOST_OF_LISTING).read_json();
@@ -162,7 +162,7 @@ impl<'a> HubClient<'a> {
                 self.check_status(file, status.as_u16(), headers)?;
                 return self.described(file, headers, CONTENT_LENGTH.as_str());
             }
-            // On this host it says more; on another one are only the bytes.
+            // This host will report more. Another host only serves the bytes.
             match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
                 Some(to) => address = format!("{}{to}", self.origin()),
                 None => return self.described(file, headers, "x-linked-size"),
@@ -175,7 +175,7 @@ impl<'a> HubClient<'a> {
         let linked = text_of(headers, "x-linked-etag");
         let etag = linked.or_else(|| text_of(headers, ETAG.as_str())).unwrap_or_default();
         let etag = etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"');
-        // It becomes the name of a file.
+        // The ETag becomes a file name.
         if !is_part(etag) || etag.len() > 128 {
             return Err(self.odd(file, "it has no ETag that names a content".into()).into());
         }
@@ -185,7 +185,7 @@ impl<'a> HubClient<'a> {
         Ok(RemoteFile { etag: etag.to_ascii_lowercase(), size, is_digest })
     }
 
-    /// The bytes of a file from number `from` on, or all of them where the server knows no parts.
+    /// Returns the bytes of a file from position `from` on, or all of them if the server does not support ranges.
     pub fn bytes(&self, commit: &str, file: &str, from: u64) -> Result<FileStream, RequestFailure> {
         let mut request = self.agent.get(self.address(commit, file)).header(ACCEPT_ENCODING, "identity");
         if let Some(token) = self.authorization() {
@@ -221,7 +221,7 @@ impl<'a> HubClient<'a> {
         self.api.repo(self.repo(commit)).url(file)
     }
 
-    /// Scheme and host of the endpoint.
+    /// Returns the scheme and host of the endpoint.
     fn origin(&self) -> &str {
         let endpoint = &self.settings.endpoint;
         let host = endpoint.find("://").map_or(0, |at| at + 3);
@@ -232,7 +232,7 @@ impl<'a> HubClient<'a> {
         self.settings.token.as_ref().map(|token| format!("Bearer {token}"))
     }
 
-    /// An error unless the status is that of an answer.
+    /// Returns an error unless the status indicates success.
     fn check_status(&self, file: &str, status: u16, headers: &HeaderMap) -> Result<(), RequestFailure> {
         let repository = self.repository.to_string();
         let (name, revision) = (self.repository.name().to_owned(), self.repository.revision().to_owned());
@@ -275,7 +275,7 @@ impl<'a> HubClient<'a> {
     }
 }
 
-/// Whom to trust.
+/// Returns the certificates to trust.
 fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     let Some(path) = &settings.certificates else { return Ok(TlsConfig::default()) };
     let bytes = files::read(path, MOST_OF_CERTIFICATES);
@@ -292,7 +292,7 @@ fn tls(settings: &HubSettings) -> Result<TlsConfig> {
     Ok(TlsConfig::builder().root_certs(RootCerts::from(roots)).build())
 }
 
-/// Waits before the next try.
+/// Waits before the next attempt.
 pub(super) fn pause(tries: u32) {
     std::thread::sleep(PAUSE * 2u32.pow(tries.saturating_sub(1)));
 }

@@ -1,4 +1,5 @@
-//! One file: its bytes go into a file beside the one that it becomes, and where they end, they go on there.
+//! Downloads one file. Its bytes are written to a file next to the final path, and an interrupted download resumes at
+//! their end.
 
 use super::client::{FileStream, HubClient, RemoteFile, RequestFailure, TRIES, pause};
 use super::error::HubError;
@@ -13,10 +14,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
-/// Bytes that are read at once.
+/// The number of bytes that are read at once.
 const AT_ONCE: usize = 1 << 16;
 
-/// A file of a commit, and what is told how many of its bytes are there.
+/// A file of a commit that is downloaded. `tell` receives the number of bytes received so far.
 pub(super) struct FileDownload<'a> {
     pub client: &'a HubClient<'a>,
     pub repository: &'a Repository,
@@ -26,9 +27,9 @@ pub(super) struct FileDownload<'a> {
 }
 
 impl FileDownload<'_> {
-    /// Brings the file to `path`, where it is not yet.
+    /// Downloads the file to `path`, which must not exist yet.
     pub fn download_to(&mut self, remote: &RemoteFile, path: &Path) -> Result<()> {
-        // Twice: bytes that came before may not belong to it.
+        // Two attempts: bytes of an earlier download may belong to another content.
         for _ in 0..2 {
             let part = part_of(path);
             self.fill(remote, &part)?;
@@ -43,7 +44,7 @@ impl FileDownload<'_> {
         Err(HubError::Damaged { repository: self.repository.to_string(), file: self.file.into() }.into())
     }
 
-    /// Fills the file at `part` up to its size.
+    /// Fills the file at `part` up to its full size.
     fn fill(&mut self, remote: &RemoteFile, part: &Path) -> Result<()> {
         let wrong = |source| self.not_written(part, remote, source);
         fs::create_dir_all(folder_of(part)).map_err(wrong)?;
@@ -71,11 +72,11 @@ impl FileDownload<'_> {
         }
     }
 
-    /// Adds what comes, behind the `there` bytes that are there.
+    /// Appends the received bytes after the first `there` bytes.
     fn add(&mut self, into: &mut File, part: &Path, there: u64, remote: &RemoteFile) -> Result<(), RequestFailure> {
         let (repository, file) = (self.repository, self.file);
         let wrong = |source| not_written(repository, file, part, remote, source);
-        // More than all is nothing of it.
+        // A file that is too large contains nothing of this content.
         let there = if there > remote.size { 0 } else { there };
         let FileStream { from, mut reader } = self.client.bytes(self.commit, self.file, there)?;
         into.set_len(from).and_then(|()| into.seek(SeekFrom::Start(from))).map_err(wrong)?;
@@ -108,14 +109,14 @@ impl FileDownload<'_> {
     }
 }
 
-/// What has come of a file that becomes the one at `path`.
+/// Returns the path of the partial download of the file at `path`.
 pub(super) fn part_of(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(".candle-zero.part");
     path.with_file_name(name)
 }
 
-/// The error about a file that cannot be written to.
+/// Returns the error for a file that cannot be written.
 fn not_written(repository: &Repository, file: &str, path: &Path, remote: &RemoteFile, source: std::io::Error) -> Error {
     match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -128,7 +129,7 @@ fn not_written(repository: &Repository, file: &str, path: &Path, remote: &Remote
     }
 }
 
-/// The SHA-256 of a file.
+/// Returns the SHA-256 of a file.
 fn digest(path: &Path) -> std::io::Result<String> {
     let (mut file, mut buffer) = (File::open(path)?, vec![0; AT_ONCE]);
     let mut context = Context::new(&SHA256);

@@ -6,23 +6,23 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HubError {
-    /// A variable of the environment that cannot be used.
+    /// An environment variable that cannot be used.
     #[error("{name} is {found}, but must be {allowed}")]
     Setting {
         /// The variable.
         name: &'static str,
-        /// Its value, where that is no secret.
+        /// The value of the variable, unless it is secret.
         found: String,
         /// The allowed values.
         allowed: &'static str,
     },
-    /// No folder for the cache.
+    /// No folder for the cache is known.
     #[error(
         "there is no folder for what comes from the Hugging Face Hub: HF_HOME, HF_HUB_CACHE, XDG_CACHE_HOME and HOME are not \
          set; set HF_HOME to a folder"
     )]
     NoCache,
-    /// A repository that is not there, or not for everybody to see.
+    /// A repository that does not exist or is not public.
     #[error(
         "there is no repository {repository} at {endpoint} that {} may see, and no file or folder of that name here; check \
          its spelling, and for a private one give a token of an account that may read it (HF_TOKEN)",
@@ -31,12 +31,12 @@ pub enum HubError {
     NoRepository {
         /// The repository.
         repository: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
         /// Whether a token was given.
         has_token: bool,
     },
-    /// A branch, tag or commit that the repository does not have.
+    /// A branch, tag or commit that does not exist in the repository.
     #[error("{name} has no branch, tag or commit {revision:?}; give another one, or {name} alone for the branch main")]
     NoRevision {
         /// The repository, without the revision.
@@ -44,7 +44,7 @@ pub enum HubError {
         /// The revision.
         revision: String,
     },
-    /// A repository whose conditions are to be accepted first.
+    /// A repository whose conditions must be accepted first.
     #[error(
         "{file} of {repository} is given to those alone who have accepted the model's conditions: do that at \
          {endpoint}/{name}, and give a token of that account (HF_TOKEN)"
@@ -52,14 +52,14 @@ pub enum HubError {
     Gated {
         /// The repository.
         repository: String,
-        /// The same without the revision.
+        /// The repository, without the revision.
         name: String,
         /// The file.
         file: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
     },
-    /// A token that is refused, or its absence.
+    /// A token that is refused or missing.
     #[error(
         "{endpoint} refuses {file} of {repository} (HTTP {status}){}; {}",
         if said.is_empty() { String::new() } else { format!(": {said}") },
@@ -71,23 +71,23 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
         /// The status of the answer.
         status: u16,
-        /// What the server says.
+        /// The server's message.
         said: String,
         /// Whether a token was given.
         has_token: bool,
     },
-    /// A repository without what a model needs.
+    /// A repository without a file that a model needs.
     #[error("{repository} has no {file}: {reason}")]
     NoFile {
         /// The repository.
         repository: String,
         /// The file.
         file: String,
-        /// What it has, and what to do.
+        /// A description of what it contains, and what to do.
         reason: String,
     },
     /// A server that cannot be reached.
@@ -100,12 +100,12 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
-        /// What went wrong.
+        /// The reason.
         reason: String,
     },
-    /// A server that does not serve.
+    /// A server that answers with an error status.
     #[error("{endpoint} answers HTTP {status} to the request for {file} of {repository}{}; {}",
         if said.is_empty() { String::new() } else { format!(" ({said})") },
         if *status == 429 { "too many requests came from here: wait some minutes, or give a token (HF_TOKEN)" }
@@ -116,14 +116,14 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
         /// The status of the answer.
         status: u16,
-        /// What the server says.
+        /// The server's message.
         said: String,
     },
-    /// An answer that no Hub gives.
+    /// An answer that does not come from a Hub.
     #[error(
         "what {endpoint} answers for {file} of {repository} is not what a Hugging Face Hub answers: {problem}; check HF_ENDPOINT"
     )]
@@ -132,12 +132,12 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// Where it was asked for.
+        /// The endpoint that was asked.
         endpoint: String,
-        /// What is wrong with it.
+        /// The problem with the answer.
         problem: String,
     },
-    /// A file that did not come whole.
+    /// A file that was not downloaded completely.
     #[error(
         "of {file} of {repository} {done} of {size} have come ({reason}, several times); they are kept: start it again to go on \
          from there"
@@ -147,14 +147,14 @@ pub enum HubError {
         repository: String,
         /// The file.
         file: String,
-        /// How much has come.
+        /// The amount that was received.
         done: Box<str>,
-        /// Of how much.
+        /// The size of the file.
         size: Box<str>,
-        /// What went wrong.
+        /// The reason.
         reason: String,
     },
-    /// A file whose content is not what it should be.
+    /// A file whose content does not match its checksum.
     #[error(
         "{file} of {repository} came with another content than its checksum says, twice; something on the way changes it: \
          check HF_ENDPOINT and proxies"
@@ -165,7 +165,7 @@ pub enum HubError {
         /// The file.
         file: String,
     },
-    /// A file that is not in the cache, where nothing is fetched.
+    /// A file that is not in the cache, in offline mode.
     #[error(
         "HF_HUB_OFFLINE is set, and {file} of {repository} is not in {}; unset it once to fetch the model, or give a folder",
         cache.display()
@@ -178,7 +178,7 @@ pub enum HubError {
         /// The folder of the cache.
         cache: PathBuf,
     },
-    /// Not enough space for what is to be fetched.
+    /// Too little disk space for the files to fetch.
     #[error(
         "{file} of {repository} needs {needed} in {}, where {free} are free; free space there, or set HF_HOME to a folder on \
          another disk", folder.display()
@@ -186,13 +186,13 @@ pub enum HubError {
     NoSpace {
         /// The repository.
         repository: String,
-        /// The file, or files.
+        /// The file or files.
         file: String,
-        /// Where it is to be.
+        /// The target folder.
         folder: PathBuf,
-        /// How much is still to come.
+        /// The space that is still needed.
         needed: Box<str>,
-        /// How much is free.
+        /// The free space.
         free: Box<str>,
     },
 }

@@ -1,4 +1,4 @@
-//! A model of a repository, fetched into the cache as far as it is not there.
+//! Fetches the model of a repository into the cache, except for files that are already there.
 
 use super::client::HubClient;
 use super::download::{FileDownload, part_of};
@@ -18,27 +18,29 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How far a file is.
+/// The progress of fetching a file.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct FetchProgress<'a> {
-    /// Its name.
+    /// The name of the file.
     pub file: &'a str,
-    /// Bytes that are there.
+    /// The number of bytes in the cache.
     pub bytes: u64,
-    /// All of them.
+    /// The size of the file in bytes.
     pub of: u64,
 }
 
 impl Repository {
-    /// The folder of the model's files in the cache of Hugging Face, into which comes what is not there yet: `config.json`, the
-    /// tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE` nothing is fetched.
+    /// Returns the folder of the model's files in Hugging Face's cache, after fetching the missing ones: `config.json`,
+    /// the tokenizer's files, and `model.safetensors` or its shards, all of one commit. With `HF_HUB_OFFLINE` nothing
+    /// is fetched.
     ///
-    /// Of processes that need the same repository one fetches it, and the others wait.
+    /// If several processes need the same repository, one fetches it and the others wait.
     ///
     /// # Errors
-    /// No such repository or revision; no right to read it; a repository without a model in safetensors; a Hub that cannot be
-    /// reached; bytes that do not come; a full disk. What has come of a file stays, and the next time goes on from there.
+    /// A repository or revision that does not exist or may not be read; a repository without a model in safetensors; a
+    /// Hub that cannot be reached; bytes that do not arrive; a full disk. The received part of a file is kept, and the
+    /// next call resumes after it.
     pub fn fetch(&self, parts: FileSelection, tell: &mut dyn FnMut(FetchProgress<'_>)) -> Result<PathBuf> {
         let settings = HubSettings::from_env()?;
         if settings.is_offline {
@@ -67,7 +69,7 @@ impl Repository {
                 fetch.complete(vec![INDEX_OF_FOLDER])?;
                 let shards = snapshot.shards()?;
                 for shard in &shards {
-                    // It stands in an address.
+                    // The name becomes part of an address.
                     if !is_part(shard) || !names.contains(shard.as_str()) {
                         return Err(fetch.lacks(shard, format!("{INDEX_OF_FOLDER} names it; take another revision")));
                     }
@@ -80,7 +82,7 @@ impl Repository {
     }
 }
 
-/// The chat templates beside the model's own: they are found by their names.
+/// Returns the model's additional chat templates, which are found by their file names.
 fn named_templates<'a>(names: &BTreeSet<&'a str>) -> impl Iterator<Item = &'a str> {
     let is_template = |name: &&str| {
         let file = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
@@ -99,7 +101,7 @@ struct SnapshotFetch<'a, 't> {
 }
 
 impl SnapshotFetch<'_, '_> {
-    /// Looks whether there is a model among the files.
+    /// Checks that the files include a model.
     fn check(&self, names: &BTreeSet<&str>, parts: FileSelection) -> Result<()> {
         if !names.contains(CONFIG) {
             let has: Vec<&str> = names.iter().copied().collect();
@@ -123,7 +125,7 @@ impl SnapshotFetch<'_, '_> {
         Ok(())
     }
 
-    /// Fetches those of the files that are not there.
+    /// Fetches the files that are missing.
     fn complete(&mut self, files: Vec<&str>) -> Result<()> {
         let snapshot = self.snapshot;
         let files: Vec<&str> = files.into_iter().filter(|file| !snapshot.has(file)).collect();
@@ -138,7 +140,7 @@ impl SnapshotFetch<'_, '_> {
             let remote = self.client.remote(self.commit, file)?;
             let content = self.snapshot.content(&remote.etag);
             let is_there = |path: &PathBuf| path.metadata().map_or(0, |found| found.len());
-            // Another revision may have the same.
+            // Another revision may have the same content.
             let has_content = content.is_file() && is_there(&content) == remote.size;
             if !has_content {
                 needed = needed.saturating_add(remote.size.saturating_sub(is_there(&part_of(&content))));
@@ -180,7 +182,7 @@ impl SnapshotFetch<'_, '_> {
         Ok(())
     }
 
-    /// Keeps other processes of this library away from the repository's folder.
+    /// Locks the repository's folder against other processes of this library.
     fn lock(&self) -> Result<FolderLock> {
         let folder = &self.snapshot.repository;
         let wrong = |action| move |source| Error::Io { action, path: folder.clone(), source };

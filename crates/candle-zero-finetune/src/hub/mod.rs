@@ -1,15 +1,15 @@
-//! Models by their names at the Hugging Face Hub, fetched into the cache that all of Hugging Face's programs share.
+//! Fetches models by name from the Hugging Face Hub, into the cache that all Hugging Face programs share.
 //!
 //! ```text
-//! org/name@revision -> listing: commit, names -> files that are wanted -> each: where it is, its bytes -> snapshot folder
+//! org/name@revision -> listing (commit, names) -> wanted files -> each: location, bytes -> snapshot folder
 //! ```
 //!
-//! hf-hub has the addresses, the listing and the folders of the cache. Its downloads neither check lengths nor end where
-//! nothing comes any more, so files are fetched here: a file appears under its name when all of it has come, and what was
-//! interrupted goes on where it ended.
+//! hf-hub provides the addresses, the listing and the folders of the cache. Its downloads neither check lengths nor
+//! stop when no more bytes arrive, so files are fetched here: a file gets its final name only when it is complete, and
+//! an interrupted download resumes where it stopped.
 //!
-//! `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` mean what they
-//! mean to huggingface_hub. Without feature `hub` names are only told from paths.
+//! `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `SSL_CERT_FILE` have the
+//! same meaning as in huggingface_hub. Without feature `hub`, names are only distinguished from paths.
 
 #[cfg(feature = "hub")]
 mod client;

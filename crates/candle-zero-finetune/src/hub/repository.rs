@@ -1,30 +1,30 @@
-//! The name of a repository of models, and what of it is wanted.
+//! The name of a model repository, and the selection of its files.
 
 use std::fmt;
 
-/// A repository of models: `org/name`, perhaps with a branch, tag or commit as `org/name@revision`.
+/// A model repository: `org/name`, or `org/name@revision` with a branch, tag or commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repository {
     name: String,
     revision: String,
 }
 
-/// Which files of a repository are wanted.
+/// The files of a repository that are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSelection {
     /// The description, the tokenizer's files and the weights.
     All,
-    /// All but the weights.
+    /// All files except the weights.
     WithoutWeights,
 }
 
-/// The revision where none is said.
+/// The default revision.
 const MAIN: &str = "main";
-/// The longest name, and the longest revision.
+/// The maximum length of a name and of a revision.
 const LONGEST: usize = 96;
 
 impl Repository {
-    /// The repository that a text names; nothing where it can only be a path.
+    /// Returns the repository that a text names, or `None` if the text can only be a path.
     ///
     /// ```
     /// use candle_zero::hub::Repository;
@@ -41,12 +41,12 @@ impl Repository {
         (is_name && is_revision).then(|| Self { name: name.into(), revision: revision.into() })
     }
 
-    /// `org/name`.
+    /// Returns `org/name`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The branch, tag or commit: `main` where none is said.
+    /// Returns the branch, tag or commit, which is `main` by default.
     pub fn revision(&self) -> &str {
         &self.revision
     }
@@ -59,7 +59,8 @@ impl fmt::Display for Repository {
     }
 }
 
-/// Whether a text may stand between the strokes of a name: also as the name of a file or folder, and in an address.
+/// Returns whether a text may be a component of a name. It must also be safe as a file or folder name and in an
+/// address.
 pub(super) fn is_part(text: &str) -> bool {
     let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     !text.is_empty() && text.bytes().all(is_letter) && !text.starts_with(['.', '-']) && !text.contains("..")

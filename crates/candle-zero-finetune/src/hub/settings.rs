@@ -1,25 +1,25 @@
-//! What the environment says about the Hugging Face Hub.
+//! Reads the environment variables of the Hugging Face Hub.
 
 use super::error::HubError;
 use crate::error::Result;
 use candle_zero::util::cache_home;
 use std::path::PathBuf;
 
-/// What the environment says, as huggingface_hub reads it.
+/// The settings from the environment, read as huggingface_hub reads them.
 #[derive(Debug)]
 pub(super) struct HubSettings {
-    /// Without a stroke at its end.
+    /// The endpoint, without a slash at its end.
     pub endpoint: String,
     /// The folder of repositories.
     pub cache: PathBuf,
     pub token: Option<String>,
     /// A file of certificates that are trusted instead of Mozilla's.
     pub certificates: Option<PathBuf>,
-    /// Whether nothing may be fetched.
+    /// Whether fetching is disabled.
     pub is_offline: bool,
 }
 
-/// The most bytes of a file with a token.
+/// The maximum size of a token file in bytes.
 const MOST_OF_TOKEN: u64 = 1 << 16;
 
 impl HubSettings {
@@ -36,7 +36,7 @@ impl HubSettings {
         let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(hugging_face?.join("token")));
         let token = match get("HF_TOKEN") {
             Some(token) => Some(token.to_string_lossy().into_owned()),
-            // It need not be there, and that it may not be read is said where it is missed.
+            // The file is optional. If it cannot be read, the request that lacks the token reports it.
             None => token_file.and_then(|path| candle_zero::files::read_text(path, MOST_OF_TOKEN).ok()),
         };
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
@@ -53,7 +53,7 @@ impl HubSettings {
             let allowed = "the address of a Hub, as https://huggingface.co";
             return Err(HubError::Setting { name: "HF_ENDPOINT", found: endpoint, allowed }.into());
         }
-        // As huggingface_hub reads it: everything else means no.
+        // As in huggingface_hub, all other values mean no.
         let is_true = |value: &str| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str());
         let is_offline = get("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value.to_string_lossy()));
         Ok(Self { endpoint, cache, token, certificates: get("SSL_CERT_FILE").map(PathBuf::from), is_offline })

@@ -1,4 +1,4 @@
-//! A commit of a repository in the cache: contents by their ETags, and links to them by the names of files.
+//! A commit of a repository in the cache: contents named by ETag, and links to them under the names of the files.
 
 use super::error::HubError;
 use super::repository::{FileSelection, Repository};
@@ -13,7 +13,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// A commit of a repository, as far as it is in the cache.
+/// The cached part of a commit of a repository.
 pub(super) struct Snapshot {
     cached: CacheRepo,
     /// The folder of the repository.
@@ -25,13 +25,13 @@ pub(super) struct Snapshot {
 pub(super) const CONFIG: &str = "config.json";
 
 impl Snapshot {
-    /// That of a commit.
+    /// Returns the snapshot of a commit.
     pub fn of_commit(repository: &Repository, settings: &HubSettings, commit: &str) -> Self {
         let (cached, folder) = cached(repository, settings);
         Self { folder: cached.pointer_path(commit), repository: folder, cached }
     }
 
-    /// That which the revision stood for when it was asked for last.
+    /// Returns the snapshot to which the revision pointed at the last fetch.
     pub fn newest(repository: &Repository, settings: &HubSettings) -> Result<Self> {
         let (cached, folder) = cached(repository, settings);
         let by_name = cached.get(CONFIG).map(|config| folder_of(&config).to_owned());
@@ -45,32 +45,32 @@ impl Snapshot {
         }
     }
 
-    /// Whether a file is there.
+    /// Returns whether a file is in the cache.
     pub fn has(&self, file: &str) -> bool {
         self.folder.join(file).is_file()
     }
 
-    /// Where the content of that ETag is, or is to be.
+    /// Returns the path of the content with this ETag, which need not exist.
     pub fn content(&self, etag: &str) -> PathBuf {
         self.cached.blob_path(etag)
     }
 
-    /// Gives a content, which is there, the name of a file.
+    /// Links an existing content under the name of a file.
     pub fn link(&self, file: &str, content: &Path) -> Result<()> {
         let path = self.folder.join(file);
         let wrong = |source| Error::Io { action: "create", path: path.clone(), source };
         fs::create_dir_all(path.parent().unwrap_or(&self.folder)).map_err(wrong)?;
-        // A link to what somebody has removed.
+        // A link to a content that was removed.
         if path.symlink_metadata().is_ok() {
             fs::remove_file(&path).map_err(wrong)?;
         }
         let up = "../".repeat(Path::new(file).components().count() + 1);
         let target = Path::new(&up).join("blobs").join(content.file_name().unwrap_or_default());
-        // On a file system without links the file itself.
+        // On a file system without links, the file itself is moved.
         symlink(target, &path).or_else(|_| fs::rename(content, &path)).map_err(wrong)
     }
 
-    /// Remembers the commit as what the revision stands for.
+    /// Records the commit that the revision points to.
     pub fn remember(&self, repository: &Repository, commit: &str) -> Result<()> {
         let known = self.repository.join("refs").join(repository.revision());
         if commit == repository.revision() || fs::read_to_string(&known).is_ok_and(|before| before.trim() == commit) {
@@ -79,7 +79,7 @@ impl Snapshot {
         self.cached.create_ref(commit).map_err(|source| Error::Io { action: "write", path: known, source })
     }
 
-    /// The first file that is missing, of what is needed in any case.
+    /// Returns the first required file that is missing.
     pub fn missing(&self, parts: FileSelection) -> Result<Option<String>> {
         let mut needed: Vec<String> = [CONFIG, "tokenizer.json"].map(String::from).into();
         if parts == FileSelection::All && self.has(INDEX_OF_FOLDER) && !self.has(FILE_OF_FOLDER) {
@@ -90,13 +90,13 @@ impl Snapshot {
         Ok(needed.into_iter().find(|file| !self.has(file)))
     }
 
-    /// The files that the index, which is there, names.
+    /// Returns the files that the index, which must be in the cache, names.
     pub fn shards(&self) -> Result<BTreeSet<String>> {
         Ok(weight_map(&self.folder.join(INDEX_OF_FOLDER))?.into_values().collect())
     }
 }
 
-/// The files beside the weights that are fetched, where a repository has them.
+/// Returns the names of the files other than weights that are fetched if a repository has them.
 pub(super) fn beside() -> impl Iterator<Item = &'static str> {
     [CONFIG].into_iter().chain(COMPANION_FILES)
 }

@@ -1,4 +1,4 @@
-//! The model that fine-tuning begins with: a folder in Hugging Face's format, or a GGUF file.
+//! The model that fine-tuning starts from: a folder in Hugging Face's format, or a GGUF file.
 
 use crate::chat::tokenizer_files::has_tokenizer;
 use crate::error::{FinetuneError, ParamError, Result};
@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A language model as it was published: its description, and its weights by name, of which nothing is in memory yet.
+/// A published language model: its description, and its weights by name. No weights are loaded yet.
 ///
 /// ```no_run
 /// use candle_zero::Engine;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// use candle_zero::models::Decoder;
 ///
 /// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
-/// // Each rank reads what it keeps.
+/// // Each rank reads only the part that it keeps.
 /// let builder = Engine::builder().initial_values(base.values());
 /// let config = r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}"#;
 /// let engine = builder.initialize(|vb| Decoder::new(base.config(), vb), config)?;
@@ -42,20 +42,19 @@ pub struct BaseModel {
     values: Arc<dyn InitialValues>,
 }
 
-/// The description in a folder.
+/// The file name of the description.
 pub(crate) const CONFIG: &str = "config.json";
 
 impl BaseModel {
-    /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of `model.safetensors.index.json`, in
-    /// f32, bf16 or f16), a GGUF file, or a folder with one. Reads headers only, and compares the weights' names, shapes and
-    /// types with the description.
+    /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of
+    /// `model.safetensors.index.json`, in f32, bf16 or f16), a GGUF file, or a folder with one. Reads only headers, and
+    /// compares the weights' names, shapes and types with the description.
     ///
-    /// An output projection of its own may be among the weights of a model that has none: it is not read.
+    /// If the model has no separate output projection, one among the weights is ignored.
     ///
     /// # Errors
-    /// No such files; a description of a model that is not known or that cannot be computed with
-    /// ([`DecoderConfig::read`]); files that are missing, cut short, or outside of the folder; tensors that are missing, left
-    /// over, or of another shape or type.
+    /// Missing files; a description of an unsupported model ([`DecoderConfig::read`]); files that are missing,
+    /// truncated, or outside of the folder; tensors that are missing, superfluous, or of another shape or type.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let none = |reason: String| FinetuneError::NoModel { path: path.to_owned(), reason }.into();
@@ -110,13 +109,13 @@ impl BaseModel {
         Ok(Self { folder: folder.to_owned(), tokenizer, json, config, values: Arc::new(gguf) })
     }
 
-    /// The model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
+    /// Returns the model's description. A copy of it with a shorter `ctx` has smaller tables of rotary positions.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Checks that `config.json` describes what is read here and nothing more: what is written from a part of a model would not be
-    /// what it describes.
+    /// Checks that `config.json` describes only the part of the model that is read here. Otherwise a model written from
+    /// that part would not match its description.
     ///
     /// # Errors
     /// [`FinetuneError::MoreThanText`].
@@ -127,45 +126,46 @@ impl BaseModel {
         }
     }
 
-    /// The content of `config.json`; of a GGUF file, what stands in for it.
+    /// Returns the content of `config.json` or, for a GGUF file, its equivalent.
     pub fn config_json(&self) -> &Value {
         &self.json
     }
 
-    /// The folder; that of the file, for a GGUF file.
+    /// Returns the model's folder. For a GGUF file, this is the folder that contains it.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Where the tokenizer and the chat template are, for [`Tokenizer::open`](crate::Tokenizer::open) and
-    /// [`Template::open`](crate::Template::open): the folder, or a GGUF file that no tokenizer lies beside.
+    /// Returns the path of the tokenizer and the chat template, for [`Tokenizer::open`](crate::Tokenizer::open) and
+    /// [`Template::open`](crate::Template::open): the folder, or a GGUF file without tokenizer files next to it.
     pub fn tokenizer_path(&self) -> &Path {
         &self.tokenizer
     }
 
-    /// The weights, for [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values).
+    /// Returns the weights, for [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values).
     pub fn values(&self) -> Arc<dyn InitialValues> {
         self.values.clone()
     }
 
-    /// The weights, for a model without an engine: each is read when the model asks for it. Asking for another one is an error.
+    /// Returns a builder of the weights for a model without an engine. Each weight is read when the model requests it.
+    /// A request for an unknown weight is an error.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         builder_over(self.values.clone(), dtype, device)
     }
 
-    /// Checks that the embedding has a row for each id of a tokenizer, `ids` being one more than the largest.
+    /// Checks that the embedding has a row for each id of a tokenizer. `ids` is the largest id plus one.
     ///
     /// # Errors
-    /// Ids without a row: the message says how many.
+    /// Ids without a row. The message contains their number.
     pub fn check_tokens(&self, ids: usize) -> Result<()> {
         check_rows(self.config.vocab, ids)
     }
 }
 
-/// The weights in a folder of Hugging Face.
+/// Opens the weights in a Hugging Face folder.
 pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
     WeightFiles::open(folder).map_err(|error| match error {
-        // The folder itself was opened: there is no file in it.
+        // The folder itself was opened, so it does not contain the file.
         candle_zero::Error::Io { path, .. } if path == folder => {
             let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
             FinetuneError::NoModel { path, reason }.into()
@@ -174,7 +174,7 @@ pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
     })
 }
 
-/// Checks that there is a tensor for a parameter of this shape, by the file `description`.
+/// Checks that there is a tensor of this shape for a parameter, as the file `description` requires.
 pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], description: &Path) -> Result<()> {
     let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
     if tensor.shape() != shape {
@@ -184,7 +184,7 @@ pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], des
     tensor.check(name, shape)
 }
 
-/// Checks that an embedding of so many rows has one for each of so many ids.
+/// Checks that an embedding with `rows` rows has one for each of `ids` ids.
 pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
     match ids.checked_sub(rows) {
         None | Some(0) => Ok(()),
@@ -192,22 +192,22 @@ pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
     }
 }
 
-/// An output projection, which files may have also where a model takes its embedding for it.
+/// The output projection, which files may contain even if the model uses its embedding instead.
 const HEAD: &str = "lm_head.weight";
 
-/// Whether a tensor belongs to the part of a model that looks at images, around the language model.
+/// Returns whether a tensor belongs to the vision part of a model around the language model.
 fn is_of_images(json: &Value, name: &str) -> bool {
     const PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
     let name = name.strip_prefix("model.").unwrap_or(name);
     json.get("text_config").is_some() && PARTS.iter().any(|part| name.starts_with(part))
 }
 
-/// A builder of models without an engine: each tensor is read when the model asks for it.
+/// Returns a builder for models without an engine. Each tensor is read when the model requests it.
 pub(crate) fn builder_over(values: Arc<dyn InitialValues>, dtype: DType, device: &Device) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(InitialValuesBackend(values)), dtype, device.clone())
 }
 
-/// Makes a tensor of what a model asks for.
+/// A backend that makes the tensors that a model requests.
 struct InitialValuesBackend(Arc<dyn InitialValues>);
 
 impl SimpleBackend for InitialValuesBackend {

@@ -1,4 +1,4 @@
-//! A trained classifier of texts, without an engine: a BERT's folder, its tokenizer, and the labels' names.
+//! A trained text classifier without an engine: a BERT's folder, its tokenizer, and the labels' names.
 
 use super::base_model::builder_over;
 use super::encoder_base::EncoderBase;
@@ -8,7 +8,8 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_zero::models::Bert;
 use std::path::Path;
 
-/// Tells the labels of texts. Each text is computed by itself, so its result does not depend on the others.
+/// A classifier that predicts the labels of texts. Each text is computed separately, so its result does not depend on
+/// other texts.
 ///
 /// ```no_run
 /// let classifier = candle_zero::finetune::Classifier::open("model")?;
@@ -22,24 +23,24 @@ pub struct Classifier {
     tokenizer: Tokenizer,
 }
 
-/// What a text was taken for.
+/// The result of classifying a text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classification {
-    /// All labels with their probabilities, the likeliest first.
+    /// All labels with their probabilities, the most likely first.
     pub labels: Vec<(String, f64)>,
-    /// Tokens of the text, with those that the tokenizer adds.
+    /// The number of tokens of the text, including those that the tokenizer adds.
     pub tokens: usize,
-    /// Tokens that the model's context has no room for, which were cut off at the end.
+    /// The number of tokens cut off at the end because the model's context is too short.
     pub cut: usize,
 }
 
 impl Classifier {
-    /// Opens the folder of a trained classifier, as `zerorun finetune --task classify` writes it and
-    /// `AutoModelForSequenceClassification` loads it, and reads its weights in f32.
+    /// Opens the folder of a trained classifier, which `zerorun finetune --task classify` writes and
+    /// `AutoModelForSequenceClassification` loads, and reads its weights in f32.
     ///
     /// # Errors
-    /// Those of [`EncoderBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the model has rows;
-    /// weights that are not finite.
+    /// Errors of [`EncoderBase::open_trained`] and [`Tokenizer::open`]; a tokenizer with more ids than the model has
+    /// rows; weights that are not finite.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let base = EncoderBase::open_trained(folder)?;
         let tokenizer = Tokenizer::open(base.folder())?;
@@ -48,15 +49,16 @@ impl Classifier {
         Ok(Self { model: Bert::new(base.config(), vb)?, tokenizer })
     }
 
-    /// The names of the labels, in the order of the classes.
+    /// Returns the names of the labels, in the order of the classes.
     pub fn labels(&self) -> &[String] {
         &self.model.config().labels
     }
 
-    /// Tells the label of a text. A text beyond the model's context is cut, with the tokenizer's last token kept.
+    /// Predicts the label of a text. A text longer than the model's context is cut, but the tokenizer's last token is
+    /// kept.
     ///
     /// # Errors
-    /// A text that the tokenizer cannot take, or of which it makes no token; results that are not finite.
+    /// A text that the tokenizer refuses or that yields no tokens; results that are not finite.
     pub fn classify(&self, text: &str) -> Result<Classification> {
         let mut ids = self.tokenizer.encode(text)?.ids;
         let (before, after) = self.tokenizer.around();
@@ -76,7 +78,7 @@ impl Classifier {
             return Err(unusable("the model's result is not finite: its weights are damaged"));
         }
         let mut labels: Vec<(String, f64)> = self.labels().iter().cloned().zip(probabilities).collect();
-        // Stable: equal ones stay in the order of the classes.
+        // The sort is stable: equal probabilities stay in the order of the classes.
         labels.sort_by(|a, b| b.1.total_cmp(&a.1));
         Ok(Classification { labels, tokens, cut })
     }

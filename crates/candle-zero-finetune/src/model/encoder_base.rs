@@ -1,4 +1,4 @@
-//! The encoder that learning to classify begins with: a BERT's folder in Hugging Face's format.
+//! The encoder from which training a classifier starts: a BERT's folder in Hugging Face's format.
 
 use super::base_model::{CONFIG, check_rows, check_weight, weights_of};
 use super::output_dir::write_beside;
@@ -14,11 +14,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// An encoder as it was published, and the classes that it is to tell apart. Nothing of its weights is in memory yet.
+/// A published encoder, and the classes that it is to distinguish. No weights are loaded yet.
 ///
-/// The files may be those of a BERT with any head, or none: a classifier for other classes and heads for other tasks are
-/// left out. What a classifier needs and the files do not have begins at random, weights with the standard deviation
-/// `initializer_range` and biases with 0; [`EncoderBase::notes`] says so.
+/// The files may be those of a BERT with any head or none: a classifier for other classes and heads for other tasks are
+/// ignored. Parameters that a classifier needs and the files lack are initialized randomly, weights with the standard
+/// deviation `initializer_range` and biases with 0. [`EncoderBase::notes`] lists them.
 ///
 /// ```no_run
 /// use candle_zero::Engine;
@@ -42,28 +42,28 @@ pub struct EncoderBase {
     notes: Vec<String>,
 }
 
-/// What begins at random where files do not have it.
+/// The prefix of parameters that are initialized randomly if the files lack them.
 const CLASSIFIER: &str = "classifier.";
 const POOLER: &str = "bert.pooler.";
 
 impl EncoderBase {
-    /// Opens a folder with the `config.json` and the weights of a BERT, to tell `labels` apart: those of the data
-    /// ([`labels_of`](crate::labels_of)). Reads headers only, and compares the weights' names, shapes and types with the
-    /// description.
+    /// Opens a folder with the `config.json` and the weights of a BERT, to classify texts by `labels`, the labels of
+    /// the data ([`labels_of`](crate::labels_of)). Reads only headers, and compares the weights' names, shapes and
+    /// types with the description.
     ///
-    /// A classifier in the files stays if it knows the labels by their names, or if these are numbers of its own.
+    /// A classifier in the files is kept if it knows the labels by name, or if the labels are its class numbers.
     ///
     /// # Errors
-    /// A folder without a model, or with one that is no BERT ([`FinetuneError::NoEncoder`]); values that are not computed
-    /// with; tensors of the encoder that are missing, left over, or of another shape or type.
+    /// A folder without a model, or with a model that is not a BERT ([`FinetuneError::NoEncoder`]); unsupported values
+    /// in the description; tensors of the encoder that are missing, superfluous, or of another shape or type.
     pub fn open(folder: impl AsRef<Path>, labels: &[String]) -> Result<Self> {
         Self::open_for(folder.as_ref(), Some(labels))
     }
 
-    /// Opens the folder of a classifier that is trained already, with the labels that it knows.
+    /// Opens the folder of a trained classifier, with the labels that it knows.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open); files without a classifier or a pooler ([`FinetuneError::NoClassifier`]).
+    /// Errors of [`open`](Self::open); files without a classifier or a pooler ([`FinetuneError::NoClassifier`]).
     pub fn open_trained(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let base = Self::open_for(folder, None)?;
@@ -73,7 +73,7 @@ impl EncoderBase {
         }
     }
 
-    /// The same for these labels, or else those of the model.
+    /// Opens a folder for these labels or, if `None`, those of the model.
     fn open_for(folder: &Path, labels: Option<&[String]>) -> Result<Self> {
         let description = folder.join(CONFIG);
         if !description.is_file() {
@@ -117,51 +117,52 @@ impl EncoderBase {
         Ok(Self { folder: folder.to_owned(), json, config, data_labels, values, notes })
     }
 
-    /// The model's description, with the names of the classes.
+    /// Returns the model's description, with the names of the classes.
     pub fn config(&self) -> &BertConfig {
         &self.config
     }
 
-    /// The labels as the data has them, in the order of the classes: for
+    /// Returns the labels as written in the data, in the order of the classes, for
     /// [`DataOptions::labels`](crate::DataOptions::labels).
     pub fn data_labels(&self) -> &[String] {
         &self.data_labels
     }
 
-    /// What begins at random, and what is left out of the files: a sentence each.
+    /// Returns which parameters are initialized randomly and which tensors of the files are ignored, one sentence each.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The folder, in which the tokenizer's files are.
+    /// Returns the folder, which contains the tokenizer's files.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The weights, for [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values).
+    /// Returns the weights, for [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values).
     pub fn values(&self) -> Arc<dyn InitialValues> {
         self.values.clone()
     }
 
-    /// Checks that the embedding has a row for each id of a tokenizer, `ids` being one more than the largest.
+    /// Checks that the embedding has a row for each id of a tokenizer. `ids` is the largest id plus one.
     ///
     /// # Errors
-    /// Ids without a row: the message says how many.
+    /// Ids without a row. The message contains their number.
     pub fn check_tokens(&self, ids: usize) -> Result<()> {
         check_rows(self.config.vocab_size, ids)
     }
 
-    /// Writes what makes a folder with the `model.safetensors` of the trained model (f32) one that transformers loads:
-    /// `config.json` with the names of the classes, and the tokenizer's files.
+    /// Writes the files that, next to the `model.safetensors` of the trained model (f32), make a folder that
+    /// transformers loads: `config.json` with the names of the classes, and the tokenizer's files.
     ///
     /// # Errors
-    /// Files that cannot be read or written, or that are there.
+    /// Files that cannot be read or written, or that already exist.
     pub fn write_beside(&self, folder: &Path) -> Result<()> {
         write_beside(&self.folder, self.json.clone(), folder, ConsolidatedDtype::F32)
     }
 }
 
-/// The data's labels by the numbers of the classifier in the files, if it knows them; else why it is of no use.
+/// Returns the data's labels in the order of the class numbers of the classifier in the files, or why that classifier
+/// cannot be used.
 fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> Result<Vec<String>, String> {
     let names = &config.labels;
     let shape = |name: &str| files.find(&format!("{CLASSIFIER}{name}")).map(|(_, tensor)| tensor.shape());
@@ -178,7 +179,7 @@ fn known_labels(files: &WeightFiles, config: &BertConfig, labels: &[String]) -> 
     }
 }
 
-/// Makes the description one of a classifier of these classes.
+/// Changes the description to that of a classifier of these classes.
 fn describe(json: &mut Value, labels: &[String]) {
     let Some(config) = json.as_object_mut() else { return };
     let names: Map<String, Value> =
@@ -192,7 +193,7 @@ fn describe(json: &mut Value, labels: &[String]) {
     config.insert("label2id".into(), numbers.into());
 }
 
-/// What is said of tensors that are not among the parameters `used`: those of heads are left out.
+/// Returns a note on tensors that are not among the parameters `used`. Those of heads are ignored.
 fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>> {
     const OF_ENCODER: [&str; 4] = ["bert.", "embeddings.", "encoder.", "pooler."];
     let mut extra = files.unused(&used);
@@ -205,7 +206,7 @@ fn left_out(files: &WeightFiles, used: BTreeSet<&str>) -> Result<Option<String>>
     Ok((!extra.is_empty()).then(|| format!("left out, as they are of heads for other tasks: {}", list(&extra))))
 }
 
-/// The files' weights, but for those that begin at random.
+/// The files' weights, without those that are initialized randomly.
 #[derive(Debug)]
 struct EncoderWeights {
     files: WeightFiles,

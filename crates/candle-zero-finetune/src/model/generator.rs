@@ -1,4 +1,4 @@
-//! Answers of a model: from a prompt to text, token by token, up to the end of the turn.
+//! Generates answers of a model: from a prompt to text, token by token, up to the end of the turn.
 
 use crate::BaseModel;
 use crate::chat::conversation::Conversation;
@@ -12,18 +12,18 @@ use candle_zero::models::{Session, TokenRng, keep_likeliest, next_token};
 use serde_json::{Map, Value};
 use std::ops::ControlFlow;
 
-/// How the tokens of an answer are chosen.
+/// The method for choosing the tokens of an answer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
-    /// The most tokens of an answer, the one that ends it included.
+    /// The maximum number of tokens of an answer, including the one that ends it.
     pub max_tokens: usize,
-    /// 0 takes the likeliest token each time; above it one is drawn, with logits divided by this.
+    /// The temperature. 0 is greedy decoding. Above 0, tokens are sampled from the logits divided by it.
     pub temperature: f64,
-    /// Of so many likeliest tokens; 0 for all.
+    /// Sample only from this number of most likely tokens. 0 means all.
     pub top_k: usize,
-    /// Of the likeliest tokens that together have this probability; 1 for all.
+    /// Sample only from the most likely tokens whose probabilities add up to this value. 1 means all.
     pub top_p: f64,
-    /// Of what is drawn.
+    /// The seed for sampling.
     pub seed: u64,
 }
 
@@ -34,7 +34,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Checks the numbers.
+    /// Checks the parameters.
     ///
     /// # Errors
     /// [`FinetuneError::Sampling`].
@@ -53,18 +53,18 @@ impl Sampling {
     }
 }
 
-/// What a model has said.
+/// The text that a model generated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GeneratedText {
     /// The tokens, without the one that ends the answer.
     pub ids: Vec<u32>,
-    /// Their text, without special tokens.
+    /// The text of the tokens, without special tokens.
     pub text: String,
-    /// Whether the model ended the answer itself.
+    /// Whether the model itself ended the answer.
     pub ended: bool,
 }
 
-/// Turns prompts into ids and what a model says after them into text.
+/// Converts prompts to ids and the model's output to text.
 ///
 /// ```no_run
 /// use candle_zero::finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
@@ -97,12 +97,13 @@ pub struct Generator<'a> {
 }
 
 impl<'a> Generator<'a> {
-    /// Answers of a model of `base`'s kind. An answer ends with the tokens that `generation_config.json`, `config.json` and the
-    /// tokenizer call the end of a text, and with the one that the template ends an answer with.
+    /// Creates a generator for a model like `base`. An answer ends with a token that `generation_config.json`,
+    /// `config.json` or the tokenizer defines as the end of a text, or with the token that ends an answer in the
+    /// template.
     ///
     /// # Errors
-    /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json` that is no
-    /// JSON object.
+    /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json`
+    /// that is not a JSON object.
     pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
         base.check_tokens(tokenizer.vocab_size())?;
         let settings = object(&base.folder().join("generation_config.json"))?;
@@ -117,41 +118,41 @@ impl<'a> Generator<'a> {
         Ok(Self { tokenizer, template, base, ends })
     }
 
-    /// The tokens that end an answer.
+    /// Returns the tokens that end an answer.
     pub fn ends(&self) -> &[u32] {
         &self.ends
     }
 
-    /// Whether there is a chat template.
+    /// Returns whether there is a chat template.
     pub fn has_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// A conversation as ids, up to the header of the answer that is to come.
+    /// Returns the ids of a conversation, up to the header of the next answer.
     ///
     /// # Errors
-    /// [`FinetuneError::NoTemplate`]; those of [`Template::render`] and [`Tokenizer::encode`].
+    /// [`FinetuneError::NoTemplate`]; errors of [`Template::render`] and [`Tokenizer::encode`].
     pub fn of_conversation(&self, conversation: &Conversation) -> Result<Vec<u32>> {
         let none = || FinetuneError::NoTemplate { folder: self.base.folder().to_owned() };
         let text = self.template.ok_or_else(none)?.render(conversation, true)?;
         Ok(self.tokenizer.encode(&text)?.ids)
     }
 
-    /// A text to be continued as ids, behind what the tokenizer begins a text with.
+    /// Returns the ids of a text to be continued, after the tokens with which the tokenizer begins a text.
     ///
     /// # Errors
-    /// Those of [`Tokenizer::encode`].
+    /// Errors of [`Tokenizer::encode`].
     pub fn of_text(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.tokenizer.encode(text)?.ids;
         Ok([self.tokenizer.around().0, &ids].concat())
     }
 
-    /// The answer to `prompt`. `extend` adds ids to a session and gives the logits `[vocab]` of the token after them
-    /// ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)); `give` gets each piece of text and may end the
-    /// answer.
+    /// Generates the answer to `prompt`. `extend` adds ids to a session and returns the logits `[vocab]` of the next
+    /// token ([`LanguageModel::extend`](candle_zero::models::LanguageModel::extend)). `give` receives each piece of
+    /// text and may end the answer.
     ///
-    /// With an engine at stage 3 each call of `extend` is collective: all ranks answer the same prompt with the same
-    /// sampling, and none of them ends an answer by itself.
+    /// With an engine at stage 3, each call of `extend` is collective: all ranks must answer the same prompt with the
+    /// same sampling parameters, and no rank may end an answer independently.
     ///
     /// ```no_run
     /// # use candle_core::{Device, Tensor};
@@ -171,7 +172,7 @@ impl<'a> Generator<'a> {
     /// ```
     ///
     /// # Errors
-    /// A prompt without ids, numbers that make no sense ([`Sampling::check`]), logits that are not finite; those of `extend`.
+    /// An empty prompt; invalid parameters ([`Sampling::check`]); logits that are not finite; errors of `extend`.
     pub fn answer(
         &self,
         prompt: &[u32],
@@ -189,7 +190,7 @@ impl<'a> Generator<'a> {
         let mut answer = GeneratedText::default();
         for _ in 0..sampling.max_tokens {
             let mut logits = extend(&mut session, answer.ids.last().map_or(prompt, std::slice::from_ref))?;
-            // Nothing but a token that a model never gives has a logit of minus infinity.
+            // A logit of minus infinity is allowed: it marks a token that the model never produces.
             if logits.iter().any(|logit| logit.is_nan() || *logit == f32::INFINITY) {
                 return Err(FinetuneError::LogitsNotFinite.into());
             }
@@ -209,14 +210,14 @@ impl<'a> Generator<'a> {
         let rest = stream.finish()?;
         answer.text.push_str(&rest);
         if !rest.is_empty() {
-            // The answer ends anyway.
+            // The answer ends regardless of the return value.
             let _ = give(&rest);
         }
         Ok(answer)
     }
 }
 
-/// `eos_token_id`: one id or several.
+/// Reads `eos_token_id`, which is one id or several.
 fn named_ends(config: &Map<String, Value>) -> Vec<u32> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match config.get("eos_token_id") {
@@ -226,7 +227,7 @@ fn named_ends(config: &Map<String, Value>) -> Vec<u32> {
     }
 }
 
-/// The special token that a template ends an answer with.
+/// Returns the special token that ends an answer in a template.
 fn end_of_turn(tokenizer: &Tokenizer, template: &Template) -> Option<u32> {
     let conversation = Conversation::new([("user", "a"), ("assistant", "b")]);
     let sample = Sample::of_conversation(tokenizer, template, &conversation).ok()?;

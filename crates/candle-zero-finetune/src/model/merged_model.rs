@@ -1,4 +1,5 @@
-//! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
+//! Merges an adapter into a model's weights, W + s B A, one tensor at a time, so that the model is never completely in
+//! memory.
 
 use super::output_dir::{new_folder, write_beside};
 use crate::chat::tokenizer_files::TokenizerFiles;
@@ -15,8 +16,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A model as it leaves fine-tuning: its weights, with an adapter merged in where there is one, W + s B A. Written tensor by
-/// tensor, read piece by piece, it is never whole in memory.
+/// The resulting model of fine-tuning: its weights, with the adapter, if any, merged in: W + s B A. It is written
+/// tensor by tensor and read piece by piece, so it is never completely in memory.
 ///
 /// ```no_run
 /// use candle_zero::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
@@ -31,10 +32,10 @@ use std::sync::Arc;
 pub struct MergedModel<'a> {
     pub(crate) base: &'a BaseModel,
     values: Arc<dyn InitialValues>,
-    /// Names and shapes of the base's parameters.
+    /// The names and shapes of the base's parameters.
     parameters: Vec<(String, Vec<usize>)>,
     adapter: Option<&'a Adapter>,
-    /// Is told bytes that are written, and those of the whole file or files.
+    /// A callback that receives the number of bytes written and the total size of the file or files.
     progress: Option<&'a dyn Fn(u64, u64)>,
 }
 
@@ -46,7 +47,7 @@ impl std::fmt::Debug for MergedModel<'_> {
 }
 
 impl<'a> MergedModel<'a> {
-    /// The model of `base`, with `adapter` merged in.
+    /// Creates the model of `base` with `adapter` merged in.
     ///
     /// # Errors
     /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`], [`FinetuneError::MoreThanText`].
@@ -60,13 +61,14 @@ impl<'a> MergedModel<'a> {
         Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
     }
 
-    /// The same, which tells `progress` how many bytes of tensors are written, and of how many, while it is written.
+    /// Sets a callback that receives the number of written bytes of tensors and the total number, while the model is
+    /// written.
     #[must_use]
     pub fn reporting(self, progress: &'a dyn Fn(u64, u64)) -> Self {
         Self { progress: Some(progress), ..self }
     }
 
-    /// The number of tensors, and of those that the adapter changes.
+    /// Returns the number of tensors, and of those that the adapter changes.
     pub fn counts(&self) -> (usize, usize) {
         let is_changed = |name: &str| {
             let module = name.strip_suffix(".weight");
@@ -75,12 +77,12 @@ impl<'a> MergedModel<'a> {
         (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
     }
 
-    /// A tensor of the adapter's for a module.
+    /// Returns a tensor of the adapter for a module.
     fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
         self.adapter?.tensor(&format!("{module}.{end}"))
     }
 
-    /// Counts written bytes, of `total`.
+    /// Returns a counter of written bytes, of `total`.
     pub(crate) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
         let (progress, mut done) = (self.progress, 0);
         move |bytes| {
@@ -91,21 +93,21 @@ impl<'a> MergedModel<'a> {
         }
     }
 
-    /// The same with these values in place of the base's: of a model all of whose weights were trained.
+    /// Replaces the base's values, for a model whose weights were all trained.
     #[must_use]
     pub fn with_values(self, values: Arc<dyn InitialValues>) -> Self {
         Self { values, ..self }
     }
 
-    /// Names and shapes.
+    /// Returns the names and shapes of the parameters.
     pub(crate) fn shapes(&self) -> &[(String, Vec<usize>)] {
         &self.parameters
     }
 
-    /// A tensor's values, some lines at a time.
+    /// Returns a tensor whose values are read some lines at a time.
     ///
     /// # Errors
-    /// Those of reading the weights.
+    /// Errors of reading the weights.
     pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> Result<MergedTensor<'_>> {
         let mut tensor = MergedTensor {
             weights: &*self.values,
@@ -135,7 +137,7 @@ impl<'a> MergedModel<'a> {
 }
 
 impl BaseModel {
-    /// The precision that its description says.
+    /// Returns the precision that the description specifies.
     pub(crate) fn dtype(&self) -> ConsolidatedDtype {
         let json = self.config_json();
         match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
@@ -146,13 +148,13 @@ impl BaseModel {
     }
 }
 
-/// How the weight of a projection of this name lies: GPT-2's are Conv1D's.
+/// Returns the layout of the weight of a projection of this name. GPT-2 uses Conv1D's layout.
 pub(crate) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
     if CONV1D.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
 }
 
-/// One tensor of [`MergedModel`].
+/// One tensor of a [`MergedModel`].
 pub(crate) struct MergedTensor<'a> {
     weights: &'a dyn InitialValues,
     /// The adapter's folder.
@@ -160,12 +162,12 @@ pub(crate) struct MergedTensor<'a> {
     name: String,
     shape: Vec<usize>,
     low: Option<LowRankUpdate<'a>>,
-    /// With DoRA, of the outputs.
+    /// The factor of each output, with DoRA.
     factors: Option<Vec<f32>>,
 }
 
 impl MergedTensor<'_> {
-    /// Lines, those of the first dimension, and the elements of each.
+    /// Returns the number of lines (the size of the first dimension) and the number of elements in each.
     pub fn lines(&self) -> (usize, usize) {
         match self.shape[..] {
             [] => (1, 1),
@@ -174,7 +176,8 @@ impl MergedTensor<'_> {
         }
     }
 
-    /// The lines in pieces of a size that caches hold, each a multiple of `unit` lines, but the last.
+    /// Splits the lines into pieces that fit into caches. Each piece, except the last one, is a multiple of `unit`
+    /// lines.
     pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         const ELEMENTS: usize = 1 << 20;
         let (lines, width) = self.lines();
@@ -182,10 +185,10 @@ impl MergedTensor<'_> {
         (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
     }
 
-    /// The merged values of some lines.
+    /// Returns the merged values of some lines.
     ///
     /// # Errors
-    /// Those of reading the weights; [`FinetuneError::MergedNotFinite`].
+    /// Errors of reading the weights; [`FinetuneError::MergedNotFinite`].
     pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0f32; lines.len() * self.lines().1];
         self.read(lines.clone(), &mut values)?;
@@ -199,7 +202,7 @@ impl MergedTensor<'_> {
         Ok(values)
     }
 
-    /// Refuses merged values that are not finite.
+    /// Returns an error if merged values are not finite.
     fn check(&self, values: &[f32]) -> Result<()> {
         if !has_non_finite(FlatRef::F32(values)) {
             return Ok(());
@@ -209,7 +212,7 @@ impl MergedTensor<'_> {
         Err(FinetuneError::MergedNotFinite { tensor, adapter, value }.into())
     }
 
-    /// The base's values of some lines.
+    /// Reads the base's values of some lines.
     fn read(&self, lines: Range<usize>, values: &mut [f32]) -> Result<()> {
         let width = self.lines().1;
         let found = self.weights.values(&self.name, &self.shape, lines.start * width..lines.end * width)?;
@@ -219,13 +222,13 @@ impl MergedTensor<'_> {
 }
 
 impl MergedModel<'_> {
-    /// Writes the model into the folder `out`, which must be absent or empty, as transformers reads it: safetensors files of
-    /// at most 5 GB, `config.json`, and those of the base's other files that belong to the tokenizer. Without a `dtype` in
-    /// the base's own.
+    /// Writes the model into the folder `out`, which must be absent or empty, in the format of transformers:
+    /// safetensors files of at most 5 GB, `config.json`, and the base's tokenizer files. Without a `dtype`, the base's
+    /// precision is used.
     ///
     /// # Errors
-    /// A folder that is not empty, a value that the precision cannot hold; what reading and writing brings. `out` is as it
-    /// was then.
+    /// A folder that is not empty; a value that the precision cannot hold; errors of reading and writing. On an error,
+    /// `out` is unchanged.
     pub fn write_hugging_face(&self, out: impl AsRef<Path>, dtype: Option<ConsolidatedDtype>) -> Result<()> {
         let out = out.as_ref();
         let folder = new_folder(out)?;
@@ -233,10 +236,10 @@ impl MergedModel<'_> {
         folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
     }
 
-    /// Writes the same files into a folder that exists, if its disk has room for them.
+    /// Writes the same files into an existing folder, if its disk has room for them.
     ///
     /// # Errors
-    /// As [`write_hugging_face`](Self::write_hugging_face).
+    /// See [`write_hugging_face`](Self::write_hugging_face).
     pub(crate) fn write_into(&self, folder: &Path, dtype: Option<ConsolidatedDtype>) -> Result<()> {
         const MOST_BYTES: u64 = 5_000_000_000;
         let dtype = dtype.unwrap_or_else(|| self.base.dtype());
@@ -271,14 +274,14 @@ impl MergedModel<'_> {
         }
     }
 
-    /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.
+    /// Returns a parameter's name in the files of transformers' language models, whose blocks have a prefix.
     fn name_in_files(&self, name: &str) -> String {
         let prefix = if self.base.config().naming == ParameterNaming::Gpt2 { "transformer." } else { "model." };
         if name.starts_with(prefix) || name.starts_with("lm_head.") { name.into() } else { format!("{prefix}{name}") }
     }
 }
 
-/// The error about a value that a precision cannot hold.
+/// Returns the error for a value that a precision cannot hold.
 pub(crate) fn too_large(tensor: &str, value: f32, format: &str) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value, format: format.to_lowercase() }.into()
 }

@@ -1,4 +1,4 @@
-//! The model that is trained: where it comes from, and what is made of it.
+//! The model that is trained: its source and its results.
 //!
 //! | file | content |
 //! |---|---|

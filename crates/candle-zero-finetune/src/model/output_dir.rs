@@ -1,4 +1,4 @@
-//! Folders that fine-tuning writes.
+//! Writes folders of fine-tuning results.
 
 use crate::chat::template_files::{ADDITIONAL_TEMPLATES, additional_templates};
 use crate::error::{Error, OutputError, Result};
@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::io::Write as _;
 use std::path::Path;
 
-/// A folder beside `out`, which must be absent or empty.
+/// Creates a folder next to `out`, which must be absent or empty.
 pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     match free_folder(out).map_err(wrong("read"))? {
@@ -17,7 +17,7 @@ pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     }
 }
 
-/// The files beside weights that make a model's folder whole.
+/// The files that a model's folder needs in addition to the weights.
 pub(crate) const COMPANION_FILES: [&str; 12] = [
     "generation_config.json",
     "tokenizer.json",
@@ -33,14 +33,14 @@ pub(crate) const COMPANION_FILES: [&str; 12] = [
     "LICENSE",
 ];
 
-/// Those that a tokenizer is made of.
+/// The files of a tokenizer.
 pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1).1;
 
-/// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
-/// the weights.
+/// Copies the existing [`COMPANION_FILES`] from one folder to another, and writes `config` as its `config.json`, with
+/// the dtype of the weights.
 pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
     if let Some(config) = config.as_object_mut() {
-        // As transformers 5 calls it, and as 4 did.
+        // The key's names in transformers 5 and in transformers 4.
         let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
         config.insert(key.into(), dtype.names().1.into());
         config.remove("quantization_config");
@@ -49,7 +49,7 @@ pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: Con
     copy_files(from, to, &COMPANION_FILES)
 }
 
-/// Copies files of these names from one folder to another, those that there are, and the additional chat templates.
+/// Copies the existing files with these names, and the additional chat templates, from one folder to another.
 pub(crate) fn copy_files(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
     const MOST: u64 = 1 << 28;
     let read = |path: &Path| {

@@ -1,4 +1,4 @@
-//! The model that a run trains, of either kind.
+//! The model that a run trains: a decoder or an encoder.
 
 use candle_core::{Result, bail};
 use candle_zero::models::{Bert, Decoder};
@@ -14,7 +14,7 @@ pub enum TrainableModel {
 }
 
 impl TrainableModel {
-    /// The language model.
+    /// Returns the language model.
     ///
     /// # Errors
     /// The model is an encoder.
@@ -25,7 +25,7 @@ impl TrainableModel {
         }
     }
 
-    /// The encoder.
+    /// Returns the encoder.
     ///
     /// # Errors
     /// The model is a language model.

@@ -1,4 +1,5 @@
-//! First values of a model with adapters: the base's, an adapter's that goes on training, and what DoRA's magnitudes begin as.
+//! Initial values of a model with adapters: those of the base, of an adapter to continue training, and of DoRA's
+//! magnitudes.
 
 use crate::error::Result;
 use crate::model::base_model::builder_over;
@@ -15,20 +16,20 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// First values of a model with adapters, for
-/// [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values): the base's weights, and an adapter's where there
-/// is one. Without one A begins at random and B at 0, as the layers ask for it, and a magnitude of DoRA's as the lengths of
-/// its weight's rows.
+/// The initial values of a model with adapters, for
+/// [`EngineBuilder::initial_values`](candle_zero::EngineBuilder::initial_values): the base's weights, and an adapter's
+/// if there is one. Without an adapter, the layers initialize A randomly and B with 0, and a magnitude of DoRA is
+/// initialized with the norms of its weight's rows.
 #[derive(Debug)]
 pub struct AdaptedValues {
     base: Arc<dyn InitialValues>,
-    /// Of the base's matrices.
+    /// The shapes of the base's matrices.
     shapes: HashMap<String, Vec<usize>>,
     adapter: Option<Adapter>,
     packed: Option<PackedWeights>,
 }
 
-/// Weights that the model computes with as they come out of a packing.
+/// Weights that the model uses after packing and unpacking.
 struct PackedWeights {
     packing: WeightPacking,
     dtype: DType,
@@ -45,10 +46,11 @@ impl std::fmt::Debug for PackedWeights {
 }
 
 impl AdaptedValues {
-    /// The values for a model of `config`, that of `base` with adapters ([`DecoderConfig::lora`]).
+    /// Returns the values for a model of `config`, which is the configuration of `base` with adapters
+    /// ([`DecoderConfig::lora`]).
     ///
     /// # Errors
-    /// Targets that no projection has; an adapter for another model or with other settings.
+    /// Targets that match no projection; an adapter for another model or with other settings.
     pub fn new(base: &BaseModel, config: &DecoderConfig, adapter: Option<Adapter>) -> Result<Self> {
         let parameters = config.parameters()?;
         if let Some(lora) = &config.lora {
@@ -61,35 +63,35 @@ impl AdaptedValues {
         Ok(Self { base: base.values(), shapes, adapter, packed: None })
     }
 
-    /// The same for a model of `dtype` whose weights are packed where `rule` says so
-    /// ([`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized)): magnitudes begin as the lengths of what comes out of the
-    /// packing, so that an adapter begins without effect.
+    /// Returns the values for a model of `dtype` whose weights are packed if `rule` returns true
+    /// ([`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized)). Magnitudes are initialized with the norms
+    /// of the unpacked weights, so that an adapter has no effect at first.
     #[must_use]
     pub fn quantized(self, packing: WeightPacking, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
         Self { packed: Some(PackedWeights { packing, dtype, rule }), ..self }
     }
 
-    /// The same for a model without an engine; see [`BaseModel::var_builder`]. Of use with an adapter: otherwise the model asks for
-    /// one that is not there.
+    /// Returns a builder for a model without an engine; see [`BaseModel::var_builder`]. It is useful only with an
+    /// adapter: without one, the model requests tensors that do not exist.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         builder_over(Arc::new(self), dtype, device)
     }
 
-    /// The weight that a magnitude belongs to, and its shape.
+    /// Returns the weight that a magnitude belongs to, and the weight's shape.
     fn weight_of(&self, magnitude: &str) -> Option<(String, &[usize])> {
         let name = format!("{}.weight", magnitude.strip_suffix(".lora_magnitude_vector")?);
         let shape = self.shapes.get(&name)?;
         Some((name, shape))
     }
 
-    /// Elements of a base's weight that the model computes with.
+    /// Returns elements of a base's weight as the model uses them.
     fn weights(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         let Some(PackedWeights { packing, dtype, .. }) =
             self.packed.as_ref().filter(|packed| (packed.rule)(name, shape))
         else {
             return self.base.values(name, shape, range);
         };
-        // What is packed together is read together.
+        // Elements that are packed together are read together.
         let (unit, numel) = (packing.unit(), shape.iter().product());
         let whole = range.start / unit * unit..range.end.next_multiple_of(unit).min(numel);
         let mut values = self.base.values(name, shape, whole.clone())?;
@@ -103,7 +105,7 @@ impl AdaptedValues {
         Ok(values)
     }
 
-    /// The lengths of a weight's rows for these outputs.
+    /// Returns the norms of a weight's rows for these outputs.
     fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
         const ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };
@@ -141,7 +143,7 @@ impl InitialValues for AdaptedValues {
 
     fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         if let Some(tensor) = self.adapter.as_ref().and_then(|adapter| adapter.tensor(name)) {
-            // Its shape is that of the model's parameter of this name.
+            // The tensor has the shape of the model's parameter of this name.
             return Ok(tensor.values[range].to_vec());
         }
         match self.weight_of(name) {

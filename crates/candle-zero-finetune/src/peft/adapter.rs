@@ -1,7 +1,7 @@
-//! Low-rank adapters in the files of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+//! Low-rank adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! Keys of the tensors are `base_model.model.` and the parameter's name in transformers' language model, whose blocks stand
-//! behind `model.` or `transformer.`; files of the models themselves may leave that out.
+//! The keys of the tensors are `base_model.model.` followed by the parameter's name in transformers' language model,
+//! whose blocks have the prefix `model.` or `transformer.`. Files of the models themselves may omit that prefix.
 
 use super::config::PeftConfig;
 use crate::error::{Error, FinetuneError, Result};
@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
-/// No adapter's configuration is larger.
+/// The maximum size of an adapter's configuration in bytes.
 const MOST_CONFIG: u64 = 1 << 20;
-/// No adapter's tensors are.
+/// The maximum size of an adapter's tensor file in bytes.
 const MOST_TENSORS: u64 = 1 << 36;
 
 /// A tensor of an adapter.
@@ -33,21 +33,21 @@ pub struct AdapterTensor {
     pub values: Vec<f32>,
 }
 
-/// A low-rank adapter, whole in memory.
+/// A low-rank adapter, completely in memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapter {
     /// The settings that it was trained with.
     pub config: LoraConfig,
-    /// The model that it was trained on: a folder's or a hub's name, where it says so.
+    /// The model that it was trained on, as a folder or a Hub name, if the adapter names it.
     pub base: Option<String>,
-    /// Where it was read from.
+    /// The folder that it was read from.
     path: PathBuf,
-    /// By name: that of the parameter, behind what may stand before the blocks.
+    /// The tensors by parameter name, without the prefix of the blocks.
     tensors: BTreeMap<String, AdapterTensor>,
 }
 
 impl Adapter {
-    /// An adapter of parameters by their names in the model.
+    /// Creates an adapter of parameters with the names that they have in the model.
     pub fn new(
         config: LoraConfig,
         base: Option<String>,
@@ -57,10 +57,10 @@ impl Adapter {
         Self { config, base, path: PathBuf::new(), tensors }
     }
 
-    /// Collective: the adapter that an engine trains.
+    /// Returns the adapter that an engine trains. Collective.
     ///
     /// # Errors
-    /// Those of [`Engine::safe_get_full_fp32_param`].
+    /// Errors of [`Engine::safe_get_full_fp32_param`].
     pub fn of_engine<M>(engine: &mut Engine<M>, config: LoraConfig, base: Option<String>) -> Result<Self> {
         let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_adapter(name)).collect();
         let mut parameters = Vec::with_capacity(names.len());
@@ -72,7 +72,7 @@ impl Adapter {
         Ok(Self::new(config, base, parameters))
     }
 
-    /// A hash of names, shapes and values.
+    /// Returns a hash of names, shapes and values.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut bytes = Vec::new();
         for (name, tensor) in &self.tensors {
@@ -84,11 +84,11 @@ impl Adapter {
         fnv1a(&bytes)
     }
 
-    /// Reads a folder that PEFT, or [`Adapter::write`], has written.
+    /// Reads a folder that PEFT or [`Adapter::write`] has written.
     ///
     /// # Errors
-    /// A file that is missing, damaged or too large, another kind of adapter, settings that this library does not compute
-    /// with.
+    /// A file that is missing, damaged or too large; another kind of adapter; settings that this library does not
+    /// support.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let io = |path: &Path| {
@@ -131,16 +131,16 @@ impl Adapter {
         self.tensors.iter().try_for_each(|(name, tensor)| check_finite(&self.path, name, 0, &tensor.values))
     }
 
-    /// The values of a parameter by its name in the model.
+    /// Returns the values of a parameter, given its name in the model.
     pub fn tensor(&self, parameter: &str) -> Option<&AdapterTensor> {
         self.tensors.get(bare(parameter))
     }
 
-    /// Checks that this is an adapter for a model with these parameters and shapes, its adapters included.
+    /// Checks that this is an adapter for a model with these parameters and shapes, including those of its adapters.
     ///
     /// # Errors
-    /// [`FinetuneError::AdapterDoesNotFit`], which names the tensor that has another shape, or that the model does not have;
-    /// [`FinetuneError::IncompleteAdapter`], which names those that are missing.
+    /// [`FinetuneError::AdapterDoesNotFit`] names a tensor that the model does not have or that has another shape;
+    /// [`FinetuneError::IncompleteAdapter`] names missing tensors.
     pub fn check_fits(&self, parameters: &[(String, Vec<usize>)]) -> Result<()> {
         let wrong = |tensor: &str, problem: String| {
             let (path, base) = (self.path.clone(), self.base.clone());
@@ -166,16 +166,16 @@ impl Adapter {
         Err(FinetuneError::IncompleteAdapter { path, base, names }.into())
     }
 
-    /// The folder that it was read from; empty for one that was made here.
+    /// Returns the folder that the adapter was read from, which is empty for an adapter created in memory.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all of the
-    /// base's parameters, from which it follows how its weights lie.
+    /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all
+    /// parameters of the base, which determine the layout of its weights.
     ///
     /// # Errors
-    /// [`Error::Io`], a folder with other files. `out` is as it was then.
+    /// [`Error::Io`]; a folder with other files. On an error, `out` is unchanged.
     pub fn write<'a>(&self, out: impl AsRef<Path>, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let out = out.as_ref();
         let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
@@ -184,7 +184,7 @@ impl Adapter {
         folder.finish().map_err(wrong)
     }
 
-    /// Writes the two files into a folder that exists.
+    /// Writes the two files into an existing folder.
     pub(crate) fn write_into<'a>(
         &self,
         folder: &Path,
@@ -216,7 +216,7 @@ impl Adapter {
     }
 }
 
-/// A parameter's name without what may stand before the blocks.
+/// Returns a parameter's name without the prefix of the blocks.
 fn bare(name: &str) -> &str {
     ["model.", "transformer."].iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
 }
@@ -225,9 +225,9 @@ fn unusable(path: &Path, reason: String) -> Error {
     FinetuneError::AdapterFile { path: path.to_owned(), reason }.into()
 }
 
-/// The values in f32.
+/// Returns the values in f32.
 fn values_of(view: &TensorView<'_>) -> Option<Vec<f32>> {
-    // The header's length is any number of bytes, so elements need not be aligned.
+    // The header can have any length, so elements may be unaligned.
     fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Option<Vec<f32>> {
         Some(bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect())
     }
@@ -278,7 +278,7 @@ mod tests {
         names.sort_unstable();
         let want = ["A", "B"].map(|m| format!("base_model.model.model.layers.0.self_attn.q_proj.lora_{m}.weight"));
         assert_eq!(names, want);
-        // A folder with files is never written over.
+        // A folder with files is never overwritten.
         adapter.write(&out, []).unwrap_err();
     }
 

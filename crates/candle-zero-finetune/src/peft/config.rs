@@ -1,21 +1,22 @@
-//! PEFT's `adapter_config.json`.
+//! Reads and writes PEFT's `adapter_config.json`.
 
 use candle_zero::models::shortened;
 use candle_zero::nn::{LoraConfig, LoraTargets};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
-/// What this library takes from such a file, and puts into one.
+/// The content of the file that this library reads and writes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PeftConfig {
     pub lora: LoraConfig,
-    /// The base's name.
+    /// The name of the base.
     pub base: Option<String>,
-    /// `target_modules` is a regular expression, as unsloth writes it: the file of tensors says which modules it means.
+    /// Whether `target_modules` is a regular expression, as unsloth writes it. The tensor file then determines the
+    /// modules.
     pub is_pattern: bool,
 }
 
-/// Settings that change what an adapter computes, or which weights it has, and are not computed with here.
+/// Unsupported settings, which change what an adapter computes or which weights it has.
 const UNSUPPORTED: [&str; 17] = [
     "rank_pattern",
     "alpha_pattern",
@@ -36,8 +37,8 @@ const UNSUPPORTED: [&str; 17] = [
     "megatron_config",
 ];
 
-/// Settings that are looked at one by one, and those that change nothing of an adapter that is made: who wrote it, the ways to
-/// begin it, and parts of settings that are refused.
+/// Settings that are checked individually, and those that do not change a finished adapter: who wrote it, how it was
+/// initialized, and parts of settings that are refused.
 const KNOWN: [&str; 25] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -66,13 +67,13 @@ const KNOWN: [&str; 25] = [
     "use_rslora",
 ];
 
-/// Values of `init_lora_weights` with which an adapter begins beside weights that stay as they are. PEFT takes their start's part
-/// from the base's weights with the others (PiSSA, OLoRA, CorDA, LoRA-GA), or quantizes them (LoftQ): such an adapter belongs to
-/// a base that is written nowhere.
+/// The values of `init_lora_weights` that leave the base's weights unchanged. With other values, PEFT subtracts the
+/// initial adapter from the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA) or quantizes them (LoftQ). Such an adapter
+/// belongs to base weights that are not saved anywhere.
 const PLAIN_STARTS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 impl PeftConfig {
-    /// Reads a file's text; else what is wrong with it.
+    /// Parses a file's text, or returns the problem with it.
     pub fn read(text: &str) -> Result<Self, String> {
         let config: Map<String, Value> =
             serde_json::from_str(text).map_err(|e| format!("it is no JSON object: {e}"))?;
@@ -133,17 +134,17 @@ impl PeftConfig {
         Ok(Self { lora, base, is_pattern })
     }
 
-    /// The text of a file for adapters of these projections; `is_conv1d`: whose weights are `[in, out]`. With the keys that
-    /// all versions of PEFT since 0.10 read.
+    /// Returns the text of a file for adapters of these projections, with the keys that all versions of PEFT since 0.10
+    /// read. `is_conv1d`: their weights have shape `[in, out]`.
     pub fn write<'a>(&self, modules: impl IntoIterator<Item = &'a str>, is_conv1d: bool) -> String {
         let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
         let targets: BTreeSet<&str> = match targets {
             LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
             LoraTargets::AllLinear => modules.into_iter().filter_map(|module| module.rsplit('.').next()).collect(),
         };
-        // PEFT has it as a whole number.
+        // PEFT writes an integer.
         let alpha = if alpha.fract() == 0.0 && alpha < 1e15 { json!(alpha as u64) } else { json!(alpha) };
-        // The shortest decimal number that is this one in f32.
+        // The shortest decimal number with this f32 value.
         let dropout: f64 = dropout.to_string().parse().unwrap_or(f64::from(dropout));
         let config = json!({
             "alpha_pattern": {},
@@ -171,7 +172,7 @@ impl PeftConfig {
     }
 }
 
-/// Refuses an adapter that began by changing the base's weights.
+/// Refuses an adapter whose initialization changed the base's weights.
 fn check_start(found: Option<&Value>) -> Result<(), String> {
     let is_plain = match found {
         None | Some(Value::Bool(_)) => true,

@@ -1,15 +1,16 @@
-//! Which weights QLoRA holds in four bits.
+//! Selects the weights that QLoRA holds in 4 bits.
 
 use candle_zero::nn::is_adapter;
 use candle_zero::precision::{Nf4Scales, WeightPacking};
 
-/// How: in NF4, scales in eight bits (QLoRA, arXiv 2305.14314).
+/// The packing of these weights: NF4 with 8-bit scales (QLoRA, arXiv 2305.14314).
 pub(crate) const PACKING: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Whether a parameter of a decoder, by name and shape, is among those that QLoRA quantizes: the weights of all linear layers in
-/// blocks. Embeddings and the output projection stay in the model's precision, as in PEFT; so do norms and biases.
+/// Returns whether QLoRA quantizes a parameter of a decoder, given its name and shape. It quantizes the weights of all
+/// linear layers in blocks. As in PEFT, embeddings, the output projection, norms and biases stay in the model's
+/// precision.
 ///
-/// The rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
+/// This is the rule for [`EngineBuilder::quantized`](candle_zero::EngineBuilder::quantized).
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
     let is_in_block = name.split('.').any(|part| part.parse::<usize>().is_ok());
     shape.len() == 2 && is_in_block && !is_adapter(name)

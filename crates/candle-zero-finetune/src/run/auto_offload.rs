@@ -1,4 +1,4 @@
-//! The stage and the offload of a run that was given no DeepSpeed configuration.
+//! Chooses the stage and the offload of a run without a DeepSpeed configuration.
 
 use super::memory_fit::{MemoryDemand, memory_of_rank};
 use super::options::{Objective, TuningMethod};
@@ -13,18 +13,18 @@ use candle_zero::nn::is_adapter;
 use candle_zero::util::fnv1a;
 use serde_json::Value;
 
-/// Bytes that every rank may take: the least of what they measure. Collective.
+/// Returns the number of bytes that every rank may use, which is the minimum over all ranks. Collective.
 pub(super) fn memory_of_all(comm: &dyn Communicator) -> Result<u64> {
     let own = memory_of_rank(comm.size()).unwrap_or(u64::MAX) as f64;
     let of_ranks = comm.gather_f64(vec![own]).wait()?;
     Ok(of_ranks.into_iter().flatten().fold(own, f64::min) as u64)
 }
 
-/// `config` with what fits into `memory` bytes on each rank, and why; as it is, where the user has given a configuration, and for
-/// an encoder.
+/// Returns `config` with the stage and offload that fit into `memory` bytes on each rank, and the reason. Returns it
+/// unchanged for an encoder, or if the user has provided a configuration.
 ///
 /// # Errors
-/// Those of [`MemoryDemand::choose`].
+/// Errors of [`MemoryDemand::choose`].
 pub(crate) fn fitted(
     prepared: &PreparedRun,
     config: Value,
@@ -42,7 +42,7 @@ pub(crate) fn fitted(
         TuningMethod::Lora(_) => shapes.trainable(|name, _| is_adapter(name)),
         TuningMethod::Qlora(_) => shapes.trainable(|name, _| is_adapter(name)).quantized_by(PACKING, is_quantized),
     };
-    // A pair of a preference is two rows.
+    // A preference pair is two rows.
     let texts = if matches!(options.objective, Objective::Prefer { .. }) { 2 } else { 1 };
     let element = options.precision.dtype().size_in_bytes();
     let trains_base = options.method == TuningMethod::Full;
@@ -50,7 +50,7 @@ pub(crate) fn fitted(
         let tokens = rows.saturating_mul(texts).saturating_mul(sizes.ctx);
         sizes.activation_bytes(ActivationPass { tokens, element, recompute, trains_base })
     };
-    // A folder of its own: one serves one job at a time.
+    // A separate folder per output, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
     let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
     let (recompute, activations) = (options.recompute, &activations);

@@ -1,13 +1,13 @@
-//! The engine's configuration of a run: that of the user's file, where there is one, with what the options say where it says
-//! nothing.
+//! Builds the engine's configuration of a run: the user's file, if there is one, completed from the options.
 
 use super::options::{ModelPrecision, Options, misused};
 use crate::error::Result;
 use candle_zero::config::{Config, RunValues, read_value};
 use serde_json::{Map, Value, json};
 
-/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. A step has `rows` rows where
-/// neither the file nor the options say it; whether that is so stands beside the configuration.
+/// Returns the file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. If
+/// neither the file nor the options set the number of rows in a step, it is `rows`. The second value is whether this is
+/// the case.
 pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_size: usize) -> Result<(Value, bool)> {
     let mut config = match &options.ds_config {
         Some(path) => read_value(path)?,
@@ -29,14 +29,14 @@ pub(super) fn filled_in(options: &Options, world: usize, rows: usize, hidden_siz
     Ok((config, takes_rows))
 }
 
-/// What the file says, unless it leaves that to the run.
+/// Returns a value in the file, unless it is null or `"auto"`.
 fn said(value: Option<&Value>) -> Option<&Value> {
     value.filter(|value| !value.is_null() && value.as_str() != Some("auto"))
 }
 
 const BATCH: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
-/// Gives whether a step has `rows` rows, as nobody says otherwise.
+/// Sets the batch. Returns whether a step has `rows` rows because nothing else sets its size.
 fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: usize) -> Result<bool> {
     if BATCH.iter().any(|key| said(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, said(map.get(BATCH[0])))
@@ -60,7 +60,7 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, rows: us
         );
         return Err(misused("--batch", why));
     }
-    // "auto" is what these are.
+    // These keys may be "auto".
     BATCH.iter().for_each(|key| _ = map.remove(*key));
     map.insert(BATCH[0].into(), json!(options.batch.unwrap_or(rows)));
     map.insert(BATCH[1].into(), json!(options.micro_batch));
@@ -89,7 +89,7 @@ fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found:
     )
 }
 
-/// The configuration as the engine takes it, for a run of so many steps.
+/// Returns the engine's configuration for a run with this number of steps.
 pub(super) fn resolve(
     config: &Value,
     options: &Options,

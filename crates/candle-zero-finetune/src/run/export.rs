@@ -1,4 +1,4 @@
-//! What a run leaves: an adapter in PEFT's files, or a model in a Hugging Face folder.
+//! Writes the result of a run: an adapter in PEFT's files, or a model in a Hugging Face folder.
 
 use super::model_card::ModelCard;
 use super::prepare::{PreparedRun, StartModel};
@@ -14,8 +14,8 @@ use candle_zero::param::WeightFiles;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Collective: writes a part of the result into its folder from rank 0. What this run has written there before is replaced.
-/// Gives what is wrong, if it could not be written: the ranks are in step then, and nothing there is changed.
+/// Writes a part of the result into its folder from rank 0, replacing what this run has written there before. If it
+/// could not be written, returns the problem on all ranks and leaves the folder unchanged. Collective.
 ///
 /// # Errors
 /// A failed collective.
@@ -43,7 +43,7 @@ pub(crate) fn write(
     };
     let finished = filled.and_then(|()| {
         let Some(folder) = folder else { return Ok(()) };
-        // Hours may have passed: what came there in between is nobody's to replace.
+        // Hours may have passed. Files that appeared in the meantime must not be replaced.
         let (_, is_replaced) = place(written)?;
         written.begin(part.name(), folder.path()).map_err(wrong)?;
         match is_replaced {
@@ -56,7 +56,7 @@ pub(crate) fn write(
     Ok(agree(engine, to, finished)?.err())
 }
 
-/// Collective: what rank 0 has, if it has something; else an error on all ranks.
+/// Returns this rank's value, or an error on all ranks if any rank failed. Collective.
 fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Result<Result<T>> {
     let failed = engine.gather_f64(&[f64::from(u8::from(own.is_err()))])?;
     let others = std::io::Error::other("rank 0 could not write, and says why");
@@ -68,7 +68,7 @@ fn agree<T>(engine: &Engine<TrainableModel>, to: &Path, own: Result<T>) -> Resul
     })
 }
 
-/// Collective: writes the files from rank 0 into the folder `into`, which is empty. The inner error is one of writing.
+/// Writes the files from rank 0 into the empty folder `into`. The inner error is a failed write. Collective.
 fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
     let is_first = engine.rank() == 0;
     let (base, config) = match &prepared.start {
@@ -103,7 +103,7 @@ fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path
         };
         return Ok(write());
     }
-    // All weights in f32, which the folder's files are made of; beside it, in the scratch folder.
+    // All weights in f32, from which the folder's files are made, in the scratch folder next to it.
     let whole = into.with_file_name("weights.safetensors");
     let exported = export(engine, &whole)?;
     if !is_first {
@@ -117,7 +117,7 @@ fn fill(engine: &mut Engine<TrainableModel>, prepared: &PreparedRun, into: &Path
     Ok(merged)
 }
 
-/// The error about a trained weight that is not finite, of the one about the file or adapter that has it.
+/// Converts an error about a non-finite value in a file or adapter to one about a trained weight.
 fn diverged(error: Error) -> Error {
     match error {
         Error::Param(ParamError::NotFinite { name, element, value, .. }) => {
@@ -127,7 +127,7 @@ fn diverged(error: Error) -> Error {
     }
 }
 
-/// Collective: writes all weights in f32. The inner error is one of writing, on all ranks.
+/// Writes all weights in f32. The inner error is a failed write, on all ranks. Collective.
 fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>> {
     match engine.export_safetensors(path) {
         Err(error @ (Error::Io { .. } | Error::Output(_))) => Ok(Err(error)),
@@ -135,8 +135,9 @@ fn export(engine: &mut Engine<TrainableModel>, path: &Path) -> Result<Result<()>
     }
 }
 
-/// Collective: writes a part of the result at the end. If its place cannot be written any more, it is saved in another one, which the
-/// error names; a run whose last checkpoint is saved has it in that.
+/// Writes a part of the result at the end of a run. If its folder is no longer writable, the result is saved in another
+/// folder, which the error names. If the last checkpoint is saved, the result is in that checkpoint instead.
+/// Collective.
 ///
 /// # Errors
 /// [`OutputError`]; a failed collective.
@@ -149,7 +150,7 @@ pub(crate) fn finish(
 ) -> Result<()> {
     let Some(error) = write(engine, card, part, &to, written)? else { return Ok(()) };
     let problem = match error {
-        // There is no result.
+        // There is no result to save.
         error if error.downcast_ref::<FinetuneError>().is_some() => return Err(error),
         Error::Output(OutputError::Refused { problem, .. }) => problem,
         other => other.to_string(),
@@ -170,8 +171,8 @@ pub(crate) fn finish(
         .into())
 }
 
-/// Folders that nothing is in the way of: beside the place that was asked for, in the current folder, the user's cache, and
-/// that of temporary files. As many on every rank.
+/// Returns unused folder names: next to the requested folder, in the current folder, in the user's cache, and in the
+/// temporary folder. The number is the same on every rank.
 fn elsewhere(to: &Path) -> [PathBuf; 4] {
     let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let beside = folder_of(to).to_owned();

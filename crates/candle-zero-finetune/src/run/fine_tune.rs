@@ -1,14 +1,14 @@
-//! A run of fine-tuning, step by step.
+//! A fine-tuning run, step by step.
 //!
 //! ```text
-//! Prepared -> start -> step, step, ... -> finish
-//!                      | forward, backward, update: as many micro batches as a step has
-//!                      | validate, where it is due; the best one is kept
-//!                      | save, where it is due, or where a signal asks for the end
+//! PreparedRun -> start -> step, step, ... -> finish
+//!                         | forward, backward, update: for each micro batch of the step
+//!                         | validate if due, and keep the best model
+//!                         | save if due, or if a signal requests the end of the run
 //! ```
 //!
-//! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
-//! would have done, to the bit.
+//! The rows of a step depend only on its number, so a run that resumes from a checkpoint does exactly what an
+//! uninterrupted run would have done, bit for bit.
 
 use super::auto_offload::memory_of_all;
 use super::export;
@@ -45,18 +45,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What a run remembers beside the engine's state.
+/// The state of a run in addition to the engine's.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 struct RunState {
-    /// The best validation: steps made, and its loss.
+    /// The best validation: the number of steps and the loss.
     best: Option<(u64, f64)>,
-    /// Validations since.
+    /// The number of validations since the best one.
     stale: u64,
     /// The loss of the last step.
     loss: Option<f64>,
 }
 
-/// A run.
+/// A fine-tuning run.
 pub struct FineTune {
     prepared: PreparedRun,
     engine: Engine<TrainableModel>,
@@ -64,10 +64,10 @@ pub struct FineTune {
     training: Batches,
     validation: Option<Batches>,
     total: u64,
-    /// On rank 0 of a run that saves.
+    /// The identity of the run, on rank 0 of a run that saves checkpoints.
     identity: Option<RunIdentity>,
     shorter: Option<usize>,
-    /// For the record beside the result.
+    /// The settings, for the record next to the result.
     settings: Value,
     state: RunState,
     ended: Option<StopReason>,
@@ -75,29 +75,29 @@ pub struct FineTune {
     skipped_before: u64,
     first_step: u64,
     chosen: Option<String>,
-    /// Outputs that no other job may write; of rank 0, unless the process that started it keeps them.
+    /// The locks on outputs that no other job may write. Rank 0 holds them, unless the process that started it does.
     _claims: OutputLocks,
-    /// What this run has written into the folders of its result.
+    /// The digests of what this run has written into the folders of its result.
     written: OutputDigests,
     /// Whether the best model could not be written.
     best_is_lost: bool,
-    /// Why the newest checkpoint could not be saved.
+    /// The reason why the newest checkpoint could not be saved.
     failed_save: Option<Error>,
 }
 
 impl FineTune {
-    /// Builds the model on the ranks of `comm`, or goes on from a checkpoint. Collective.
+    /// Builds the model on the ranks of `comm`, or resumes from a checkpoint. Collective.
     ///
     /// # Errors
-    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run, or of more steps
-    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a folder for
-    /// checkpoints that cannot be written to.
+    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run or with more steps
+    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a checkpoint folder that is not
+    /// writable.
     pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
         let abort = |error: &Error| comm.abort(&error.to_string());
         let plan = RunPlan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
-        // Checkpoints have the client state of rank 0.
+        // Checkpoints contain the client state of rank 0.
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
@@ -139,27 +139,27 @@ impl FineTune {
         Ok(run)
     }
 
-    /// Goes on from the newest checkpoint, where one is asked for and there.
+    /// Resumes from the newest checkpoint, if requested and if one exists.
     fn resume(&mut self) -> Result<()> {
         let Some(saving) = self.prepared.options.saving.clone() else { return Ok(()) };
         self.engine.check_save_dir(&saving.dir)?;
         if !saving.resume {
             return Ok(());
         }
-        // Known by now: another job that saved into the folder may have done so while this one waited for it.
+        // Read again, because another job may have saved into the folder while this one waited for its lock.
         let saved = self.prepared.saved();
         self.check_saved(saved.as_ref())?;
         let Some(loaded) = self.engine.load_checkpoint(&saving.dir, None, &LoadOptions::default())? else {
             return Ok(());
         };
         if saved.is_none() {
-            // From an object store.
+            // The checkpoint comes from an object store.
             let saved = SavedRun::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
             self.check_saved(Some(&saved))?;
         }
         self.state = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
-        // One that was killed behind its last save may have left more than are kept.
+        // A run that was killed after its last save may have left more checkpoints than are kept.
         if let (0, Some(keep), Some(tag)) = (self.comm.rank(), saving.keep, loaded.path.file_name()) {
             checkpoint::keep_newest(&saving.dir, keep, &tag.to_string_lossy());
         }
@@ -181,94 +181,96 @@ impl FineTune {
         Ok(())
     }
 
-    /// Refuses, before the first step, folders for the result that have what this run may not replace: now it is known
-    /// whether it continues from a checkpoint.
+    /// Refuses, before the first step, result folders with files that this run may not replace. It is now known whether
+    /// the run continues from a checkpoint.
     fn check_result(&mut self) -> Result<()> {
         if self.resumed.is_none() {
             let saving = self.prepared.options.saving.as_ref();
             self.written = OutputDigests::nothing(saving.map(|saving| saving.dir.as_path()));
         }
-        // Of the host that writes.
+        // Only the host that writes is checked.
         match self.comm.rank() {
             0 => self.prepared.options.check_free(&self.written).inspect_err(|error| self.abort(error)),
             _ => Ok(()),
         }
     }
 
-    /// What was prepared.
+    /// Returns the prepared inputs.
     pub fn prepared(&self) -> &PreparedRun {
         &self.prepared
     }
 
-    /// The engine.
+    /// Returns the engine.
     pub fn engine(&mut self) -> &mut Engine<TrainableModel> {
         &mut self.engine
     }
 
-    /// The stage and the offload that were chosen and why, where there was something to choose.
+    /// Returns the chosen stage and offload and the reason, if there was a choice.
     pub fn chosen(&self) -> Option<&str> {
         self.chosen.as_deref()
     }
 
-    /// Steps of the whole run.
+    /// Returns the number of steps of the complete run.
     pub fn total_steps(&self) -> u64 {
         self.total
     }
 
-    /// Steps that are made.
+    /// Returns the number of steps made so far.
     pub fn steps(&self) -> u64 {
         self.engine.global_steps()
     }
 
-    /// Rows of an epoch.
+    /// Returns the number of rows in an epoch.
     pub fn rows_per_epoch(&self) -> usize {
         self.training.rows_per_epoch()
     }
 
-    /// Tokens of a row, where rows hold fewer samples than would fit, so that an epoch has more steps.
+    /// Returns the number of tokens in a row if rows hold fewer samples than would fit, so that an epoch has more
+    /// steps.
     pub fn shorter_rows(&self) -> Option<usize> {
         self.shorter
     }
 
-    /// How often the run goes through the data.
+    /// Returns the number of epochs of the run.
     pub fn epochs(&self) -> f64 {
         let rows = self.engine.config().batch.train_batch_size as f64 * self.total as f64;
         rows / self.training.rows_per_epoch() as f64
     }
 
-    /// The checkpoint that the run goes on from.
+    /// Returns the checkpoint that the run resumed from.
     pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
     }
 
-    /// Why the run has ended, once [`step`](Self::step) gives nothing.
+    /// Returns why the run has ended, once [`step`](Self::step) returns `None`.
     pub fn ended(&self) -> Option<StopReason> {
         self.ended
     }
 
-    /// The best validation: the steps made by then, and its loss.
+    /// Returns the best validation: the number of steps and the loss.
     pub fn best(&self) -> Option<(u64, f64)> {
         self.state.best
     }
 
-    /// Whether the model of the best validation could not be written, which was reported then.
+    /// Returns whether the model of the best validation could not be written. This was reported when it happened.
     pub fn best_is_lost(&self) -> bool {
         self.best_is_lost
     }
 
-    /// Makes the next step; validates and saves, where that is due. Nothing, if the run has ended. Collective.
+    /// Makes the next step, and validates and saves if due. Returns `None` if the run has ended. Collective.
     ///
     /// # Errors
-    /// Those of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be written.
+    /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
+    /// written.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         self.step_telling(&mut |_, _| ())
     }
 
-    /// [`step`](Self::step), which calls `tell` behind each of this rank's micro batches with their number, from 1, and how many
-    /// the step has.
+    /// Makes the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
+    /// number, from 1, and the number of micro batches in the step.
     ///
     /// # Errors
-    /// As there.
+    /// See [`step`](Self::step).
     pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
         if self.ended.is_none() {
             self.ended = self.is_at_end()?;
@@ -296,7 +298,7 @@ impl FineTune {
         Ok(Some(report))
     }
 
-    /// Whether the run ends before the next step; what is due then is saved.
+    /// Returns why the run ends before the next step, or `None` if it continues. Saves a due checkpoint if it ends.
     fn is_at_end(&mut self) -> Result<Option<StopReason>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
@@ -310,7 +312,7 @@ impl FineTune {
         if is_new {
             let saved = self.save(false);
             match ended {
-                // There is nothing else that would be left.
+                // Without the checkpoint, nothing would remain.
                 StopReason::Asked => saved?,
                 _ => self.report_failed_save(saved)?,
             }
@@ -318,8 +320,8 @@ impl FineTune {
         Ok(Some(ended))
     }
 
-    /// A checkpoint that cannot be saved, on all ranks alike, does not cost the training: it is reported, and the result is
-    /// written all the same.
+    /// Handles a failed save, which fails on all ranks. It is reported, but does not end the training: the result is
+    /// written nevertheless.
     fn report_failed_save(&mut self, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
@@ -333,15 +335,15 @@ impl FineTune {
         }
     }
 
-    /// Forward, backward and update.
+    /// Runs forward, backward and update.
     fn train(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<StepReport> {
         let (begun, step) = (Instant::now(), self.engine.global_steps());
         let (batch, world) = (self.engine.config().batch, self.engine.world_size());
         let files_before = self.engine.offload_report();
         let (lr, loss_scale) = (self.engine.get_lr()[0], self.engine.loss_scale());
         let micro_steps = batch.gradient_accumulation_steps;
-        // The engine takes the mean over ranks and micro batches: the mean over all targets comes of sums, each divided by
-        // an equal part of their number.
+        // The engine averages over ranks and micro batches. To get the mean over all targets, each sum is divided by an
+        // equal share of their number.
         let divisor = self.training.targets_of_step(step).max(1) as f64 / (world * micro_steps) as f64;
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
         let (mut loss_sum, mut tokens, mut rewards_sum) = (0.0, 0, [0.0; 4]);
@@ -354,12 +356,12 @@ impl FineTune {
             let mut rewards = None;
             let loss = self.engine.forward(|model| {
                 let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
-                // The last time is the one with the weights as they are, if the closure runs again to check the gradient.
+                // If the closure runs again to check the gradient, the last run is the one with unchanged weights.
                 rewards = of_pairs;
                 Ok(loss)
             })?;
             self.engine.backward(&loss)?;
-            // A save in the background that has failed is told here, after the step was made.
+            // A failed background save is reported here, after the step was made.
             let made = self.engine.step();
             self.report_failed_save(made)?;
             let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
@@ -404,12 +406,12 @@ impl FineTune {
         })
     }
 
-    /// Steps between two validations.
+    /// Returns the number of steps between two validations.
     fn eval_every(&self) -> u64 {
         self.prepared.options.eval_every.unwrap_or(self.total.div_ceil(10)).max(1)
     }
 
-    /// Validates the model with all of the data that is held out. Collective: every rank has equally many batches.
+    /// Validates the model with all of the validation data. Collective: every rank has the same number of batches.
     ///
     /// # Errors
     /// A failed collective.
@@ -432,11 +434,11 @@ impl FineTune {
         Ok(objective.validation(&sums))
     }
 
-    /// What the model answers to a prompt: to a turn of the user's, where there is a chat template, else a text that goes on.
-    /// Collective: all ranks ask the same.
+    /// Returns the model's answer to a prompt: to a user message if there is a chat template, otherwise a continuation
+    /// of the text. Collective: all ranks must pass the same prompt.
     ///
     /// # Errors
-    /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    /// Errors of [`Generator::answer`]; a model that is an encoder; a failed collective.
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {
@@ -447,7 +449,7 @@ impl FineTune {
             Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
             None => generator.of_text(prompt)?,
         };
-        // Beyond the context each token would cost all of them.
+        // Beyond the context, each token would require recomputing all of them.
         let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
         let engine = &mut self.engine;
         let extend = |session: &mut Session, ids: &[u32]| {
@@ -457,13 +459,13 @@ impl FineTune {
         generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
     }
 
-    /// What the run has come to.
+    /// Returns the outcome of the run.
     fn outcome(&self) -> RunOutcome {
         let RunState { best, loss, .. } = self.state;
         RunOutcome { steps: self.engine.global_steps(), total: self.total, loss, best }
     }
 
-    /// Keeps the model, if no validation before was better.
+    /// Keeps the model if no earlier validation was better.
     fn keep_if_best(&mut self, steps: u64, loss: f64) -> Result<()> {
         if self.state.best.is_some_and(|(_, best)| loss >= best) {
             self.state.stale += 1;
@@ -482,7 +484,7 @@ impl FineTune {
         Ok(())
     }
 
-    /// Saves a checkpoint, where there is a folder for them.
+    /// Saves a checkpoint, if there is a folder for checkpoints.
     fn save(&mut self, in_background: bool) -> Result<()> {
         let Some(CheckpointOptions { dir, keep, .. }) = self.prepared.options.saving.clone() else { return Ok(()) };
         let options = SaveOptions {
@@ -501,8 +503,8 @@ impl FineTune {
     /// Writes the result. Collective.
     ///
     /// # Errors
-    /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped; with the result in its place, a
-    /// checkpoint that an object store did not get.
+    /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
+    /// be uploaded to an object store, in which case the result is in its place.
     pub fn finish(mut self) -> Result<()> {
         let saved = self.engine.wait_for_checkpoint();
         self.report_failed_save(saved)?;
@@ -515,7 +517,7 @@ impl FineTune {
             }
             .into());
         }
-        // A run that was stopped behind its end has left it already.
+        // A run that was stopped after its end has already written the result.
         let (to, is_saved) = (self.prepared.options.out.clone(), self.failed_save.is_none());
         let outcome = self.outcome();
         let card = ModelCard { prepared: &self.prepared, settings: &self.settings, outcome };
@@ -530,12 +532,12 @@ impl FineTune {
         self.engine.wait_for_upload()
     }
 
-    /// Writes the model as it is now, of a run that was stopped and has no checkpoints, into the folder
-    /// [`Options::stopped`], or that name with a number behind it if there is something, and returns the folder. Training
-    /// cannot be resumed from it. Collective.
+    /// Writes the current model of a run that was stopped and has no checkpoints, into the folder [`Options::stopped`],
+    /// or that name with a number appended if it already exists, and returns the folder. Training cannot be resumed
+    /// from it. Collective.
     ///
     /// # Errors
-    /// A folder that cannot be written to.
+    /// A folder that is not writable.
     pub fn finish_stopped(mut self) -> Result<PathBuf> {
         let first = self.prepared.options.stopped();
         let numbered = (2..1000u32).map(|number| {
@@ -552,12 +554,12 @@ impl FineTune {
         Ok(to)
     }
 
-    /// Steps that this start of the run has made.
+    /// Returns the number of steps that this process has made, not counting those before it resumed.
     pub fn steps_made(&self) -> u64 {
         self.engine.global_steps() - self.first_step
     }
 
-    /// What became of the engine's memory, transfers and files, for the last line of metrics.
+    /// Returns the engine's totals of memory, transfers and files, for the last line of metrics.
     pub fn summary(&self) -> Value {
         json!({
             "summary": true,
@@ -570,13 +572,13 @@ impl FineTune {
         })
     }
 
-    /// Tells the other ranks why this one cannot go on.
+    /// Tells the other ranks why this one cannot continue.
     fn abort(&self, error: &Error) {
         self.comm.abort(&error.to_string());
     }
 }
 
-/// The engine, with the model's weights.
+/// Builds the engine with the model's weights.
 fn build(
     prepared: &PreparedRun,
     config: Config,

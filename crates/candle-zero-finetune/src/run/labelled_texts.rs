@@ -1,4 +1,4 @@
-//! Rows of texts with labels, as an encoder takes them.
+//! Rows of labelled texts in the form that an encoder takes.
 
 use super::scores::Scores;
 use crate::data::batches::{NO_TARGET, RowBatch};
@@ -6,24 +6,24 @@ use candle_core::{Device, Result, Tensor};
 use candle_zero::models::Bert;
 use candle_zero::nn::{LossOptions, cross_entropy_with};
 
-/// Texts of a micro batch with their labels.
+/// The texts of a micro batch with their labels.
 #[derive(Debug, Clone)]
 pub struct LabelledTexts {
-    /// `[rows, time]`.
+    /// The token ids, `[rows, time]`.
     ids: Tensor,
     lengths: Vec<usize>,
-    /// `[rows]` of i64: [`NO_TARGET`] for a row without a text.
+    /// The labels, `[rows]` of i64, with [`NO_TARGET`] for a row without a text.
     labels: Tensor,
 }
 
 impl LabelledTexts {
-    /// The texts of rows of a [`Task::Classify`](crate::Task::Classify), each in a row of its own
+    /// Builds the texts from rows of a [`Task::Classify`](crate::Task::Classify), each in its own row
     /// ([`SequencePacking::Padded`](crate::SequencePacking::Padded)).
     ///
     /// # Errors
-    /// Those of making tensors on `device`.
+    /// Errors of creating tensors on `device`.
     pub fn of(rows: &RowBatch, device: &Device) -> Result<Self> {
-        // Rows behind the end of a validation come last and have no text; one token stands for it.
+        // Rows after the end of a validation come last and have no text. They hold a single token.
         let length = |row: usize| match rows.labels.get(row) {
             Some(_) => rows.starts[row].get(1).copied().unwrap_or(rows.time),
             None => 1,
@@ -36,26 +36,26 @@ impl LabelledTexts {
         })
     }
 
-    /// The sum of the cross entropies over `divisor`, a scalar of f32: 0 where no row has a text.
+    /// Returns the sum of the cross entropies divided by `divisor`, a scalar of f32. It is 0 if no row has a text.
     ///
     /// # Errors
-    /// Those of [`Bert::loss`].
+    /// Errors of [`Bert::loss`].
     pub fn loss(&self, model: &Bert, divisor: f64) -> Result<Tensor> {
         model.loss(&self.ids, None, &self.lengths, &self.labels, Some(divisor))
     }
 
-    /// Logits `[rows, labels]`.
+    /// Returns the logits `[rows, labels]`.
     ///
     /// # Errors
-    /// Those of [`Bert::forward`].
+    /// Errors of [`Bert::forward`].
     pub fn logits(&self, model: &Bert) -> Result<Tensor> {
         model.forward(&self.ids, None, &self.lengths)
     }
 
-    /// Counts which labels these logits take for the largest, and gives the sum of the cross entropies.
+    /// Counts the labels with the largest logits in `scores`, and returns the sum of the cross entropies.
     ///
     /// # Errors
-    /// Logits of other rows.
+    /// Logits with another number of rows.
     pub fn judge(&self, logits: &Tensor, scores: &mut Scores) -> Result<f64> {
         let sum = LossOptions { divisor: Some(1.0), ..LossOptions::default() };
         let loss = cross_entropy_with(logits, &self.labels, sum)?.to_scalar::<f32>()?;

@@ -1,11 +1,11 @@
-//! The learning rate of each step: a rise, and what comes after it.
+//! The learning rate of each step: warm-up, then decay.
 
 use super::options::{LrDecay, WarmupLength};
 use candle_zero::optim::LrSchedule;
 use std::f64::consts::PI;
 
-/// The rate rises by equal steps to its peak, which the last step of the rise has, and falls to nothing behind the last
-/// step of the run, or stays.
+/// A schedule that rises linearly to its peak, which is reached at the last step of the warm-up, and then decays to 0
+/// after the last step of the run, or stays constant.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct LearningRates {
     peak: f64,
@@ -23,12 +23,12 @@ impl LearningRates {
         Self { peak, warmup, total, shape }
     }
 
-    /// The rate after the rise.
+    /// Returns the shape of the decay.
     pub fn shape(&self) -> LrDecay {
         self.shape
     }
 
-    /// Steps of the rise.
+    /// Returns the number of warm-up steps.
     pub fn warmup(&self) -> u64 {
         self.warmup
     }

@@ -1,8 +1,8 @@
-//! The stage, the offload, and the size of micro batches with which a run fits into memory.
+//! Chooses the stage, the offload, and the size of micro batches with which a run fits into memory.
 //!
-//! Candidates stand in the order of their speed: everything in memory; in memory with blocks that run again in backward; states,
-//! then parameters, in files. The first one whose needs, by [`Estimate`], are within a share of the memory is taken. Smaller
-//! micro batches are tried before the next candidate: on a CPU they cost little.
+//! Candidates are ordered by speed: everything in memory; in memory with recomputed blocks; optimizer states in files;
+//! then parameters in files, too. The first candidate that, according to [`Estimate`], needs at most a fixed share of
+//! the memory is chosen. Smaller micro batches are tried before the next candidate, because on a CPU they cost little.
 
 use crate::error::{FinetuneError, Result};
 use candle_zero::config::Config;
@@ -11,21 +11,21 @@ use candle_zero::util::binary;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A run for which there is to be enough memory.
+/// A run that must fit into memory.
 pub struct MemoryDemand<'a> {
-    /// The parameters; which of them are trained, and how the others are held.
+    /// The parameters, which of them are trained, and how the others are held.
     pub shapes: &'a Shapes,
-    /// The configuration but for what is chosen here: `zero_optimization` and `activation_checkpointing`. It has
-    /// `train_batch_size`. A `train_micro_batch_size_per_gpu` stays as it is; without one it is chosen too.
+    /// The configuration without what is chosen here: `zero_optimization` and `activation_checkpointing`. It contains
+    /// `train_batch_size`. A `train_micro_batch_size_per_gpu` is kept; without one, it is chosen too.
     pub config: &'a Value,
-    /// Whether blocks run again in backward, where that is not to be chosen.
+    /// Whether blocks are recomputed in backward, or `None` to choose.
     pub recompute: Option<bool>,
-    /// Ranks of the job.
+    /// The number of ranks of the job.
     pub ranks: usize,
-    /// Bytes of activations of a micro batch of so many rows, whose blocks run again in backward or do not; for instance
-    /// [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
+    /// Returns the bytes of activations of a micro batch with this number of rows, with or without recomputed blocks.
+    /// An example is [`DecoderConfig::activation_bytes`](candle_zero::models::DecoderConfig::activation_bytes).
     pub activations: &'a dyn Fn(usize, bool) -> usize,
-    /// Bytes that a rank may take; for instance [`memory_of_rank`].
+    /// The bytes that a rank may use, for example from [`memory_of_rank`].
     pub memory: u64,
     /// A folder on a fast local disk for states that do not fit into memory.
     pub folder: &'a Path,
@@ -34,37 +34,38 @@ pub struct MemoryDemand<'a> {
 /// The stage, the offload and the micro batch chosen for a [`MemoryDemand`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryFit {
-    /// The whole configuration.
+    /// The complete configuration.
     pub config: Value,
-    /// `zero_optimization.stage`.
+    /// The value of `zero_optimization.stage`.
     pub stage: u8,
-    /// Master weights, moments and shares of gradients lie in files.
+    /// Whether master weights, moments and gradient shards are in files.
     pub optimizer_in_files: bool,
-    /// Shares of parameters lie in files.
+    /// Whether parameter shards are in files.
     pub parameters_in_files: bool,
-    /// Blocks run again in backward.
+    /// Whether blocks are recomputed in backward.
     pub recompute: bool,
-    /// Rows of a rank's micro batch.
+    /// The number of rows in a rank's micro batch.
     pub micro_batch: usize,
-    /// Bytes of a rank in memory, at most.
+    /// The maximum memory of a rank in bytes.
     pub bytes: u64,
-    /// What was chosen and why, for people.
+    /// A readable description of the choice and its reason.
     pub why: String,
 }
 
-/// The share of the memory that a choice may fill; the rest is for the program, data on their way, and what the allocator keeps.
+/// The share of the memory that a choice may fill. The rest is for the program, data in transfer, and the allocator's
+/// overhead.
 const SHARE: f64 = 0.8;
 
-/// Elements that are gathered ahead where memory is scarce: the next unit's first ones.
+/// The number of elements that are prefetched if memory is scarce. They are the first ones of the next unit.
 const AHEAD: usize = 10_000_000;
 
 const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
 
 impl MemoryDemand<'_> {
-    /// The fastest choice that fits.
+    /// Returns the fastest choice that fits.
     ///
     /// # Errors
-    /// Nothing fits: the message has the least that is needed. A configuration that cannot be used.
+    /// Nothing fits, in which case the message contains the minimum memory; a configuration that cannot be used.
     pub fn choose(&self) -> Result<MemoryFit> {
         let most = (self.memory as f64 * SHARE) as u64;
         let sizes = self.micro_batches()?;
@@ -86,7 +87,7 @@ impl MemoryDemand<'_> {
         Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
     }
 
-    /// Rows of micro batches, the most first.
+    /// Returns the possible numbers of rows in a micro batch, largest first.
     fn micro_batches(&self) -> Result<Vec<usize>> {
         let batch = self.load(&json!({"stage": 0}), None, false)?.batch;
         let rows = batch.train_batch_size / self.ranks;
@@ -108,11 +109,11 @@ impl MemoryDemand<'_> {
             StatePlacement::Sparing,
         ];
         let is_of_use = |place: &StatePlacement| match place {
-            // What is packed stays packed at stage 3 alone.
+            // Packed weights stay packed only at stage 3.
             _ if self.shapes.is_quantized() => place.stage() == 3,
-            // One rank shares with none.
+            // A single rank has no other ranks to shard with.
             StatePlacement::Memory(stage) => *stage == 0 || self.ranks > 1,
-            // Less is gathered at a time, but a share and what is gathered of it are both in memory.
+            // Less is gathered at a time, but both a shard and the elements gathered from it are in memory.
             StatePlacement::Sparing => self.ranks > 1,
             StatePlacement::OptimizerInFiles | StatePlacement::AllInFiles => true,
         };
@@ -126,7 +127,7 @@ impl MemoryDemand<'_> {
         all
     }
 
-    /// The configuration with a section for parameters and states.
+    /// Returns the configuration with a section for parameters and states.
     fn config(&self, zero: &Value, micro_batch: Option<usize>, recompute: bool) -> Value {
         let mut config = self.config.clone();
         config["zero_optimization"] = zero.clone();
@@ -143,7 +144,7 @@ impl MemoryDemand<'_> {
         Config::load(self.config(zero, micro_batch, recompute), self.ranks)
     }
 
-    /// The needs of a candidate.
+    /// Returns the memory needs of a candidate.
     fn needs(&self, candidate: &PlacementCandidate, micro_batch: usize) -> Result<MemoryFit> {
         let PlacementCandidate { place, recompute } = *candidate;
         let zero = place.section(self.folder);
@@ -162,7 +163,7 @@ impl MemoryDemand<'_> {
         })
     }
 
-    /// The choice with its reason; `first` did not fit.
+    /// Adds the reason to the choice. `first` did not fit.
     fn explained(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> MemoryFit {
         let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
         choice.why = format!("{}: at most {bytes} of {memory} a rank", choice.words(Some(self.folder)));
@@ -177,7 +178,7 @@ impl MemoryDemand<'_> {
 }
 
 impl MemoryFit {
-    /// What is chosen, for people.
+    /// Returns a readable description of the choice.
     fn words(&self, folder: Option<&Path>) -> String {
         let what = match (self.optimizer_in_files, self.parameters_in_files) {
             (_, true) => " with parameters and optimizer states in files",
@@ -191,19 +192,19 @@ impl MemoryFit {
     }
 }
 
-/// One combination of what is chosen, but for the micro batch.
+/// One combination of the choices, except for the micro batch.
 #[derive(Debug, Clone, Copy)]
 struct PlacementCandidate {
     place: StatePlacement,
     recompute: bool,
 }
 
-/// Where states are.
+/// The location of states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StatePlacement {
     /// In memory, at a stage.
     Memory(u8),
-    /// At stage 3, with no more gathered than is about to be used.
+    /// At stage 3, gathering no more than is about to be used.
     Sparing,
     OptimizerInFiles,
     AllInFiles,
@@ -214,7 +215,7 @@ impl StatePlacement {
         if let Self::Memory(stage) = self { stage } else { 3 }
     }
 
-    /// `zero_optimization`.
+    /// Returns the section `zero_optimization`.
     fn section(self, folder: &Path) -> Value {
         let mut section = json!({"stage": self.stage()});
         if matches!(self, Self::Memory(_)) {
@@ -234,9 +235,9 @@ impl StatePlacement {
     }
 }
 
-/// Bytes of memory that each of `ranks` processes on this machine may take: their part of what is available
-/// ([`monitor::available_memory`](candle_zero::monitor::available_memory)), within the limits that are set for the process (`ulimit`
-/// -d and -v). `None` where the system does not report it.
+/// Returns the bytes of memory that each of `ranks` processes on this machine may use: its share of the available
+/// memory ([`monitor::available_memory`](candle_zero::monitor::available_memory)), within the limits of the process
+/// (`ulimit` -d and -v). Returns `None` if the system does not report it.
 pub fn memory_of_rank(ranks: usize) -> Option<u64> {
     let available = candle_zero::monitor::available_memory().map(|bytes| bytes / ranks.max(1) as u64);
     available.into_iter().chain(candle_zero::monitor::process_limit()).min()

@@ -2,13 +2,13 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `options.rs` | what a run is told |
+//! | `options.rs` | the options of a run |
 //! | `prepare.rs`, `result_folders.rs` | model, data and folders, checked before any weight is read |
-//! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | the engine's configuration, batches and steps |
+//! | `plan.rs`, `engine_config.rs`, `batch_size.rs`, `learning_rate.rs` | engine configuration, batches and steps |
 //! | `memory_fit.rs`, `auto_offload.rs` | the ZeRO stage and the offload that fit into memory |
-//! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; what is reported of a step |
-//! | `objective.rs`, `labelled_texts.rs`, `scores.rs` | losses, and what a validation measures |
-//! | `run_identity.rs` | whether a checkpoint is one of the same run |
+//! | `fine_tune.rs`, `step_report.rs` | the steps, validations and checkpoints; the report of a step |
+//! | `objective.rs`, `labelled_texts.rs`, `scores.rs` | losses, and the measurements of a validation |
+//! | `run_identity.rs` | whether a checkpoint belongs to the same run |
 //! | `export.rs`, `model_card.rs` | the files of the result |
 
 mod auto_offload;

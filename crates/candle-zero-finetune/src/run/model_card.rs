@@ -1,5 +1,5 @@
-//! What lies beside a result's weights: the tokenizer's files, a README that says what the model is and how it is used, and a
-//! record of the run.
+//! Writes the files next to a result's weights: the tokenizer's files, a README that describes the model and its use,
+//! and a record of the run.
 
 use super::options::{Objective, TuningMethod};
 use super::prepare::PreparedRun;
@@ -13,34 +13,34 @@ use serde_json::{Value, json};
 use std::io::Write as _;
 use std::path::Path;
 
-/// The record's file.
+/// The file name of the record.
 pub(super) const RECORD: &str = "run.json";
 const README: &str = "README.md";
 
-/// What a run has come to, beside its settings.
+/// The outcome of a run, in addition to its settings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RunOutcome {
-    /// Steps that were made.
+    /// The number of steps made.
     pub steps: u64,
-    /// Steps of the whole run.
+    /// The number of steps of the complete run.
     pub total: u64,
     /// The loss of the last step.
     pub loss: Option<f64>,
-    /// The best validation: steps made, and its loss.
+    /// The best validation: the number of steps and the loss.
     pub best: Option<(u64, f64)>,
 }
 
-/// What is known of a run when its result is written.
+/// The information on a run when its result is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelCard<'a> {
     pub prepared: &'a PreparedRun,
-    /// The settings that the result follows from, by name.
+    /// The settings that determine the result, by name.
     pub settings: &'a Value,
     pub outcome: RunOutcome,
 }
 
 impl ModelCard<'_> {
-    /// Writes the files into a result's folder. The same run writes the same bytes, however often it was stopped.
+    /// Writes the files into a result's folder. The same run writes the same bytes, however often it was interrupted.
     ///
     /// # Errors
     /// Files that cannot be read or written.
@@ -61,7 +61,7 @@ impl ModelCard<'_> {
     }
 }
 
-/// The base as a README calls it.
+/// Returns the name of the base for the README.
 fn base_name(prepared: &PreparedRun) -> String {
     let folder = || prepared.options.model.display().to_string();
     prepared.options.base_name.clone().unwrap_or_else(folder)

@@ -1,4 +1,4 @@
-//! What a run learns from its batches: a loss to go down, and the sums that a validation is made of.
+//! The objectives of a run: their losses, and the sums from which a validation is computed.
 
 use super::labelled_texts::LabelledTexts;
 use super::options::Objective;
@@ -10,15 +10,15 @@ use candle_zero::models::Decoder;
 use candle_zero::nn::{Rewards, dpo_loss};
 use candle_zero::nn::{Sequences, without_adapters};
 
-/// A validation.
+/// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Validation {
-    /// The mean loss: over target tokens, over pairs of a preference, or over texts with labels.
+    /// The mean loss: over target tokens, over preference pairs, or over labelled texts.
     pub loss: f64,
-    /// The share of pairs where the model is ahead of its reference, or of texts whose label it tells.
+    /// The share of pairs for which the model is ahead of its reference, or of texts whose label it predicts correctly.
     pub accuracy: Option<f64>,
-    /// The mean of the labels' F1 ([`Scores::macro_f1`]), where labels are told.
+    /// The mean F1 of the labels ([`Scores::macro_f1`]), if labels are predicted.
     pub f1: Option<f64>,
     /// The rewards of the answers of preferences.
     pub rewards: Option<Rewards>,
@@ -41,7 +41,8 @@ impl BatchTensors {
         })
     }
 
-    /// Sums of log probabilities of the chosen answers and of the rejected ones, which are the rows in turn.
+    /// Returns the sums of log probabilities of the chosen answers and of the rejected ones. The rows alternate between
+    /// the two.
     fn sums(&self, model: &Decoder) -> Result<[Tensor; 2]> {
         let sums = model.log_probabilities(&self.ids, &self.targets, Some(&self.sequences))?.sum(1)?;
         let pairs = sums.reshape(((), 2))?;
@@ -50,19 +51,20 @@ impl BatchTensors {
 }
 
 impl Objective {
-    /// Whether the loss of a batch needs to be told what the model says without its adapters ([`Objective::reference`]).
+    /// Returns whether the loss of a batch needs the output of the model without its adapters
+    /// ([`Objective::reference`]).
     pub(super) fn needs_reference(self) -> bool {
         matches!(self, Self::Prefer { .. })
     }
 
-    /// What the model says of a batch without its adapters, as sums of log probabilities, `[2, pairs]`.
+    /// Returns the sums of log probabilities of a batch from the model without its adapters, `[2, pairs]`.
     pub(super) fn reference(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let [chosen, rejected] = without_adapters(|| BatchTensors::new(rows, device)?.sums(model.decoder()?))?;
         Tensor::stack(&[chosen, rejected], 0)
     }
 
-    /// The loss of a batch, a scalar of f32: its sum over targets or labels, divided by `divisor`; of a preference, the mean
-    /// over its pairs beside a `reference`, with their rewards.
+    /// Returns the loss of a batch, a scalar of f32: the sum over targets or labels, divided by `divisor`. For
+    /// preferences, returns the mean over the pairs relative to `reference`, and the rewards of the pairs.
     pub(super) fn loss(
         self,
         model: &TrainableModel,
@@ -87,8 +89,8 @@ impl Objective {
         }
     }
 
-    /// What a batch adds to a validation: loss, what it is divided by, and then with preferences the
-    /// rewards of their pairs, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
+    /// Returns what a batch contributes to a validation: the loss, its divisor, and then for preferences the rewards of
+    /// the pairs, for labels the numbers of [`Scores`]. Rows that only fill up a batch contribute nothing.
     pub(super) fn sums(self, model: &TrainableModel, rows: &RowBatch, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
@@ -129,7 +131,7 @@ impl Objective {
         Tensor::new(sums, &Device::Cpu)
     }
 
-    /// The validation that sums over all batches and ranks make.
+    /// Returns the validation for sums over all batches and ranks.
     pub(super) fn validation(self, sums: &[f64]) -> Validation {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
         let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };

@@ -1,4 +1,4 @@
-//! What a fine-tuning run is told.
+//! The options of a fine-tuning run.
 
 use crate::data::columns::Columns;
 use crate::data::data_options::Truncation;
@@ -11,20 +11,20 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Which weights are trained.
+/// The weights that are trained.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TuningMethod {
     /// All weights.
     Full,
-    /// Low-rank adapters beside frozen weights.
+    /// Low-rank adapters. The base's weights are frozen.
     Lora(LoraConfig),
-    /// Low-rank adapters beside frozen weights, of which the projections of the blocks are in NF4 (QLoRA, arXiv
+    /// Low-rank adapters. The base's weights are frozen, and the projections of the blocks are in NF4 (QLoRA, arXiv
     /// 2305.14314).
     Qlora(LoraConfig),
 }
 
 impl TuningMethod {
-    /// Its name.
+    /// Returns the name of the method.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -33,7 +33,7 @@ impl TuningMethod {
         }
     }
 
-    /// The adapters' settings, where there are adapters.
+    /// Returns the adapters' settings, if there are adapters.
     pub fn lora(&self) -> Option<&LoraConfig> {
         match self {
             Self::Full => None,
@@ -42,33 +42,34 @@ impl TuningMethod {
     }
 }
 
-/// What is learned.
+/// The training objective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Objective {
-    /// To say what the assistant says: cross entropy of the targets.
+    /// Generating the assistant's messages, with the cross entropy of the targets.
     Generate,
-    /// To prefer one answer to another, by direct preference optimization against the model without its adapters.
+    /// Preferring one answer to another, by direct preference optimization against the model without its adapters.
     Prefer {
-        /// How much a difference in log probability counts.
+        /// The weight of a difference in log probability.
         beta: f64,
     },
-    /// To tell the label of a text: cross entropy of the classes. The model is an encoder, and all of its weights are trained.
+    /// Predicting the label of a text, with the cross entropy of the classes. The model is an encoder, and all of its
+    /// weights are trained.
     Classify,
 }
 
-/// How long training lasts.
+/// The length of the training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TrainingLength {
-    /// Three times through the data, and up to fifteen times with fewer than some hundred samples, of which each is to be seen more
-    /// often to be learned.
+    /// Three epochs, or up to fifteen with fewer than some hundred samples, because each must be seen more often to be
+    /// learned.
     Auto,
-    /// So many times through the data.
+    /// This number of epochs.
     Epochs(f64),
-    /// So many optimizer steps.
+    /// This number of optimizer steps.
     Steps(u64),
 }
 
-/// The numbers of the model while it is trained. Weights that are trained have f32 copies in any case.
+/// The precision of the model during training. Trained weights have f32 copies in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ModelPrecision {
     /// Single precision.
@@ -81,7 +82,7 @@ pub enum ModelPrecision {
 }
 
 impl ModelPrecision {
-    /// The type of the model's tensors.
+    /// Returns the dtype of the model's tensors.
     pub(crate) fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -91,50 +92,50 @@ impl ModelPrecision {
     }
 }
 
-/// How the learning rate decays after warm-up.
+/// The decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LrDecay {
-    /// Half a wave of a cosine, down to nothing.
+    /// Cosine decay to zero.
     #[default]
     Cosine,
-    /// A line down to nothing.
+    /// Linear decay to zero.
     Linear,
-    /// As it is.
+    /// No decay.
     Constant,
 }
 
-/// How long the learning rate rises at the beginning.
+/// The length of the learning rate's warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WarmupLength {
-    /// A part of all steps.
+    /// A fraction of all steps.
     Part(f64),
-    /// So many steps.
+    /// This number of steps.
     Steps(u64),
 }
 
 /// The data for validation.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ValidationData {
-    /// Files of their own.
+    /// Separate files.
     Files(Vec<Source>),
-    /// A part of the training data, from 0 to 1, which is not trained on.
+    /// A fraction of the training data, from 0 to 1, that is not trained on.
     Part(f64),
 }
 
-/// Which checkpoints a run saves, and whether it resumes.
+/// The checkpoints that a run saves, and whether it resumes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointOptions {
-    /// Their folder.
+    /// The folder for checkpoints.
     pub dir: PathBuf,
-    /// Steps between two; none: one, at the end.
+    /// The number of steps between checkpoints. `None` saves one at the end.
     pub every: Option<u64>,
-    /// Newest ones that stay; none: all.
+    /// The number of newest checkpoints that are kept. `None` keeps all.
     pub keep: Option<usize>,
-    /// Whether the run goes on from the newest one that is there.
+    /// Whether the run resumes from the newest existing checkpoint.
     pub resume: bool,
 }
 
-/// Everything that a fine-tuning run is told. What is not said has a default that suits.
+/// All options of a fine-tuning run. Options that are not set have suitable defaults.
 ///
 /// ```
 /// use candle_zero::finetune::{TrainingLength, Options};
@@ -144,80 +145,82 @@ pub struct CheckpointOptions {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, the folder of a BERT.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, it is the folder
+    /// of a BERT.
     pub model: PathBuf,
-    /// What an adapter's file calls the model. Default: its folder.
+    /// The model's name in the adapter's file. Default: its folder.
     pub base_name: Option<String>,
-    /// Training data.
+    /// The training data.
     pub data: Vec<Source>,
-    /// The folder for the result, absent or empty until the end.
+    /// The folder for the result, which must be absent or empty until the end.
     pub out: PathBuf,
-    /// What is trained. Default: LoRA of rank 16 on all projections.
+    /// The weights that are trained. Default: LoRA of rank 16 on all projections.
     pub method: TuningMethod,
-    /// The folder of an adapter that the run begins with, whose settings take the place of the method's. Default: one that
-    /// changes nothing yet.
+    /// The folder of an adapter to continue training. Its settings replace those of the method. Default: a new adapter
+    /// without effect.
     pub adapter: Option<PathBuf>,
-    /// What is learned. Default: to say what the assistant says.
+    /// The objective. Default: to generate the assistant's messages.
     pub objective: Objective,
-    /// A DeepSpeed configuration. What it says goes before what these options say; stage and offload follow from it alone.
-    /// Without one they are chosen by the memory at hand.
+    /// A DeepSpeed configuration. Its settings take precedence over these options, and it alone determines stage and
+    /// offload. Without one, they are chosen from the available memory.
     pub ds_config: Option<PathBuf>,
-    /// The model's numbers. Default: f32.
+    /// The precision of the model. Default: f32.
     pub precision: ModelPrecision,
-    /// How long is trained. Default: three epochs, and up to fifteen with few samples.
+    /// The length of the training. Default: three epochs, or up to fifteen with few samples.
     pub length: TrainingLength,
-    /// The highest learning rate. Default: for adapters 2e-4 where the model's stream is 4096 wide, more for a narrower one in
-    /// proportion, up to 1e-3, and less for a wider one; 2e-5 for all weights; a tenth of either for preferences.
+    /// The peak learning rate. Default: for adapters 2e-4 if the model's hidden size is 4096, proportionally more for a
+    /// smaller one, up to 1e-3, and less for a larger one; 2e-5 for training all weights; a tenth of either for
+    /// preferences.
     pub lr: Option<f64>,
-    /// Rows, or pairs of a preference, in a step of all ranks. Default: 8, or with little data 4, 2 or 1, so that an epoch has
-    /// 30 steps or more, rounded up to a multiple of what the ranks take at once; with very little, rows also hold fewer samples
-    /// than would fit.
+    /// The number of rows, or preference pairs, in a step of all ranks. Default: 8, or 4, 2 or 1 with little data, so
+    /// that an epoch has 30 steps or more, rounded up to a multiple of what the ranks compute at once. With very little
+    /// data, rows also hold fewer samples than would fit.
     pub batch: Option<usize>,
-    /// Rows that a rank computes at once. Default: 1.
+    /// The number of rows that a rank computes at once. Default: 1.
     pub micro_batch: usize,
-    /// Tokens of a row. Default: 1024, or the model's context where that is shorter.
+    /// The number of tokens in a row. Default: 1024, or the model's context length if that is shorter.
     pub ctx: Option<usize>,
-    /// The rise of the learning rate. Default: 3 % of the steps.
+    /// The warm-up of the learning rate. Default: 3 % of the steps.
     pub warmup: WarmupLength,
-    /// The learning rate after it. Default: a cosine.
+    /// The decay of the learning rate after the warm-up. Default: cosine.
     pub scheduler: LrDecay,
-    /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
-    /// true.
+    /// Whether rows are shuffled by the seed, differently in each epoch, instead of following the order of the data.
+    /// Default: true.
     pub shuffle: bool,
-    /// Whether a row holds as many samples as fit, rather than one, of samples without labels. Default: true.
+    /// Whether a row holds as many samples without labels as fit, instead of one. Default: true.
     pub packing: bool,
-    /// What becomes of samples that are longer than a row. Default: they are cut.
+    /// The handling of samples that are longer than a row. Default: they are cut.
     pub overlong: Truncation,
-    /// Whether a record that cannot be used is an error. Default: false, they are counted.
+    /// Whether a record that cannot be used is an error. Default: false, such records are counted.
     pub strict: bool,
-    /// Whether a run goes on where more than a tenth of a file's records cannot be used.
+    /// Whether a run continues if more than a tenth of a file's records cannot be used.
     pub allow_skipped: bool,
-    /// What the columns of data files are read as, where they have names of their own.
+    /// The roles of the columns of data files with other names.
     pub columns: Columns,
-    /// The labels to tell apart, in the order of their numbers. Default: all of the data, sorted.
+    /// The labels to predict, in the order of their numbers. Default: all labels of the data, sorted.
     pub labels: Vec<String>,
-    /// The data for validation. Default: nothing.
+    /// The validation data. Default: none.
     pub validation: Option<ValidationData>,
-    /// Steps between validations. Default: a tenth of all.
+    /// The number of steps between validations. Default: a tenth of all steps.
     pub eval_every: Option<u64>,
-    /// Validations without an improvement after which training ends. Default: it goes on.
+    /// The number of validations without improvement after which training stops. Default: it does not stop early.
     pub patience: Option<u64>,
-    /// Checkpoints. Default: none.
+    /// The checkpoints. Default: none.
     pub saving: Option<CheckpointOptions>,
-    /// Whether the run continues from a checkpoint also where its settings are not those that the checkpoint was saved with.
-    /// Default: false, it is refused with the differences.
+    /// Whether the run continues from a checkpoint that was saved with other settings. Default: false, the checkpoint
+    /// is refused and the error lists the differences.
     pub resume_anyway: bool,
-    /// Seed of adapters, order and dropout. Default: 42.
+    /// The seed of adapters, order and dropout. Default: 42.
     pub seed: u64,
-    /// Whether blocks run again in backward, rather than keep what they computed. Default: chosen by the memory at hand;
-    /// with a DeepSpeed configuration they do not.
+    /// Whether blocks are recomputed in backward instead of keeping their activations. Default: chosen from the
+    /// available memory; with a DeepSpeed configuration, false.
     pub recompute: Option<bool>,
     /// The folder for tokenized data. Default: `candle-zero/samples` in the user's cache.
     pub cache: Option<PathBuf>,
 }
 
 impl Options {
-    /// Options with their defaults.
+    /// Returns the default options.
     pub fn new(model: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
         Self {
             model: model.into(),
@@ -254,16 +257,17 @@ impl Options {
         }
     }
 
-    /// The highest learning rate, for a model whose stream is so wide.
+    /// Returns the peak learning rate for a model of this hidden size.
     pub(super) fn peak_lr(&self, hidden_size: usize) -> f64 {
-        // A step of an optimizer as Adam changes each element of an adapter alike, and a wider model's output by more.
+        // A step of an Adam-like optimizer changes each element of an adapter by the same amount, which changes the
+        // output of a wider model more.
         let by_width = 2e-4 * 4096.0 / hidden_size.max(1) as f64;
         let usual = if self.method == TuningMethod::Full { 2e-5 } else { by_width.min(1e-3) };
         let part = if matches!(self.objective, Objective::Prefer { .. }) { 0.1 } else { 1.0 };
         self.lr.unwrap_or(usual * part)
     }
 
-    /// Refuses values that make no run.
+    /// Returns an error for options that do not make a valid run.
     pub(crate) fn check(&self) -> Result<()> {
         let at_least_one = "a whole number from 1 on";
         let positive = |x: f64| x > 0.0 && x.is_finite();
@@ -334,36 +338,36 @@ impl Options {
     }
 }
 
-/// The most rows of a step, and tokens of a row: more than any run has.
+/// The limits on rows in a step and on tokens in a row, beyond those of any real run.
 const MOST_ROWS: usize = 1 << 24;
 const MOST_CTX: usize = 1 << 27;
 
-/// The error about an option's value.
+/// Returns the error for an option's value.
 pub(crate) fn refused(flag: &'static str, found: impl fmt::Display, allowed: impl Into<String>) -> candle_zero::Error {
     FinetuneError::Option { flag, found: found.to_string(), allowed: allowed.into() }.into()
 }
 
-/// The error about an option that does not go with the others.
+/// Returns the error for an option that does not fit the others.
 pub(super) fn misused(flag: &'static str, problem: impl Into<String>) -> candle_zero::Error {
     FinetuneError::OptionUse { flag, problem: problem.into() }.into()
 }
 
-/// Reads `5%` as a part.
+/// Parses `5%` as a fraction.
 fn percentage(text: &str) -> Option<f64> {
     Some(text.strip_suffix('%')?.trim().parse::<f64>().ok()? / 100.0)
 }
 
-/// A part that is written as a fraction, as other trainers take it: 5% for 0.05.
+/// Returns the percentage for a number written as a fraction, as other trainers accept it: 5% for 0.05.
 fn fraction(text: &str) -> Option<String> {
     let part = text.trim().parse::<f64>().ok().filter(|part| *part > 0.0 && *part < 1.0)?;
-    // To a millionth of a percent: 0.07 * 100 is not 7.
+    // Rounded to a millionth of a percent, because 0.07 * 100 is not exactly 7.
     Some(format!("{}%", (part * 1e8).round() / 1e6))
 }
 
 impl FromStr for WarmupLength {
     type Err = candle_zero::Error;
 
-    /// Reads `100` or `3%`.
+    /// Parses `100` or `3%`.
     fn from_str(text: &str) -> Result<Self> {
         let steps = || text.parse().ok().map(Self::Steps);
         let warmup = percentage(text).map(Self::Part).or_else(steps);
@@ -377,10 +381,10 @@ impl FromStr for WarmupLength {
 }
 
 impl ValidationData {
-    /// Reads what follows `--val`: files, or a part as `5%`.
+    /// Parses the arguments of `--val`: files, or a fraction such as `5%`.
     ///
     /// # Errors
-    /// A part beside other arguments, a file's weight that is none.
+    /// A fraction together with other arguments; a file with an invalid weight.
     pub fn parse<T: AsRef<str>>(arguments: &[T]) -> Result<Self> {
         if let [only] = arguments
             && let Some(part) = percentage(only.as_ref())

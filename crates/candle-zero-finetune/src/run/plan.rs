@@ -1,4 +1,4 @@
-//! What follows from what was prepared and the number of ranks: the engine's configuration, batches, steps.
+//! Derives the engine's configuration, batches and steps from the prepared inputs and the number of ranks.
 
 use super::auto_offload::fitted;
 use super::batch_size::{BatchSizing, epochs_for};
@@ -19,26 +19,27 @@ use candle_zero::nn::{LoraConfig, LoraTargets};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The plan of a run on some ranks.
+/// The plan of a run on a number of ranks.
 pub(super) struct RunPlan {
     pub config: Config,
     pub rates: LearningRates,
     pub training: Batches,
     pub validation: Option<Batches>,
-    /// Steps of the run.
+    /// The number of steps of the run.
     pub total: u64,
-    /// Tokens of a row, where rows hold less than they could so that an epoch has more steps.
+    /// The number of tokens in a row, if rows are shorter than they could be so that an epoch has more steps.
     pub shorter: Option<usize>,
-    /// The stage and the offload that were chosen and why, where there was something to choose.
+    /// The chosen stage and offload and the reason, if there was a choice.
     pub chosen: Option<String>,
 }
 
 impl RunPlan {
-    /// The plan of a rank, which may take `memory` bytes, of a run that continues from a checkpoint with `remembered` rows a step,
-    /// where it does.
+    /// Creates the plan of a rank that may use `memory` bytes. If the run continues from a checkpoint, `remembered` is
+    /// its number of rows in a step.
     ///
     /// # Errors
-    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
+    /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
+    /// configuration.
     pub fn new(
         prepared: &PreparedRun,
         memory: u64,
@@ -70,7 +71,7 @@ impl RunPlan {
         let rates =
             LearningRates::new(options.peak_lr(prepared.hidden_size()), options.warmup, total, options.scheduler);
         let config = resolve(rates.warmup(), total)?;
-        // There is nothing to accumulate.
+        // A validation does not accumulate gradients.
         let shape = BatchShape { accumulation: 1, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, usual, shape, pad));
@@ -81,10 +82,10 @@ impl RunPlan {
         Ok(Self { config, rates, training, validation, total, shorter, chosen })
     }
 
-    /// What the run is, for its checkpoints. Reads all of the base's weights.
+    /// Returns the identity of the run, for its checkpoints. Reads all weights of the base.
     ///
     /// # Errors
-    /// Weights that cannot be read, or are not finite.
+    /// Weights that cannot be read or are not finite.
     pub fn identity(&self, prepared: &PreparedRun) -> Result<RunIdentity> {
         let (values, parameters) = match &prepared.start {
             StartModel::Decoder { base, .. } => (base.values(), base.config().parameters()?),
@@ -95,7 +96,7 @@ impl RunPlan {
         Ok(RunIdentity::new(settings))
     }
 
-    /// The settings that the result follows from, by name, with fingerprints of what is too large to be kept.
+    /// Returns the settings that determine the result, by name, with fingerprints of what is too large to be kept.
     pub fn settings(&self, prepared: &PreparedRun) -> BTreeMap<String, Value> {
         let options = &prepared.options;
         let mut settings = BTreeMap::new();
@@ -144,7 +145,7 @@ impl RunPlan {
     }
 }
 
-/// What the engine's configuration and the rates say.
+/// Returns the settings of the engine's configuration and the learning rate.
 fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
     const SECTIONS: [&str; 13] = [
         "optimizer",
@@ -167,19 +168,19 @@ fn of_config(plan: &RunPlan) -> BTreeMap<String, Value> {
         let value = section.split('.').fold(&printed, |value, key| &value[key]);
         flatten(section.to_owned(), value, &mut settings);
     }
-    // By the name of its flag.
+    // The setting has the name of its flag.
     if let Some(lr) = settings.remove("optimizer.params.lr") {
         settings.insert("lr".into(), lr);
     }
     settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
     let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
     settings.insert("delayed_update_after".into(), json!(delayed));
-    // A DeepSpeed scheduler has its steps among its own settings.
+    // A DeepSpeed scheduler contains its steps in its own settings.
     if plan.config.scheduler.is_none() {
         let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
         settings.insert("warmup".into(), json!(format!("{warmup} steps")));
         settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
-        // With a constant rate a longer run has the steps of a shorter one.
+        // With a constant rate, a longer run makes the same steps as a shorter one.
         if shape != LrDecay::Constant {
             settings.insert("steps".into(), json!(plan.total));
         }
@@ -199,7 +200,7 @@ fn hex(number: u64) -> Value {
     json!(format!("{number:016x}"))
 }
 
-/// The rows of a step that the newest checkpoint remembers, where the run continues from one: those that rank 0 reads.
+/// Returns the number of rows in a step that the newest checkpoint on rank 0 records, if the run continues from one.
 /// Collective.
 pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) -> Result<Option<usize>> {
     let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
@@ -209,13 +210,13 @@ pub(super) fn remembered_batch(prepared: &PreparedRun, comm: &dyn Communicator) 
 }
 
 impl PreparedRun {
-    /// Checks that a run on `world` ranks can be planned, and may continue from its newest checkpoint where it is to: what can be
-    /// known of it before a rank is started.
+    /// Checks, before any rank is started, that a run on `world` ranks can be planned and, if requested, may continue
+    /// from its newest checkpoint.
     ///
     /// # Errors
-    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory;
-    /// [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration that are in the way of
-    /// others; a disk without room for the result.
+    /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
+    /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files of the configuration
+    /// that conflict with others; a disk without room for the result.
     pub fn check_for(&self, world: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(SavedRun::batch);
@@ -223,7 +224,7 @@ impl PreparedRun {
         self.options.outputs_with(&plan.config).check()?;
         self.check_room()?;
         match saved {
-            // The rank that continues says what there is to say.
+            // The rank that continues reports any remarks.
             Some(saved) => saved.check(&plan.identity(self)?, plan.total, self.options.resume_anyway).map(drop),
             None => Ok(()),
         }

@@ -1,4 +1,4 @@
-//! What a run needs before there is an engine: the model's description, its tokenizer, its data.
+//! Prepares the inputs of a run before the engine is built: the model's description, its tokenizer and its data.
 
 use super::options::{Objective, Options, TuningMethod, ValidationData, misused, refused};
 use super::run_identity::SavedRun;
@@ -23,30 +23,30 @@ use candle_zero::util::counted;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
+/// A run whose options, model and data are checked. No weights are loaded yet.
 #[derive(Debug)]
 pub struct PreparedRun {
     pub(super) options: Options,
     pub(super) start: StartModel,
-    /// First values of the parameters.
+    /// The initial values of the parameters.
     pub(super) values: Arc<dyn InitialValues>,
-    /// The fingerprint of the adapter that the run begins with, where there is one.
+    /// The fingerprint of the adapter that the run starts from, if there is one.
     pub(super) adapter: Option<u64>,
     ctx: usize,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
     pub(super) validation: Option<Arc<Dataset>>,
-    /// Whether another process keeps other jobs from the outputs.
+    /// Whether another process holds the locks on the outputs.
     pub(super) is_claimed: bool,
 }
 
-/// The model that a run begins with, and the description of the one that is trained.
+/// The model that a run starts from, and the description of the one that is trained.
 #[derive(Debug)]
 pub(super) enum StartModel {
-    /// A language model; the description has adapters and the rows' length.
+    /// A language model. The description includes adapters and the row length.
     Decoder { base: Box<BaseModel>, config: DecoderConfig },
-    /// An encoder that is to classify.
+    /// An encoder to be trained as a classifier.
     Encoder { base: EncoderBase, config: BertConfig },
 }
 
@@ -69,7 +69,7 @@ impl StartModel {
         Ok(Self::Decoder { base, config })
     }
 
-    /// The folder or file with the tokenizer.
+    /// Returns the folder or file with the tokenizer.
     pub(super) fn tokenizer_path(&self) -> &Path {
         match self {
             Self::Decoder { base, .. } => base.tokenizer_path(),
@@ -84,7 +84,8 @@ impl StartModel {
         }
     }
 
-    /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
+    /// Returns the initial values of the parameters of a model for rows of `ctx` tokens, with an adapter to continue
+    /// training if there is one.
     fn values(&mut self, ctx: usize, adapter: Option<Adapter>, options: &Options) -> Result<Arc<dyn InitialValues>> {
         match self {
             Self::Decoder { base, config } => {
@@ -106,7 +107,7 @@ impl StartModel {
         }
     }
 
-    /// The longest row.
+    /// Returns the length of the longest row.
     fn longest(&self) -> usize {
         match self {
             Self::Decoder { base, .. } => base.config().ctx,
@@ -116,13 +117,13 @@ impl StartModel {
 }
 
 impl PreparedRun {
-    /// Looks at the options, opens the model, and tokenizes the data, or maps what was tokenized before. `progress` is told
-    /// how far a data file is.
+    /// Checks the options, opens the model, and tokenizes the data or maps earlier results. `progress` is called with
+    /// the progress of a data file.
     ///
     /// # Errors
-    /// Options that make no run; those of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
-    /// [`Dataset::prepare`]; an output that cannot be written, or in the place of which is something that this run has not
-    /// written.
+    /// Invalid options; errors of [`BaseModel::open`], [`Tokenizer::open`], [`Template::open`] and
+    /// [`Dataset::prepare`]; an output that is not writable, or whose place is occupied by something that this run has
+    /// not written.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
         options.outputs().check()?;
@@ -192,25 +193,25 @@ impl PreparedRun {
         Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation, is_claimed })
     }
 
-    /// What the newest checkpoint says of its run, where this one is to continue from one that is there.
+    /// Returns the run recorded in the newest checkpoint, if this run continues from an existing one.
     pub(super) fn saved(&self) -> Option<SavedRun> {
         let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
         SavedRun::newest(&saving.dir)
     }
 
-    /// The same, where the process that started this one has claimed the outputs.
+    /// Marks the outputs as claimed by the process that started this one.
     #[doc(hidden)]
     pub fn claimed(self) -> Self {
         Self { is_claimed: true, ..self }
     }
 
-    /// The options.
+    /// Returns the options.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// The language model and the description of the one that is trained: the base's, with adapters and a context of a row's
-    /// length. None where an encoder is trained.
+    /// Returns the language model and the description of the one that is trained, which is the base's with adapters and
+    /// a context of the row length. Returns `None` if an encoder is trained.
     pub fn decoder(&self) -> Option<(&BaseModel, &DecoderConfig)> {
         match &self.start {
             StartModel::Decoder { base, config } => Some((base.as_ref(), config)),
@@ -218,7 +219,7 @@ impl PreparedRun {
         }
     }
 
-    /// The encoder, where one is trained.
+    /// Returns the encoder, if one is trained.
     pub fn encoder(&self) -> Option<&EncoderBase> {
         match &self.start {
             StartModel::Decoder { .. } => None,
@@ -226,27 +227,27 @@ impl PreparedRun {
         }
     }
 
-    /// The most tokens of a row.
+    /// Returns the maximum number of tokens in a row.
     pub fn ctx(&self) -> usize {
         self.ctx
     }
 
-    /// The model's tokenizer.
+    /// Returns the model's tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// The model's chat template, if it has one.
+    /// Returns the model's chat template, if it has one.
     pub fn template(&self) -> Option<&Template> {
         self.template.as_ref()
     }
 
-    /// The data that is trained on.
+    /// Returns the training data.
     pub fn training(&self) -> &Dataset {
         &self.training
     }
 
-    /// The data that the model is validated with.
+    /// Returns the validation data.
     pub fn validation(&self) -> Option<&Dataset> {
         self.validation.as_deref()
     }
@@ -256,7 +257,7 @@ impl PreparedRun {
         if packed { SequencePacking::Packed { ctx: self.ctx } } else { SequencePacking::Padded }
     }
 
-    /// Width of the residual stream.
+    /// Returns the width of the residual stream.
     pub(crate) fn hidden_size(&self) -> usize {
         match &self.start {
             StartModel::Decoder { config, .. } => config.hidden_size,
@@ -264,7 +265,7 @@ impl PreparedRun {
         }
     }
 
-    /// What fills rows up.
+    /// Returns the padding token.
     pub(crate) fn pad(&self) -> u32 {
         let ids = ["pad_token", "eos_token"].map(|name| self.tokenizer.special_id(name));
         ids.into_iter().flatten().next().unwrap_or(0)

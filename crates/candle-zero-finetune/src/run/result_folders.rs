@@ -1,5 +1,5 @@
-//! What a run reads and where it writes, through the gate of all outputs: before the first step it is known that nothing of
-//! the user's is in the way, and that there is room.
+//! The paths that a run reads and writes, checked together before the first step: nothing of the user's may be
+//! overwritten, and there must be enough room.
 
 use super::options::{Options, TuningMethod, ValidationData};
 use super::prepare::{PreparedRun, StartModel};
@@ -18,14 +18,14 @@ use std::path::{Path, PathBuf};
 pub(super) enum ResultFolder {
     /// The model at the end.
     Result,
-    /// That of the best validation.
+    /// The model of the best validation.
     Best,
-    /// That of a run that was stopped and has no checkpoints.
+    /// The model of a run that was stopped and has no checkpoints.
     Stopped,
 }
 
 impl ResultFolder {
-    /// What it is called where a run remembers what it has written.
+    /// Returns the folder's name in the record of what a run has written.
     pub fn name(self) -> &'static str {
         match self {
             Self::Result => "result",
@@ -36,18 +36,18 @@ impl ResultFolder {
 }
 
 impl Options {
-    /// Whether the run may go on from a checkpoint.
+    /// Returns whether the run may resume from a checkpoint.
     pub(super) fn is_resumed(&self) -> bool {
         self.saving.as_ref().is_some_and(|saving| saving.resume)
     }
 
-    /// The folder for the model of the best validation: that of the result, with `-best` behind its name.
+    /// Returns the folder for the model of the best validation: the result's folder with the suffix `-best`.
     pub fn best(&self) -> PathBuf {
         self.beside_out("-best")
     }
 
-    /// The folder for the model of a run that was stopped and has no checkpoints: that of the result, with `-stopped`
-    /// behind its name.
+    /// Returns the folder for the model of a run that was stopped and has no checkpoints: the result's folder with the
+    /// suffix `-stopped`.
     pub fn stopped(&self) -> PathBuf {
         self.beside_out("-stopped")
     }
@@ -58,13 +58,13 @@ impl Options {
         self.out.with_file_name(name)
     }
 
-    /// The folders of the result.
+    /// Iterates over the folders of the result.
     pub(super) fn parts(&self) -> impl Iterator<Item = (ResultFolder, PathBuf)> {
         let best = self.validation.is_some().then(|| (ResultFolder::Best, self.best()));
         [(ResultFolder::Result, self.out.clone())].into_iter().chain(best)
     }
 
-    /// What the run reads and writes, as far as the options tell.
+    /// Returns the paths that the run reads and writes, as far as the options determine them.
     pub(crate) fn outputs(&self) -> RunPaths {
         let mut outputs = RunPaths::default().reads("MODEL", &self.model, InputKind::Model);
         let held = match &self.validation {
@@ -94,7 +94,7 @@ impl Options {
         }
     }
 
-    /// The same, with what a configuration adds.
+    /// Returns these paths and those that a configuration adds.
     pub(super) fn outputs_with(&self, config: &Config) -> RunPaths {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
         let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
@@ -111,7 +111,7 @@ impl Options {
         outputs
     }
 
-    /// What a run may replace: what it has written before, where it goes on from a checkpoint that is there.
+    /// Returns what a run may replace: what it has written before, if it resumes from an existing checkpoint.
     pub(super) fn written(&self) -> OutputDigests {
         match &self.saving {
             Some(saving) if saving.resume && checkpoint::has_checkpoints(&saving.dir) => {
@@ -121,7 +121,7 @@ impl Options {
         }
     }
 
-    /// Refuses a folder for the result that has what the run may not replace, and returns where the folders are.
+    /// Refuses result folders with files that the run may not replace.
     ///
     /// # Errors
     /// [`OutputError::Refused`].
@@ -129,7 +129,7 @@ impl Options {
         self.parts().try_for_each(|(part, folder)| self.place(part, &folder, written).map(drop))
     }
 
-    /// Where the folder for a part is, if the run may write there, and whether something is to be replaced.
+    /// Returns the location of a part's folder if the run may write there, and whether existing files are replaced.
     ///
     /// # Errors
     /// [`OutputError::Refused`].
@@ -150,13 +150,14 @@ impl Options {
         }
     }
 
-    /// Makes all outputs this process's.
+    /// Locks all outputs for this process.
     ///
     /// # Errors
-    /// Outputs in the way of inputs or of each other; what cannot be written; another job that writes there.
+    /// Outputs that conflict with inputs or with each other; outputs that are not writable; another job that writes
+    /// there.
     #[doc(hidden)]
     pub fn claim(&self, more: impl FnOnce(RunPaths) -> RunPaths) -> Result<OutputLocks> {
-        // Kind by kind first: what is in a folder counts less than which folder it is.
+        // The paths are checked before the contents of folders, because a wrong path is the more important error.
         let outputs = more(self.outputs());
         outputs.check()?;
         self.check_places()?;
@@ -166,7 +167,7 @@ impl Options {
         Ok(claims)
     }
 
-    /// Refuses folders that have what the run neither continues nor may replace.
+    /// Refuses folders with files that the run neither continues nor may replace.
     fn check_places(&self) -> Result<()> {
         if let Some(saving) =
             self.saving.as_ref().filter(|saving| !saving.resume && checkpoint::has_checkpoints(&saving.dir))
@@ -179,12 +180,12 @@ impl Options {
 }
 
 impl PreparedRun {
-    /// Refuses folders for the result whose disk has too little room for it.
+    /// Refuses result folders whose disk has too little room.
     ///
     /// # Errors
     /// [`OutputError::NoSpace`], [`OutputError::Refused`].
     pub(super) fn check_room(&self) -> Result<()> {
-        /// For descriptions and headers, and what a file system needs for names.
+        /// Room for descriptions and headers, and for the file system's entries.
         const MORE: u64 = 1 << 16;
         let (last, while_written) = self.bytes()?;
         let folders = self.options.parts().count() as u64;
@@ -196,7 +197,7 @@ impl PreparedRun {
         check_free_space(folder.unwrap_or(Path::new("/")), needed)
     }
 
-    /// Bytes of a folder of the result, and those that are needed while it is written.
+    /// Returns the size in bytes of a result folder, and the additional bytes needed while it is written.
     fn bytes(&self) -> Result<(u64, u64)> {
         let count = |shape: &[usize]| shape.iter().fold(1u64, |product, n| product.saturating_mul(*n as u64));
         let sum = |numbers: &mut dyn Iterator<Item = u64>| numbers.fold(0u64, u64::saturating_add);

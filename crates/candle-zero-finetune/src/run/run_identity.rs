@@ -1,8 +1,8 @@
-//! What a run is: everything that its result follows from. It lies in the run's checkpoints, so that a run that continues is
-//! the one that was saved, or says in what it is another one.
+//! The identity of a run: everything that determines its result. It is stored in the run's checkpoints, so that a
+//! resumed run is either the same run or reports in what it differs.
 //!
-//! What by design changes nothing of the result has no part in it: the number of ranks, stage and offload, the micro batch,
-//! where and how often is saved, and how often is validated.
+//! It excludes everything that does not change the result by design: the number of ranks, stage and offload, the micro
+//! batch, where and how often checkpoints are saved, and how often the model is validated.
 
 use crate::error::FinetuneError;
 use crate::error::Result;
@@ -15,43 +15,44 @@ use std::hash::Hasher as _;
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// The key of an identity in a checkpoint's client state.
+/// The key of the identity in a checkpoint's client state.
 pub(crate) const KEY: &str = "identity";
 
 /// The settings of a run by name, with fingerprints of what is too large to be kept.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RunIdentity(BTreeMap<String, Value>);
 
-/// What the newest checkpoint of a folder says of its run.
+/// The run recorded in the newest checkpoint of a folder.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     /// The checkpoint.
     pub path: PathBuf,
-    /// Steps that were made.
+    /// The number of steps made.
     pub made: u64,
-    /// None in checkpoints of earlier versions.
+    /// The identity, or `None` in checkpoints of earlier versions.
     identity: Option<RunIdentity>,
 }
 
 impl SavedRun {
-    /// What the newest checkpoint of `dir` says, if there is one. What is wrong with one shows when it is loaded.
+    /// Reads the newest checkpoint of `dir`, if there is one. Problems with a checkpoint are reported when it is
+    /// loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
         let (path, manifest) = checkpoint::newest_checkpoint(dir).ok().flatten()?;
         Some(Self::of(path, manifest.global_steps, &manifest.client_state))
     }
 
-    /// What a checkpoint says.
+    /// Reads the run from a checkpoint's client state.
     pub fn of(path: PathBuf, made: u64, client_state: &Value) -> Self {
         Self { path, made, identity: RunIdentity::of_json(&client_state[KEY]) }
     }
 
-    /// Rows of a step, those of all ranks.
+    /// Returns the number of rows in a step of all ranks.
     pub fn batch(&self) -> Option<usize> {
         self.identity.as_ref()?.0.get("batch")?.as_u64().and_then(|rows| usize::try_from(rows).ok())
     }
 
-    /// Checks that the run `now`, of `total` steps, may continue from it. Gives what is to be said: that it may, with other
-    /// settings, because that is asked for (`anyway`), or that they could not be compared.
+    /// Checks that the run `now`, of `total` steps, may continue from this checkpoint. Returns a message if it
+    /// continues with other settings because `anyway` allows it, or if the settings could not be compared.
     ///
     /// # Errors
     /// [`FinetuneError::StepsMade`], [`FinetuneError::OtherRun`].
@@ -84,12 +85,12 @@ impl SavedRun {
 }
 
 impl RunIdentity {
-    /// One with these settings.
+    /// Creates an identity with these settings.
     pub fn new(settings: BTreeMap<String, Value>) -> Self {
         Self(settings)
     }
 
-    /// For a checkpoint.
+    /// Returns the identity in the form stored in checkpoints.
     pub fn to_json(&self) -> Value {
         Value::Object(self.0.clone().into_iter().collect())
     }
@@ -98,7 +99,7 @@ impl RunIdentity {
         Some(Self(found.as_object()?.clone().into_iter().collect()))
     }
 
-    /// Settings that the run `now` has in another way: each with the saved value and its own.
+    /// Returns the settings in which the run `now` differs, each with the saved and the new value.
     fn differences(&self, now: &Self) -> Vec<String> {
         let mut names: Vec<&String> = self.0.keys().chain(now.0.keys()).collect();
         names.sort_unstable();
@@ -114,8 +115,8 @@ impl RunIdentity {
     }
 }
 
-/// A number that changes with any weight: all are read, piece by piece on all cores. It does not depend on files, shards and
-/// their precision, only on names and values.
+/// Returns a number that changes with any weight. All weights are read, piece by piece on all cores. It depends only on
+/// names and values, not on files, shards or their precision.
 pub(crate) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
     const ELEMENTS: usize = 1 << 20;
     let pieces: Vec<(&str, &[usize], usize)> = parameters
@@ -175,7 +176,7 @@ mod tests {
         insta::assert_snapshot!(saved.check(&identity(json!({})), 6, false).unwrap().unwrap(), @"saves/step4 was saved by an earlier version, without the settings of its run: whether they are those of this run could not be checked");
     }
 
-    /// Weights of one parameter.
+    /// The weights of one parameter.
     #[derive(Debug)]
     struct Weights(Vec<f32>);
 

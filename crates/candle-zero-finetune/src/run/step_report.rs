@@ -1,70 +1,70 @@
-//! What a run reports: of each optimizer step, and why it has ended.
+//! Reports of a run: the measurements of each optimizer step, and why the run has ended.
 
 use candle_zero::nn::Rewards;
 use serde::Serialize;
 
-/// What became of an optimizer step. As JSON it has the keys of the bundled examples' metrics.
+/// The outcome of an optimizer step. As JSON, it has the keys of the bundled examples' metrics.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepReport {
-    /// From 0.
+    /// The number of the step, from 0.
     pub step: u64,
-    /// The mean over the target tokens of the step, over its pairs, or over its texts with labels.
+    /// The mean loss over the target tokens of the step, over its pairs, or over its labelled texts.
     pub loss: f64,
     /// The learning rate of this step.
     pub lr: f64,
-    /// Before clipping, with the loss scale taken out.
+    /// The gradient norm before clipping, without the loss scale.
     pub grad_norm: Option<f64>,
-    /// The scale of this step's gradients.
+    /// The loss scale of this step.
     pub loss_scale: f64,
-    /// Whether overflow kept the weights as they were.
+    /// Whether the step was skipped because of overflow, leaving the weights unchanged.
     pub skipped: bool,
-    /// Tokens of all ranks, without what fills rows up.
+    /// The number of tokens of all ranks, without padding.
     pub tokens: u64,
-    /// The same in a second.
+    /// The number of tokens per second.
     pub tokens_per_s: f64,
-    /// Milliseconds of this rank.
+    /// The duration of forward on this rank in milliseconds.
     pub forward_ms: f64,
-    /// Milliseconds of this rank.
+    /// The duration of backward on this rank in milliseconds.
     pub backward_ms: f64,
-    /// Milliseconds of this rank.
+    /// The duration of the optimizer step on this rank in milliseconds.
     pub step_ms: f64,
-    /// Waiting for collectives, a part of the others.
+    /// The time spent waiting for collectives, which is part of the other durations.
     pub comm_ms: f64,
-    /// Waiting for files of offloaded state, a part of the others.
+    /// The time spent waiting for files of offloaded state, which is part of the other durations.
     pub disk_ms: f64,
-    /// Bytes from files, of this rank.
+    /// The number of bytes that this rank read from files.
     pub disk_read_bytes: u64,
-    /// Bytes to files, of this rank.
+    /// The number of bytes that this rank wrote to files.
     pub disk_written_bytes: u64,
-    /// While requests to files were under way, of this rank.
+    /// The throughput of this rank's file requests while they were in progress.
     pub disk_bytes_per_s: f64,
-    /// The peak of the rank that used most.
+    /// The peak memory of the rank that used the most.
     pub rss_peak_bytes: Option<u64>,
-    /// The mean loss on the validation data, where the model was validated after this step.
+    /// The mean loss on the validation data, if the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Of preferences and labels, then.
+    /// The accuracy of the validation, for preferences and labels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_accuracy: Option<f64>,
-    /// Of labels, then: the mean of the labels' F1.
+    /// The mean F1 of the labels in the validation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_f1: Option<f64>,
-    /// The rewards of the step's pairs, where preferences are learned.
+    /// The rewards of the step's pairs, if preferences are learned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rewards: Option<Rewards>,
-    /// Of the validation's pairs, where the model was validated after this step.
+    /// The rewards of the validation's pairs, if the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_rewards: Option<Rewards>,
 }
 
-/// Why a run has stopped.
+/// The reason why a run has stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopReason {
-    /// All steps are made.
+    /// All steps were made.
     Complete,
-    /// Validations did not improve any more.
+    /// Validations no longer improved.
     NoImprovement,
-    /// A signal asked for it. The last step is saved, if there is a folder for checkpoints.
+    /// A signal requested it. The last step is saved, if there is a folder for checkpoints.
     Asked,
 }

@@ -1,4 +1,4 @@
-//! Lets cargo make the executable, and shows rustc's messages with the script's own path.
+//! Builds the executable with cargo, and shows rustc's messages with the script's own path.
 
 use super::console::eprint;
 use super::signals::die_with_parent;
@@ -10,7 +10,7 @@ use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The kind of target that cargo is asked for.
+/// The kind of target that cargo builds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CargoTargetKind {
     Example,
@@ -29,25 +29,25 @@ impl CargoTargetKind {
 /// One call of cargo.
 #[derive(Debug)]
 pub(crate) struct CargoBuild {
-    /// As typed, for messages.
+    /// The script as typed, for messages.
     pub(super) script: PathBuf,
-    /// Folder of the Cargo.toml.
+    /// The folder of the Cargo.toml.
     pub(super) package_dir: PathBuf,
-    /// `None`: as cargo decides.
+    /// The target folder. `None`: cargo decides.
     pub(super) target_dir: Option<PathBuf>,
     pub(super) kind: CargoTargetKind,
     /// Cargo's name of the target.
     pub(super) name: String,
     pub(super) features: Option<String>,
-    /// The folder that `zerorun` was built from, where it is gone and the package needs what was in it.
+    /// The folder that `zerorun` was built from, if it no longer exists and the package needs it.
     pub(super) gone: Option<PathBuf>,
     pub(super) printed_path: Option<DiagnosticPath>,
 }
 
-/// How rustc names the script, and how the user does.
+/// The path of the script as rustc prints it, and as the user typed it.
 ///
-/// rustc could print the user's name itself (`--remap-path-prefix`), but such a flag would reach the dependencies too
-/// and compile all of them again for each script.
+/// rustc could print the user's path itself (`--remap-path-prefix`), but such a flag would also reach the dependencies
+/// and recompile all of them for each script.
 #[derive(Debug)]
 pub(super) struct DiagnosticPath {
     pub(super) by_rustc: String,
@@ -75,7 +75,7 @@ struct CargoBuiltTarget {
     kind: Vec<String>,
 }
 
-/// Builds and gives the path of the executable. rustc's messages go to stderr.
+/// Builds the executable and returns its path. rustc's messages go to stderr.
 pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     if let Some(target) = build.target_dir.as_deref().filter(|target| is_first_build(target)) {
@@ -138,7 +138,7 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     Err(failed(format!("{status}, its message is above{}", gone.unwrap_or_default())))
 }
 
-/// Whether nothing has been compiled for scripts yet.
+/// Returns whether nothing has been compiled for scripts yet.
 fn is_first_build(target: &Path) -> bool {
     let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
     !built.into_iter().any(|entry| {
@@ -157,8 +157,8 @@ fn command(build: &CargoBuild, cargo: &OsString) -> Command {
     if let Some(features) = &build.features {
         command.arg("--features").arg(features);
     }
-    // Cargo reads its settings from its current folder upwards. The package's own settings must count, wherever
-    // zerorun is started: others would compile everything again. Relative variables keep their meaning.
+    // Cargo reads its settings from its current folder upwards. The package's own settings must apply wherever zerorun
+    // is started, because others would recompile everything. Relative variables keep their meaning.
     command.current_dir(&build.package_dir);
     if let Some(dir) = std::env::var_os("CARGO_TARGET_DIR")
         && let Ok(dir) = std::path::absolute(&dir)
@@ -170,7 +170,7 @@ fn command(build: &CargoBuild, cargo: &OsString) -> Command {
     command
 }
 
-/// Colours as cargo itself decides on them.
+/// Returns the message format, with colours by cargo's own rules.
 fn message_format() -> &'static str {
     let colours = match std::env::var("CARGO_TERM_COLOR").as_deref() {
         Ok("always") => true,
@@ -180,7 +180,7 @@ fn message_format() -> &'static str {
     if colours { "--message-format=json-diagnostic-rendered-ansi" } else { "--message-format=json" }
 }
 
-/// The message with the user's path in its `--> path:line:column` lines.
+/// Replaces the path in the `--> path:line:column` lines of a message with the user's.
 fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
     let mut text = String::with_capacity(rendered.len() + path.own.len());
     for line in rendered.split_inclusive('\n') {
@@ -196,7 +196,7 @@ fn with_own_path(rendered: &str, path: &DiagnosticPath) -> String {
     text
 }
 
-/// Where `path` stands in a line that names a place, as in ` --> path:1:2` or ` ::: path:1:2`.
+/// Returns the position of `path` in a line that names a source location, such as ` --> path:1:2` or ` ::: path:1:2`.
 fn place_of(line: &str, path: &str) -> Option<usize> {
     let arrow = skip_blank_and_colour(line, 0);
     let rest = line[arrow..].strip_prefix("-->").or_else(|| line[arrow..].strip_prefix(":::"))?;
@@ -204,7 +204,7 @@ fn place_of(line: &str, path: &str) -> Option<usize> {
     line[at..].strip_prefix(path)?.starts_with(':').then_some(at)
 }
 
-/// The next place behind spaces and terminal colour sequences (`ESC [ ... m`).
+/// Returns the position after spaces and terminal colour sequences (`ESC [ ... m`).
 fn skip_blank_and_colour(line: &str, from: usize) -> usize {
     let mut at = from;
     loop {
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_checkout_that_is_gone_is_named_where_cargo_fails_without_it() {
-        // A folder without a manifest: cargo fails at once.
+        // A folder without a manifest: cargo fails immediately.
         let package = tempfile::tempdir().unwrap();
         let failed = |gone: Option<&str>| {
             let of_script = CargoBuild {

@@ -1,10 +1,10 @@
-//! What joins the ranks of one host.
+//! The transport between the ranks of one host.
 
-/// What joins the ranks of one host.
+/// The transport between the ranks of one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum CommBackend {
     /// Shared memory
     Shm,
-    /// MPI, which is found as under mpirun
+    /// MPI, with the library found as under mpirun
     Mpi,
 }

@@ -1,4 +1,4 @@
-//! The messages of `zerorun` itself, and the exit codes that go with them.
+//! The messages of `zerorun` itself, and the matching exit codes.
 
 use candle_zero::Error;
 use candle_zero::util::lock;
@@ -11,40 +11,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-/// Exit code for a wrong command line and for a build or start that could not be set up.
+/// The exit code for a wrong command line, and for a build or start that could not be set up.
 pub(crate) const EXIT_SETUP: u8 = 2;
 
-/// Where a line goes.
+/// The stream that a line is written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConsoleStream {
     Out,
     Err,
 }
 
-/// Bytes that are written at once.
+/// The number of bytes written at a time.
 const AT_ONCE: usize = 4096;
-/// How often a writer that waits looks whether the launcher is asked to end.
+/// The interval at which a waiting writer checks whether the launcher should end.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a stream may take nothing, once the launcher is asked to end, before all that follows is thrown away.
+/// How long a stream may accept nothing, once the launcher should end, before all further output is discarded.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Signals that ask the launcher to end are listened to.
+/// Whether signals that ask the launcher to end are handled.
 static LISTENING: AtomicBool = AtomicBool::new(false);
-/// One has come.
+/// Whether such a signal has arrived.
 static ASKED_TO_END: AtomicBool = AtomicBool::new(false);
 
-/// From now on, signals do not end the process by themselves.
+/// Records that signals no longer end the process by default.
 pub(super) fn signals_are_heard() {
     LISTENING.store(true, Ordering::SeqCst);
 }
 
-/// From now on, output that nobody takes is thrown away.
+/// Discards output that is not read from now on.
 pub(super) fn asked_to_end() {
     ASKED_TO_END.store(true, Ordering::SeqCst);
 }
 
-/// Writes all of `bytes`, however long the terminal or pipe takes; after [`asked_to_end`] no longer than about a second
-/// without any progress. One writer at a time, as with the standard library's streams.
+/// Writes all `bytes`, however long the terminal or pipe takes. After [`asked_to_end`], gives up after about a second
+/// without progress. One writer at a time, as with the standard library's streams.
 pub(super) fn write(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
     static WRITERS: [Mutex<ConsoleWriter>; 2] = [Mutex::new(ConsoleWriter::Direct), Mutex::new(ConsoleWriter::Direct)];
     let mut writer = lock(&WRITERS[stream as usize]);
@@ -54,13 +54,13 @@ pub(super) fn write(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
     writer.write(stream, bytes)
 }
 
-/// The way to one of the launcher's own streams.
+/// A writer to one of the launcher's own streams.
 enum ConsoleWriter {
-    /// By the thread that has something to say.
+    /// Written by the calling thread.
     Direct,
-    /// By a thread of its own: one that writes into a full pipe cannot be called back, one that waits for it can give up.
+    /// Written by a separate thread. A write to a full pipe cannot be cancelled, but waiting for the thread can.
     Thread { chunks: Sender<Vec<u8>>, written: Receiver<io::Result<()>> },
-    /// Nobody takes anything.
+    /// Output is discarded because it is not read.
     GivenUp,
 }
 
@@ -93,7 +93,7 @@ impl ConsoleWriter {
                             Ok(result) => break result?,
                             Err(RecvTimeoutError::Timeout) if !ASKED_TO_END.load(Ordering::SeqCst) => {}
                             Err(RecvTimeoutError::Timeout) if waited < PATIENCE => waited += TICK,
-                            // It cannot have ended before us.
+                            // The thread cannot have ended first.
                             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                                 *self = Self::GivenUp;
                                 return Ok(());
@@ -126,28 +126,30 @@ impl ConsoleStream {
     }
 }
 
-/// A line on stderr. A closed stderr must not change the exit code, as `eprintln!` would.
+/// Prints a line on stderr. A closed stderr must not change the exit code, as `eprintln!` would.
 pub(crate) fn eprint(line: &str) {
     let _ = write(ConsoleStream::Err, format!("{line}\n").as_bytes());
 }
 
-/// Something that [`print()`] had to say went nowhere.
+/// Whether some output of [`print()`] was lost.
 static LOST: AtomicBool = AtomicBool::new(false);
 
-/// Whether standard output has taken all that this process printed, as far as anybody reads it: else it ends with an error.
+/// Returns whether standard output accepted everything that this process printed, unless the reader closed it. If not,
+/// the process ends with an error.
 pub(crate) fn all_is_written() -> bool {
     !LOST.load(Ordering::SeqCst)
 }
 
-/// Whether standard output took the text, as a line. If not, and there is a reader, that is said.
+/// Prints the text as a line. Returns whether standard output accepted it, and reports a failure unless the reader
+/// closed the stream.
 pub(crate) fn print(text: impl Display) -> bool {
     let mut out = io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => true,
-        // Who reads the beginning, as `head` does, wants no more.
+        // A reader of only the beginning, such as `head`, wants no more.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => false,
         Err(error) => {
-            // Once: what follows goes the same way.
+            // Reported once: later output fails in the same way.
             if !LOST.swap(true, Ordering::SeqCst) {
                 eprint(&cannot_write(ConsoleStream::Out, &error));
             }
@@ -156,34 +158,34 @@ pub(crate) fn print(text: impl Display) -> bool {
     }
 }
 
-/// Whether what is printed may be coloured: standard output is a terminal, and `NO_COLOR` is not set.
+/// Returns whether output may be coloured: standard output is a terminal and `NO_COLOR` is not set.
 pub(crate) fn colours() -> bool {
     io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// The message about a stream that cannot be written.
+/// Returns the message about a stream that cannot be written.
 pub(super) fn cannot_write(stream: ConsoleStream, error: &io::Error) -> String {
     format!("zerorun: cannot write to {}: {error}", stream.name())
 }
 
-/// Says why nothing was done, or not all, and gives the exit code `code`.
+/// Prints why nothing, or not everything, was done, and returns the exit code `code`.
 pub(crate) fn refused(error: &Error, code: u8) -> ExitCode {
     eprint(&format!("zerorun: {error}"));
     ExitCode::from(code)
 }
 
-/// Why there is nothing to carry out: help or version was asked for, or the command line is wrong.
+/// The reason why nothing runs: help or version was requested, or the command line is wrong.
 #[derive(Debug)]
 pub(crate) struct CommandLineError(pub(crate) clap::Error);
 
 impl CommandLineError {
-    /// Prints the text where it belongs and gives the exit code.
+    /// Prints the text to the matching stream and returns the exit code.
     pub(crate) fn print(&self) -> ExitCode {
         if self.0.use_stderr() {
             eprint(self.message().trim_end());
             ExitCode::from(EXIT_SETUP)
         } else {
-            // Help on a closed pipe is nobody's loss.
+            // Help on a closed pipe may be lost.
             let _ = self.0.print();
             ExitCode::SUCCESS
         }

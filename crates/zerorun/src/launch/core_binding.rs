@@ -1,7 +1,8 @@
-//! Ranks bound to cores of their own: `--bind_cores_to_rank`.
+//! Binds ranks to their own cores: `--bind_cores_to_rank`.
 //!
-//! Without a list these are the physical cores on which this process may run, one hardware thread of each, NUMA node by NUMA
-//! node. A rank runs on its cores from its first instruction on, so the memory that it touches first is near them.
+//! Without a list, the cores are the physical cores on which this process may run: one hardware thread of each, NUMA
+//! node by NUMA node. A rank runs on its cores from its first instruction on, so the memory that it touches first is
+//! near them.
 
 use super::hosts::core_list::{CoreList, ranges};
 use crate::error::{HostsError, LaunchError, Result};
@@ -10,21 +11,22 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// By this variable Intel's OpenMP binds threads.
+/// The variable by which Intel's OpenMP binds threads.
 const KMP_AFFINITY: &str = "KMP_AFFINITY";
 
 /// The cores that the user gives to ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreBinding {
-    /// `--bind_core_list`; `None`: the physical cores.
+    /// The cores of `--bind_core_list`; `None`: the physical cores.
     pub(crate) list: Option<CoreList>,
 }
 
 impl CoreBinding {
-    /// The cores of this host, which has this name, for `ranks` ranks of it.
+    /// Returns the cores for `ranks` ranks on this host, whose name is `host`.
     ///
     /// # Errors
-    /// A core of the list is not one of this process, there are fewer cores than ranks, something else binds threads.
+    /// Fails if a core of the list is not available to this process, there are fewer cores than ranks, or something
+    /// else binds threads.
     pub(crate) fn cores(&self, ranks: usize, host: &str) -> Result<CoreList> {
         if std::env::var_os(KMP_AFFINITY).is_some() {
             return Err(HostsError::KmpAffinity.into());
@@ -44,21 +46,22 @@ impl CoreBinding {
         Ok(cores)
     }
 
-    /// The words of the command line that say so.
+    /// Returns the command line options of this binding.
     pub(crate) fn words(&self) -> Vec<String> {
         let list = self.list.iter().flat_map(|list| ["--bind_core_list".to_string(), ranges(list.cores())]);
         std::iter::once("--bind_cores_to_rank".to_string()).chain(list).collect()
     }
 }
 
-/// The hardware threads on which this process may run, ascending.
+/// Returns the hardware threads on which this process may run, in ascending order.
 fn allowed() -> Result<Vec<usize>> {
     let set = sched_getaffinity(None)
         .map_err(|error| LaunchError::Setup { what: "finding the cores of this process", source: error.into() })?;
     Ok((0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect())
 }
 
-/// Of hardware threads that share a physical core, the first. `siblings` gives those that share one with a thread.
+/// Returns the first of the hardware threads that share each physical core. `siblings` returns the threads that share a
+/// core with a given one.
 fn physical(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> Vec<usize> {
     let first = |core: usize| {
         let shared = siblings(core)?;
@@ -67,29 +70,29 @@ fn physical(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> 
     allowed.iter().copied().filter(|core| first(*core).is_none_or(|first| first == *core)).collect()
 }
 
-/// The kernel's list of the hardware threads of a core; `None`: it has none.
+/// Returns the kernel's list of the hardware threads of a core, or `None` if there is none.
 fn siblings(core: usize) -> Option<CoreList> {
     let file = format!("/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list");
     CoreList::parse(std::fs::read_to_string(file).ok()?.trim()).ok()
 }
 
-/// The hardware threads of each NUMA node, by number; nothing where the kernel tells none.
+/// Returns the hardware threads of each NUMA node, by number; empty if the kernel does not list them.
 fn numa_nodes() -> Vec<CoreList> {
     let folder = |number: usize| format!("/sys/devices/system/node/node{number}/cpulist");
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     let numbers = CoreList::parse(online.trim()).map(|numbers| numbers.cores().to_vec()).unwrap_or_default();
     let list = |number: usize| CoreList::parse(std::fs::read_to_string(folder(number)).ok()?.trim()).ok();
-    // A node of memory alone has no list.
+    // A node with only memory has no list.
     numbers.into_iter().filter_map(list).collect()
 }
 
-/// Lets a program run on these cores alone.
+/// Restricts a program to these cores.
 pub(super) fn bind(command: &mut Command, cores: &[usize]) {
     let mut set = CpuSet::new();
     cores.iter().for_each(|core| set.set(*core));
     let in_child = move || sched_setaffinity(None, &set).map_err(io::Error::from);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes one system call; it does not
-    // allocate, lock or panic.
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes one system call; it
+    // does not allocate, lock or panic.
     unsafe {
         command.pre_exec(in_child);
     }

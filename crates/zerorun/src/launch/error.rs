@@ -1,9 +1,9 @@
-//! Errors of the launcher.
+//! The errors of the launcher.
 
 use super::hosts::error::HostsError;
 use std::path::PathBuf;
 
-/// Errors of the launcher.
+/// An error of the launcher.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
@@ -12,27 +12,27 @@ pub enum LaunchError {
     NotStartable {
         /// The path as it was typed.
         path: PathBuf,
-        /// The finding at that path.
+        /// The contents of that path.
         found: String,
         /// The remedy.
         fix: String,
     },
-    /// The manifest in front of a script (its frontmatter) cannot be used.
+    /// The manifest at the top of a script (its frontmatter) cannot be used.
     #[error("{}:{line}: {problem}; {fix}", path.display())]
     Frontmatter {
         /// The script.
         path: PathBuf,
-        /// Line in the script, counted from 1.
+        /// The line in the script, from 1.
         line: usize,
         /// The problem.
         problem: String,
         /// The remedy.
         fix: String,
     },
-    /// No folder for the packages that are generated from scripts.
+    /// There is no folder for the packages that are generated from scripts.
     #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
-    /// The sources of this library are another user's, who could let a script run any code.
+    /// This library's sources belong to another user, who could make a script run any code.
     #[error(
         "{} is where zerorun was built from and takes candle-zero from, but {problem}; install zerorun from a folder of \
          your own (cargo install --path FOLDER/crates/zerorun)",
@@ -41,7 +41,7 @@ pub enum LaunchError {
     UntrustedSource {
         /// The folder, or a file in it.
         path: PathBuf,
-        /// Who may change it.
+        /// The user who may change it.
         problem: String,
     },
     /// Cargo could not be started.
@@ -54,21 +54,21 @@ pub enum LaunchError {
         cargo: String,
         /// The target.
         script: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// rustc refused the script; its messages have been printed.
+    /// rustc rejected the script. Its messages have been printed.
     #[error("{} does not compile", script.display())]
     ScriptDoesNotCompile {
         /// The script.
         script: PathBuf,
     },
-    /// Cargo failed for another reason than an error in the code; its message has been printed.
+    /// Cargo failed for a reason other than an error in the code. Its message has been printed.
     #[error("cargo could not build {}: {problem} (package in {})", script.display(), package.display())]
     CargoFailed {
         /// The script.
         script: PathBuf,
-        /// Folder of the package that was built.
+        /// The folder of the package that was built.
         package: PathBuf,
         /// The failure of cargo.
         problem: String,
@@ -80,7 +80,7 @@ pub enum LaunchError {
         rank: usize,
         /// The program.
         program: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// A tool that starts ranks was itself started several times.
@@ -91,18 +91,18 @@ pub enum LaunchError {
     ToolInRanks {
         /// The tool's name.
         tool: &'static str,
-        /// How many of it there are.
+        /// The number of its processes.
         processes: usize,
     },
-    /// Signals, pipes or threads that the launcher itself needs could not be set up.
+    /// Signals, pipes or threads that the launcher needs could not be set up.
     #[error("cannot set up the launcher: {what}: {source}")]
     Setup {
         /// The attempted action.
         what: &'static str,
-        /// The system's reason.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// Hosts, their slots, and what ranks there are given.
+    /// An error about hosts, their slots, or the environment of their ranks.
     #[error(transparent)]
     Hosts(#[from] HostsError),
 }

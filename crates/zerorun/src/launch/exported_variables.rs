@@ -1,4 +1,5 @@
-//! The variables that other hosts get: of this process and of the files, by DeepSpeed's rules ([`export_rules`]) and some more.
+//! The variables that are passed to other hosts, from this process and from files: by DeepSpeed's rules
+//! ([`export_rules`]) and some more.
 
 use super::hosts::error::HostsError;
 use super::hosts::export_rules::{self, ExportedVariables};
@@ -7,13 +8,14 @@ use crate::error::{LaunchError, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Variables that the launchers and ranks of other hosts get beside DeepSpeed's.
+/// The prefixes of variables that launchers and ranks on other hosts get in addition to DeepSpeed's.
 const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
 
-/// The variables that other hosts get. The secret is none of them: they stand in command lines, which everybody of a host sees.
+/// Returns the variables for other hosts. The secret is not among them: they appear in command lines, which every user
+/// of a host can read.
 ///
 /// # Errors
-/// A value that is no text; a file of variables that cannot be read or is wrong.
+/// Fails if a value is not UTF-8, or a file of variables cannot be read or is wrong.
 pub(crate) fn exports() -> Result<Vec<(String, String)>> {
     let mut exports = ExportedVariables::of(std::env::vars_os())?;
     let home = std::env::var_os("HOME").map(PathBuf::from);

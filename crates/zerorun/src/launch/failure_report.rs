@@ -1,4 +1,4 @@
-//! The last words: which rank failed first, how, and what became of the others.
+//! The final report of a failed run: which rank failed first, how, and how the others ended.
 
 use super::signals;
 use candle_zero::comm::RankFault;
@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::Duration;
 
-/// How a rank's process ended.
+/// The way in which a rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RankExitStatus {
     Code(u8),
@@ -16,7 +16,7 @@ pub(crate) enum RankExitStatus {
 impl RankExitStatus {
     pub(super) fn of(status: ExitStatus) -> Self {
         match (status.code(), status.signal()) {
-            // An exit code has eight bits.
+            // An exit code has 8 bits.
             (Some(code), _) => Self::Code((code & 0xff) as u8),
             (None, signal) => Self::Signal(signal.unwrap_or(0)),
         }
@@ -26,7 +26,7 @@ impl RankExitStatus {
         self != Self::Code(0)
     }
 
-    /// The launcher's exit code for a rank that failed so, as shells have it.
+    /// Returns the launcher's exit code for a rank with this status, as in shells.
     pub(crate) fn exit_code(self) -> u8 {
         match self {
             Self::Code(code) => code,
@@ -47,7 +47,7 @@ impl std::fmt::Display for RankExitStatus {
 /// The launcher's request to a rank before it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopRequest {
-    /// Nothing: it ended by itself.
+    /// None: the rank ended without one.
     Nothing,
     /// SIGTERM.
     Terminate,
@@ -61,11 +61,11 @@ pub(super) struct EndedRank {
     pub(super) rank: usize,
     pub(super) ended: RankExitStatus,
     pub(super) request: StopRequest,
-    /// It ended before any rank had failed.
+    /// Whether it ended before any rank had failed.
     pub(super) before_failure: bool,
 }
 
-/// The rank whose failure brought the run down.
+/// The rank whose failure ended the run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CulpritRank {
     pub(super) end: EndedRank,
@@ -73,7 +73,7 @@ pub(super) struct CulpritRank {
 }
 
 impl CulpritRank {
-    /// Its end, as a sentence about "it".
+    /// Describes its end as a clause about "it".
     fn deed(&self) -> String {
         let EndedRank { ended, request, .. } = self.end;
         let end = match request {
@@ -83,7 +83,7 @@ impl CulpritRank {
         };
         let by_itself = request == StopRequest::Nothing && ended.is_failure();
         match self.fault {
-            // The code that it ended with says more than how it left.
+            // The exit code is more informative than the fact that it left.
             RankFault::Left if by_itself => format!("it {end}"),
             RankFault::Left => format!("it left the job while other ranks needed it, and {end}"),
             RankFault::Silent => format!("it showed no sign of life for too long, and {end}"),
@@ -94,15 +94,15 @@ impl CulpritRank {
     }
 }
 
-/// Which of `ranks` ranks failed, how and when: one line.
+/// Returns one line about which of `ranks` ranks failed, how and when.
 pub(super) fn headline(first: &CulpritRank, after: Duration, ranks: usize) -> String {
     let which = if ranks > 1 { "failed first" } else { "failed" };
     let after = after.as_secs_f64();
     format!("zerorun: rank {} {which}: {} after {after:.1} s", first.end.rank, first.deed())
 }
 
-/// The message about a run that `first` brought down, its headline first; `words` are its own about that. `ended_ranks` are
-/// those of all ranks.
+/// Returns the message about a run that `first` ended, with the headline first. `words` is the rank's own error output.
+/// `ended_ranks` contains all ranks.
 pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String], ended_ranks: &[EndedRank]) -> String {
     let mut text = headline(first, after, ended_ranks.len());
     let first = first.end;
@@ -110,7 +110,7 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
         text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
     }
     words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
-    // Ranks that ended in the same way share a line: with 64 ranks nobody reads 63.
+    // Ranks that ended in the same way share a line: with 64 ranks, 63 lines would not be read.
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for end in ended_ranks.iter().filter(|end| end.rank != first.rank) {
         let what = match (end.request, end.ended) {
@@ -130,7 +130,7 @@ pub(super) fn of_failure(first: &CulpritRank, after: Duration, words: &[String],
     text
 }
 
-/// `rank 3`, `ranks 0, 2-5` for ascending numbers. The verb behind it is singular: each rank did it.
+/// Formats ascending numbers as `rank 3` or `ranks 0, 2-5`. The verb after it is singular.
 fn ranks_in_words(ranks: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &rank in ranks {

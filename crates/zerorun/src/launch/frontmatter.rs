@@ -1,30 +1,30 @@
-//! The manifest in front of a script, in the syntax of Rust's frontmatter (RFC 3503) as cargo scripts use it (RFC
-//! 3502).
+//! Reads the manifest at the top of a script, in the syntax of Rust's frontmatter (RFC 3503) as cargo scripts use it
+//! (RFC 3502).
 //!
-//! An optional first line `#!...`, then lines of white space only, then a fence of three or more dashes, perhaps
-//! followed by the word `cargo`; then TOML; then the same fence. rustc refuses it on stable Rust, so the lines are
-//! turned into comments one by one: every line of the code keeps its number.
+//! It consists of an optional first line `#!...`, blank lines, a fence of three or more dashes that may be followed by
+//! the word `cargo`, TOML, and the same fence again. Stable rustc refuses it, so each of its lines becomes a comment,
+//! and every line of the code keeps its number.
 
-/// A script taken apart.
+/// A script split into manifest and code.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ScriptParts {
-    /// The TOML text between the fences and the script's line where it begins, from 1.
-    /// `None` if there is no frontmatter.
+    /// The TOML text between the fences, and the script's line where it begins, from 1. `None` if there is no
+    /// frontmatter.
     pub(super) manifest: Option<(String, usize)>,
-    /// The whole script with `//` for the first line `#!` and for each line of the frontmatter.
+    /// The complete script, with `//` in front of the line `#!` and of each line of the frontmatter.
     pub(super) code: String,
 }
 
-/// The problem of a frontmatter.
+/// A problem of a frontmatter.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct FrontmatterProblem {
-    /// Line in the script, from 1.
+    /// The line in the script, from 1.
     pub(super) line: usize,
     pub(super) found: String,
     pub(super) fix: String,
 }
 
-/// Takes a script apart.
+/// Splits a script.
 pub(super) fn split(script: &str) -> Result<ScriptParts, FrontmatterProblem> {
     let script = script.strip_prefix('\u{feff}').unwrap_or(script);
     let lines: Vec<&str> = script.split_inclusive('\n').collect();
@@ -63,7 +63,8 @@ pub(super) fn split(script: &str) -> Result<ScriptParts, FrontmatterProblem> {
     Ok(ScriptParts { manifest: Some((manifest, opening + 2)), code: with_comments(&lines, hidden) })
 }
 
-/// rustc's rule: `#!` begins a program's name unless an attribute follows, as in `#![allow(...)]`.
+/// Returns whether the line names a program, by rustc's rule: it starts with `#!`, unless an attribute follows, as in
+/// `#![allow(...)]`.
 fn is_shebang(line: &str) -> bool {
     line.strip_prefix("#!").is_some_and(|rest| !rest.trim_start().starts_with('['))
 }
@@ -73,7 +74,7 @@ fn dashes(line: &str) -> usize {
     if count >= 3 { count } else { 0 }
 }
 
-/// The lines again, with `//` in place of the hidden ones (their line ends stay).
+/// Joins the lines, with `//` in place of the hidden ones (their line ends stay).
 fn with_comments(lines: &[&str], hidden: impl Fn(usize) -> bool) -> String {
     let mut code = String::with_capacity(lines.iter().map(|line| line.len() + 2).sum());
     for (at, line) in lines.iter().enumerate() {

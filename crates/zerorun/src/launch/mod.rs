@@ -1,12 +1,13 @@
-//! Starting a program on N ranks.
+//! Starts a program on N ranks.
 //!
-//! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`script_package`;
-//! its manifest may stand in front of the code, see `frontmatter`), `cargo_build` lets cargo make the executable, and `ranks`
-//! starts it N times, carries its output (`rank_output`, `stderr_tail`) and its signals (`signals`), and stops everything when a
-//! rank fails (`failure_report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
-//! `console`. `core_binding` gives each rank cores of its own. `hosts` computes which ranks run on which of many hosts;
-//! `nodes` starts and joins the launchers of these, or `mpirun` their ranks, and through `pmi` the MPI libraries of ranks meet. On the other
-//! side `comm/rank_env.rs` reads the variables that the launcher has set.
+//! `zerorun train.rs` takes these steps. `script` finds the package that the file belongs to, or generates one
+//! (`script_package`; its manifest may be at the top of the code, see `frontmatter`). `cargo_build` builds the
+//! executable with cargo. `ranks` starts it N times, carries its output (`rank_output`, `stderr_tail`) and its signals
+//! (`signals`), and stops everything when a rank fails (`failure_report`). `restarts` decides whether it starts again.
+//! Output of `zerorun` itself goes through `console`. `core_binding` gives each rank its own cores. `hosts` computes
+//! which ranks run on which host. `nodes` starts and connects the launchers of several hosts, or starts their ranks
+//! with `mpirun`; `pmi` connects the MPI libraries of the ranks. On the other side, `comm/rank_env.rs` reads the
+//! variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;
@@ -44,58 +45,58 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where the ranks run.
+/// The hosts on which the ranks run.
 #[derive(Debug, Clone)]
 pub(crate) enum JobHosts {
     /// On this host.
     Alone,
     /// On the hosts of a file; this launcher starts one on each.
     Hosts(nodes::ssh::MultiHostOptions),
-    /// On several hosts, on each of which a launcher is started by something else.
+    /// On several hosts, on each of which something else starts a launcher.
     Nodes(nodes::NodeOptions),
 }
 
-/// How a script is started: the command line of `zerorun SCRIPT`, read and checked.
+/// The options for starting a script: the parsed and checked command line of `zerorun SCRIPT`.
 #[derive(Debug)]
 pub(crate) struct LaunchOptions {
     pub(crate) ranks: usize,
     pub(crate) job_hosts: JobHosts,
-    /// Of ranks that are all on this host.
+    /// The transport between ranks that are all on this host.
     pub(crate) backend: CommBackend,
-    /// `None`: ranks run on any core.
+    /// The core binding. `None`: ranks run on any core.
     pub(crate) binding: Option<CoreBinding>,
-    /// `None`: as the environment says, else the default of the ranks.
+    /// The timeout of collectives. `None`: from the environment, else the ranks' default.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
     pub(crate) features: Option<String>,
-    /// `None`: a free port.
+    /// The port of rank 0. `None`: a free port.
     pub(crate) master_port: Option<u16>,
-    /// `None`: as the environment says.
+    /// The port for metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
     pub(crate) max_restarts: u32,
-    /// The fewest ranks, at most `ranks`.
+    /// The minimum number of ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
-    /// `None`: as the environment says.
+    /// The timeline file. `None`: from the environment.
     pub(crate) timeline: Option<PathBuf>,
     pub(crate) print_package: bool,
-    /// As typed.
+    /// The script as typed.
     pub(crate) script: PathBuf,
     pub(crate) script_args: Vec<OsString>,
 }
 
-/// Builds the script and runs its ranks to their end. The result is the exit code.
+/// Builds the script and runs its ranks to their end. Returns the exit code.
 ///
-/// Call it on the main thread: the kernel kills the ranks when the thread that started them ends.
+/// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
 pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
-    // Every rank would fail with it.
+    // Every rank would fail with this error.
     checked_level()?;
-    // What is wrong with the hosts is said before anything is built.
+    // Problems with the hosts are reported before anything is built.
     let world = match &options.job_hosts {
         JobHosts::Hosts(hosts) => Some((hosts, hosts.world()?)),
         JobHosts::Alone | JobHosts::Nodes(_) => None,
     };
-    // Of one host all ranks are here; of several each host's launcher looks at its own cores.
+    // All ranks of a single host are here. On several hosts, each host's launcher checks its own cores.
     let here = match (&options.job_hosts, &world) {
         (_, Some((hosts, world))) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,
@@ -172,7 +173,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     };
     match recorded.map(timeline::JobTimeline::finish) {
         Some(Ok(summary)) => eprint(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
-        // What became of the job weighs more.
+        // The result of the job takes precedence.
         Some(Err(error)) => eprint(&format!("zerorun: {error}")),
         None => {}
     }

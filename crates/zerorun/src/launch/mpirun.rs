@@ -1,7 +1,8 @@
-//! `--launcher openmpi` and `--launcher mpich`: the hosts of a file, whose ranks `mpirun` starts in place of launchers of this library.
+//! `--launcher openmpi` and `--launcher mpich`: `mpirun` starts the ranks on the hosts of a file, in place of launchers
+//! of this library.
 //!
-//! This process becomes `mpirun` ([`words`] are its arguments), whose exit code is the job's. Hosts that have Open MPI alone
-//! can be used so: `zerorun` itself lets ranks meet as MPICH does.
+//! This process becomes `mpirun` ([`words`] returns its arguments), whose exit code is the job's. This supports hosts
+//! that have only Open MPI: `zerorun` itself connects ranks by MPICH's protocol.
 
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;
@@ -15,28 +16,28 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The program, of either kind.
+/// The name of the program, of either kind.
 const MPIRUN: &str = "mpirun";
 
-/// Whose `mpirun` it is.
+/// The MPI library that an `mpirun` belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MpirunFlavor {
-    /// Open MPI's.
+    /// Open MPI.
     OpenMpi,
-    /// MPICH's, or another with its arguments.
+    /// MPICH, or another library whose mpirun accepts its arguments.
     Mpich,
 }
 
-/// How ranks are started by `mpirun`.
+/// The settings for starting ranks with `mpirun`.
 #[derive(Debug, Clone)]
 pub(crate) struct MpirunOptions {
     pub(crate) kind: MpirunFlavor,
-    /// Arguments of the user's for it.
+    /// The user's arguments for `mpirun`.
     pub(crate) args: Vec<String>,
 }
 
 impl MpirunFlavor {
-    /// As `--launcher` has it.
+    /// Returns the name in `--launcher`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::OpenMpi => "openmpi",
@@ -44,16 +45,16 @@ impl MpirunFlavor {
         }
     }
 
-    /// Whether these words about a version are of this kind.
+    /// Returns whether a version text belongs to this kind.
     fn says(self, version: &str) -> bool {
         match self {
             Self::OpenMpi => version.contains("Open MPI") || version.contains("OpenRTE"),
-            // Intel's too.
+            // Includes Intel MPI.
             Self::Mpich => ["HYDRA", "Intel(R) MPI"].iter().any(|words| version.contains(words)),
         }
     }
 
-    /// Looks at the `mpirun` of the PATH.
+    /// Checks the `mpirun` of the PATH.
     fn check(self) -> Result<()> {
         let launcher = self.name();
         let refused = |why: String| Error::from(HostsError::NoMpirun { launcher, why });
@@ -64,10 +65,10 @@ impl MpirunFlavor {
     }
 }
 
-/// Becomes `mpirun`; returns only where it cannot.
+/// Becomes `mpirun`. Returns only on failure.
 ///
 /// # Errors
-/// There is no `mpirun` of this kind; hosts with different GPUs; a variable or a word that cannot be passed on.
+/// Fails if there is no `mpirun` of this kind, the hosts' GPUs differ, or a variable or a word cannot be passed on.
 pub(crate) fn become_mpirun(
     job: &LocalJob,
     mpirun: &MpirunOptions,
@@ -93,7 +94,7 @@ pub(crate) fn become_mpirun(
     Err(HostsError::NoMpirun { launcher: mpirun.kind.name(), why: why.to_string() }.into())
 }
 
-/// The arguments, up to the program.
+/// Returns the arguments, up to the program.
 fn words(mpirun: &MpirunOptions, world: &WorldInfo, folder: PathBuf, variables: &[(String, String)]) -> Vec<OsString> {
     let hosts = world.hosts().iter().map(|host| format!("{}:{}", host.name, host.slots.len()));
     let hosts = hosts.collect::<Vec<_>>().join(",");
@@ -121,13 +122,13 @@ fn words(mpirun: &MpirunOptions, world: &WorldInfo, folder: PathBuf, variables: 
     words
 }
 
-/// The GPUs that programs shall see: `mpirun` gives all hosts the same.
+/// Returns the GPUs that programs see. `mpirun` passes the same to all hosts.
 fn devices(world: &WorldInfo, kind: MpirunFlavor) -> Result<Option<String>, HostsError> {
     let hosts = world.hosts();
     let Some(node) = (1..hosts.len()).find(|node| hosts[*node].slots != hosts[0].slots) else {
         return Ok(Some(world.devices(0)));
     };
-    // Those of the first ranks, as all programs count them.
+    // These are the GPUs of the first ranks, as all programs count them.
     if hosts.iter().all(|host| host.slots.iter().copied().eq(0..host.slots.len())) {
         return Ok(None);
     }

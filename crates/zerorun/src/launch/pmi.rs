@@ -1,11 +1,12 @@
-//! How MPI libraries of several hosts' ranks meet: the launcher's side of PMI version 1, MPICH's process management interface.
+//! Connects the MPI libraries of ranks on several hosts: the launcher's side of PMI version 1, MPICH's process
+//! management interface.
 //!
 //! ```text
-//!   each rank    put NAME=VALUE ... barrier_in ----> the launchers exchange what was put ----> barrier_out, get NAME ...
+//!   each rank    put NAME=VALUE ... barrier_in ----> the launchers exchange the values ---> barrier_out, get NAME ...
 //! ```
 //!
-//! A rank speaks through a socket that it inherits, in lines of `key=value` words. MPICH and the libraries that come from it
-//! (Intel MPI, MVAPICH) know the protocol; Open MPI does not.
+//! A rank communicates through an inherited socket, in lines of `key=value` words. MPICH and the libraries derived from
+//! it (Intel MPI, MVAPICH) know the protocol; Open MPI does not.
 
 use candle_zero::util::lock;
 use std::collections::BTreeMap;
@@ -17,35 +18,36 @@ use std::sync::{Arc, Mutex, Weak};
 /// Names and values as ranks have put them.
 pub(crate) type PmiValues = Vec<(String, String)>;
 
-/// Bytes of the longest name and value, which the library keeps to.
+/// The maximum bytes of a name and of a value, to which the library keeps.
 const NAME_BYTES: usize = 64;
 const VALUE_BYTES: usize = 4096;
 
-/// Serves the ranks of this host.
+/// The PMI server of the ranks of this host.
 pub(crate) struct PmiServer {
-    /// The name of the space of values. Libraries name memory of their ranks by it, so no two starts have the same.
+    /// The name of the key-value space. Libraries name shared memory by it, so it is unique per start.
     space: String,
-    /// Ranks of all hosts.
+    /// The number of ranks of all hosts.
     world: usize,
-    /// Ranks of this host.
+    /// The number of ranks of this host.
     local: usize,
     state: Mutex<PmiState>,
-    /// Sends what this host's ranks have put, once all of them are at the barrier.
+    /// Sends the values of this host's ranks, once all of them are at the barrier.
     send: Box<dyn Fn(PmiValues) + Send + Sync>,
 }
 
 #[derive(Default)]
 struct PmiState {
     values: BTreeMap<String, String>,
-    /// Put since the last barrier.
+    /// The values put since the last barrier.
     fresh: PmiValues,
-    /// Ranks at the barrier.
+    /// The ranks at the barrier.
     waiting: Vec<UnixStream>,
 }
 
 impl PmiServer {
-    /// Serves the ranks of the start `space`, in which hosts have these numbers of ranks; this is host `node`. What its ranks
-    /// have put goes to `send` whenever all are at a barrier, and [`PmiServer::deliver`] lets them on.
+    /// Creates the server for the start `space`. `ranks` has the number of ranks of each host; this is host `node`.
+    /// When all of its ranks are at a barrier, `send` gets the values that they have put, and [`PmiServer::deliver`]
+    /// releases them.
     pub(crate) fn new(
         space: String,
         ranks: &[usize],
@@ -53,14 +55,14 @@ impl PmiServer {
         send: impl Fn(PmiValues) + Send + Sync + 'static,
     ) -> Self {
         let world = ranks.iter().sum();
-        // To MPICH each rank is a host of its own: those of one host share this library's memory, and memory of MPICH's would
-        // stay in /dev/shm after ranks that are killed.
+        // Each rank appears to MPICH as a separate host: the ranks of one host already share this library's memory, and
+        // MPICH's own shared memory would stay in /dev/shm after killed ranks.
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(PmiState { values, ..PmiState::default() });
         Self { space, world, local: ranks[node], state, send: Box::new(send) }
     }
 
-    /// Serves the ranks of a start that are all on this host.
+    /// Creates the server for a start whose ranks are all on this host.
     pub(crate) fn alone(space: String, ranks: usize) -> Arc<Self> {
         Arc::new_cyclic(|server: &Weak<Self>| {
             let server = server.clone();
@@ -70,22 +72,22 @@ impl PmiServer {
         })
     }
 
-    /// The number of ranks of all hosts.
+    /// Returns the number of ranks of all hosts.
     pub(crate) fn world(&self) -> usize {
         self.world
     }
 
-    /// Begins to serve a rank; the result is its socket, which a child inherits.
+    /// Begins to serve a rank. Returns its socket, which a child inherits.
     ///
     /// # Errors
-    /// The system's.
+    /// Fails if the system does.
     pub(crate) fn socket(self: &Arc<Self>) -> io::Result<OwnedFd> {
         let (ours, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs);
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let server = Arc::clone(self);
         let serve = move || {
-            // A rank that has ended, or that broke off, needs no answer.
+            // A rank that has ended or closed the socket needs no answer.
             let _ = server.serve(ours);
         };
         std::thread::Builder::new().name("PMI of a rank".into()).spawn(serve)?;
@@ -102,9 +104,9 @@ impl PmiServer {
         Ok(())
     }
 
-    /// The answer to a line, if it has one now.
+    /// Returns the answer to a line, if it has one now.
     fn answer(&self, line: &str, rank: &UnixStream) -> io::Result<Option<String>> {
-        // A value may have spaces, and stands last.
+        // The value comes last and may contain spaces.
         let (words, value) = line.split_once(" value=").unwrap_or((line, ""));
         let word = |key: &str| words.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
         Ok(Some(match word("cmd").unwrap_or_default() {
@@ -134,17 +136,17 @@ impl PmiServer {
                 return Ok(None);
             }
             "finalize" => "cmd=finalize_ack\n".into(),
-            // `abort` comes before the rank's end, which is seen; ranks start no others.
+            // `abort` precedes the rank's end, which is noticed anyway; ranks start no other processes.
             _ => return Ok(None),
         }))
     }
 
-    /// Takes what the ranks of all hosts have put, and lets this host's leave the barrier.
+    /// Stores the values put by the ranks of all hosts, and releases this host's ranks from the barrier.
     pub(crate) fn deliver(&self, values: PmiValues) {
         let mut state = lock(&self.state);
         state.values.extend(values);
         for mut rank in std::mem::take(&mut state.waiting) {
-            // One that has ended waits no more.
+            // A rank that has ended no longer waits.
             let _ = rank.write_all(b"cmd=barrier_out rc=0\n");
         }
     }
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
 
-    /// A rank's side of the socket.
+    /// Returns a rank's side of the socket.
     fn rank(server: &Arc<PmiServer>) -> (UnixStream, BufReader<UnixStream>) {
         let socket = UnixStream::from(server.socket().unwrap());
         (socket.try_clone().unwrap(), BufReader::new(socket))

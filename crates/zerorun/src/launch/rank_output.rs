@@ -1,7 +1,7 @@
-//! The output of several ranks on one screen: each line whole, with `[rank N] ` in front.
+//! The output of several ranks on one screen: complete lines, each with the prefix `[rank N] `.
 //!
-//! A progress line that is redrawn with carriage returns is shown live on a terminal; in a file only its last state is
-//! written, which is what a terminal would show in the end.
+//! A progress line that is redrawn with carriage returns is shown live on a terminal. A file gets only its last state,
+//! which is what a terminal would show in the end.
 
 use super::console::{self, ConsoleStream, eprint};
 use super::signals::LauncherEvent;
@@ -15,24 +15,24 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A line longer than this is broken, so that a program that never ends its line cannot fill the memory.
+/// A longer line is broken, so that a program that never ends its line cannot fill the memory.
 const LINE_LIMIT: usize = 1 << 20;
 const READ_SIZE: usize = 64 << 10;
-/// How long the last output is waited for after the last rank has ended. Only a process that left its rank's process
+/// How long to wait for the last output after the last rank has ended. Only a process that left its rank's process
 /// group can keep a pipe open longer.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
-/// How often signals are looked for in that time.
+/// The interval at which signals are checked during that time.
 const DRAIN_TICK: Duration = Duration::from_millis(100);
 
 /// A piece of a rank's output.
 #[derive(Debug, PartialEq, Eq)]
 enum OutputPiece<'a> {
     Line(&'a [u8]),
-    /// The present state of a line that is redrawn.
+    /// The current state of a line that is being redrawn.
     Progress(&'a [u8]),
 }
 
-/// Cuts bytes into lines.
+/// Splits bytes into lines.
 #[derive(Debug, Default)]
 struct LineSplitter {
     /// The bytes after the last line end or carriage return.
@@ -70,14 +70,15 @@ impl LineSplitter {
     }
 
     fn end_line(&mut self, mut sink: impl FnMut(OutputPiece<'_>) -> io::Result<()>) -> io::Result<()> {
-        // `text\r\n` is a line end of two bytes.
+        // `text\r
+        // ` has a line end of two bytes.
         let line = if self.pending.is_empty() { &self.redrawn } else { &self.pending };
         let outcome = sink(OutputPiece::Line(line));
         *self = Self::default();
         outcome
     }
 
-    /// A last line without an end.
+    /// Outputs a last line without a line end.
     fn finish(&mut self, sink: impl FnMut(OutputPiece<'_>) -> io::Result<()>) -> io::Result<()> {
         if self.pending.is_empty() && self.redrawn.is_empty() { Ok(()) } else { self.end_line(sink) }
     }
@@ -88,7 +89,7 @@ impl LineSplitter {
 struct ConsoleScreen {
     out_is_terminal: bool,
     err_is_terminal: bool,
-    /// A progress line stands on the terminal, without a line end.
+    /// Whether the terminal shows a progress line without a line end.
     progress_shown: Mutex<bool>,
 }
 
@@ -127,31 +128,31 @@ impl ConsoleScreen {
 #[derive(Debug)]
 pub(super) struct RankOutput {
     screen: Arc<ConsoleScreen>,
-    /// Readers that hold bytes which are not written yet.
+    /// The number of readers with bytes that are not written yet.
     busy: Arc<AtomicUsize>,
     ended_sender: Sender<()>,
     ended: Receiver<()>,
     running: usize,
     tails: Arc<Mutex<Vec<StderrTail>>>,
-    /// Some output could not be written, for another reason than that nobody reads it.
+    /// Whether some output could not be written although its reader is still there.
     unwritten: Arc<AtomicBool>,
-    /// Of a job on several hosts, this one's name; the number of its first rank.
+    /// On several hosts, the name of this host; and the number of its first rank.
     place: (Option<String>, usize),
 }
 
-/// What is left when all output is shown.
+/// The results of draining the output.
 #[derive(Debug)]
 pub(super) struct DrainedOutput {
-    /// The ends of the ranks' stderrs, by rank. A rank that has written nothing may be missing.
+    /// The ends of the ranks' stderrs, by rank. Ranks without output may be missing.
     pub(super) tails: Vec<StderrTail>,
-    /// Some output could not be written, for another reason than that nobody reads it. That has been said.
+    /// Whether some output could not be written although its reader is still there. This has been reported.
     pub(super) unwritten: bool,
-    /// The last signal that asked the launcher to end meanwhile.
+    /// The last signal during this time that asked the launcher to end.
     pub(super) asked: Option<Signal>,
 }
 
 impl RankOutput {
-    /// For the ranks of one host, with its name if there are others, and its first rank's number.
+    /// Creates the output of one host's ranks, with its name if there are others, and its first rank's number.
     pub(super) fn new(place: (Option<String>, usize)) -> Self {
         let (ended_sender, ended) = channel();
         let screen = ConsoleScreen {
@@ -171,7 +172,7 @@ impl RankOutput {
         }
     }
 
-    /// Carries `from` to `stream` line by line until it ends, on a thread of its own.
+    /// Carries `from` to `stream` line by line until it ends, on a separate thread.
     pub(super) fn carry(
         &mut self,
         rank: usize,
@@ -205,14 +206,14 @@ impl RankOutput {
                 let written = splitter.feed(&buffer[..read], show);
                 busy.fetch_sub(1, Ordering::SeqCst);
                 if let Err(error) = written {
-                    // Closing the pipe tells the rank, as if there were no launcher.
+                    // Closing the pipe informs the rank, as if there were no launcher.
                     if error.kind() != io::ErrorKind::BrokenPipe && !unwritten.swap(true, Ordering::SeqCst) {
                         eprint(&console::cannot_write(stream, &error));
                     }
                     break;
                 }
             }
-            // The last words of a rank whose output is closed have nowhere to go.
+            // The last words of a rank whose output is closed cannot be shown.
             let _ = splitter.finish(show);
             let _ = ended.send(());
         };
@@ -224,8 +225,8 @@ impl RankOutput {
         Ok(())
     }
 
-    /// Waits until everything that the ranks have written is shown. After a signal that asks the launcher to end, what
-    /// nobody takes is thrown away (see [`console::write`]).
+    /// Waits until all output of the ranks is shown. After a signal that asks the launcher to end, output that is not
+    /// read is discarded (see [`console::write`]).
     pub(super) fn drain(mut self, events: &Receiver<LauncherEvent>) -> DrainedOutput {
         let mut asked = None;
         let mut last_news = Instant::now();
@@ -235,7 +236,7 @@ impl RankOutput {
                     self.running -= 1;
                     last_news = Instant::now();
                 }
-                // A reader with text in hand waits for a slow terminal or pipe: that is worth waiting for.
+                // A reader with pending text waits for a slow terminal or pipe, so keep waiting.
                 Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => last_news = Instant::now(),
                 Err(RecvTimeoutError::Timeout) if last_news.elapsed() < DRAIN_PATIENCE => {}
                 Err(_) => break,
@@ -267,7 +268,7 @@ mod tests {
 
     use super::*;
 
-    /// The pieces of some reads, as `L:text` and `P:text`.
+    /// Returns the pieces of some reads, as `L:text` and `P:text`.
     fn pieces(reads: &[&str]) -> Vec<String> {
         let mut seen = Vec::new();
         let mut sink = |piece: OutputPiece<'_>| {

@@ -1,7 +1,7 @@
-//! The ranks as processes: started together, ended together.
+//! Runs the ranks as processes that start and end together.
 //!
-//! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
-//! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
+//! When a rank fails, the others are informed through the shared memory and may exit on their own; then they get
+//! SIGTERM, then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
 use super::console::{ConsoleStream, eprint};
 use super::core_binding;
@@ -33,76 +33,78 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long the others may take to leave by themselves after a failure.
+/// How long the other ranks may take to exit on their own after a failure.
 const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
-/// How long the ranks may take after a signal to the launcher, unless `--grace` says otherwise (time for a checkpoint;
-/// Slurm and Kubernetes give as much).
+/// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
+/// and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
-/// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts
+/// `timeout` and some schedulers signal both the launcher and its process group. Two signals within this time count
 /// once.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
-/// Should the news of a child's end be lost, it is seen this much later.
+/// The delay after which a child's end is noticed if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
-/// [`RESTART`], how often the job was started before, as torchrun names it.
+/// Torchrun's name for [`RESTART`], the number of restarts so far.
 const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// The job to start.
 #[derive(Debug)]
 pub(crate) struct LocalJob {
-    /// Absolute path of the executable.
+    /// The absolute path of the executable.
     pub(crate) program: PathBuf,
     pub(crate) args: Vec<OsString>,
-    /// Number of ranks.
+    /// The number of ranks.
     pub(crate) world: usize,
-    /// `None`: as the environment says, else the ranks' default.
+    /// The timeout of collectives. `None`: from the environment, else the ranks' default.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
-    /// What is printed when a signal asks for the end and the ranks are waited for.
+    /// The message printed when a signal requests the end and the ranks are awaited.
     pub(crate) on_signal: Option<&'static str>,
     /// The script as typed, for the ranks' messages about their command line.
     pub(crate) script: Option<PathBuf>,
-    /// `None`: a free port, another one at each start.
+    /// The port of rank 0. `None`: a free port, chosen anew at each start.
     pub(crate) master_port: Option<u16>,
-    /// The port on which rank 0 serves metrics; `None`: as the environment says.
+    /// The port on which rank 0 serves metrics. `None`: from the environment.
     pub(crate) prometheus: Option<u16>,
-    /// How often the job was started before.
+    /// The number of restarts so far.
     pub(crate) restart: u32,
-    /// Where ranks put the parts of their timeline.
+    /// The folder in which ranks write their parts of the timeline.
     pub(crate) timeline: Option<PathBuf>,
-    /// Where the job has several hosts, what this one is of it.
+    /// This host's part of the job, if it has several hosts.
     pub(crate) multi_host: Option<MultiHostContext>,
-    /// The cores to which ranks are bound, at least one for each; `None`: they run on any.
+    /// The cores to which ranks are bound, at least one per rank. `None`: ranks run on any core.
     pub(crate) cores: Option<CoreList>,
-    /// [`DEVICES`] of the ranks; `None`: as the environment says.
+    /// The ranks' [`DEVICES`]. `None`: from the environment.
     pub(crate) devices: Option<String>,
 }
 
 /// One host of a job on several.
 #[derive(Clone)]
 pub(crate) struct MultiHostContext {
-    /// The first rank here, of the ranks of all hosts.
+    /// The first rank here, among the ranks of all hosts.
     pub(crate) first: usize,
-    /// The place of this host, and the number of hosts.
+    /// The index of this host, and the number of hosts.
     pub(crate) place: usize,
     pub(crate) hosts: usize,
-    /// Its name, for the lines of its ranks, where there are others.
+    /// The name of this host, for the lines of its ranks, if there are others.
     pub(crate) host: Option<String>,
-    /// The address of the first host, for the program's own use.
+    /// The address of the first host, for use by the program.
     pub(crate) master_addr: String,
-    /// Through which the ranks' MPI libraries meet.
+    /// The server that connects the ranks' MPI libraries.
     pub(crate) pmi: Arc<pmi::PmiServer>,
-    /// A rank of another host that is gone or has failed, and why; [`LauncherEvent::PeerMessage`] says that it is there.
+    /// A rank that has failed or whose host is lost or has failed, and why. [`LauncherEvent::PeerMessage`] announces
+    /// it.
     pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// Tells the other hosts of a signal that asks this launcher to end.
+    /// Forwards a signal that asks this launcher to end to the other hosts.
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
 impl MultiHostContext {
-    /// All of the job, whose ranks meet in MPI all the same: `start` is how often it was started before.
+    /// Creates the context of a job on one host whose ranks still communicate by MPI. `start` is the number of restarts
+    /// so far.
     pub(crate) fn whole(ranks: usize, start: u32) -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
@@ -128,39 +130,39 @@ impl std::fmt::Debug for MultiHostContext {
     }
 }
 
-/// How a run ended.
+/// The way in which a run ended.
 #[derive(Debug)]
 pub(crate) enum RunEnd {
     /// All ranks ended with 0.
     Well,
-    /// All ranks ended with 0, and some of what they wrote could not be passed on, which has been said.
+    /// All ranks ended with 0, but some of their output could not be passed on. This has been reported.
     Unwritten,
     /// The launcher got this signal.
     Interrupted(Signal),
-    /// Another host of the job is gone or has failed.
+    /// Another host of the job is lost or has failed.
     Elsewhere,
     Failed(RunFailure),
 }
 
-/// A run that a rank brought down.
+/// A run that ended because of a rank.
 #[derive(Debug)]
 pub(crate) struct RunFailure {
     /// The time from the start to the first failure.
     pub(crate) after: Duration,
-    /// Which rank failed and how, without a line end.
+    /// The message about which rank failed and how, without a line end.
     pub(crate) headline: String,
-    /// The headline, that rank's own words, and what became of the others.
+    /// The headline, that rank's own error output, and how the others ended.
     pub(crate) report: String,
-    /// The rank, and the one that its words blame.
+    /// The rank, and the one that its error output blames.
     pub(crate) rank: usize,
     pub(crate) blames: Option<usize>,
-    /// The launcher's exit code for it.
+    /// The launcher's exit code for the failure.
     pub(crate) code: u8,
-    /// A signal that asked the launcher to end while the failure was being cleared away.
+    /// A signal that asked the launcher to end during the shutdown after the failure.
     pub(crate) asked: Option<Signal>,
 }
 
-/// Runs the ranks to their end. Call it on the main thread.
+/// Runs the ranks to their end. Must be called on the main thread.
 pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<RunEnd> {
     let region = SharedMemoryRegion::create(job.world)?;
     let mut output =
@@ -196,7 +198,7 @@ pub(crate) fn run(job: &LocalJob, events: &Receiver<LauncherEvent>) -> Result<Ru
     })
 }
 
-/// The variables that are the same for all ranks.
+/// Returns the variables that are the same for all ranks.
 fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     let local = job.world.to_string();
     let port = match job.master_port {
@@ -234,9 +236,10 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
             if cores == 1 { "" } else { "s" }
         ));
     }
-    // Candle's own pool and rayon's: ranks that each take all cores are many times slower than ranks that share them.
+    // For Candle's own pool and rayon's: ranks that all use every core are many times slower than ranks that share
+    // them.
     let threads = (cores / job.world).max(1).to_string();
-    // DeepSpeed gives threads of OpenMP a number where it binds ranks, and only there.
+    // DeepSpeed sets the number of OpenMP threads only if it binds ranks.
     let of_openmp = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
     for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].into_iter().chain(of_openmp) {
         if !is_set(name) {
@@ -250,10 +253,10 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     Ok(variables)
 }
 
-/// The variable, and its value, with which the GNU C library keeps freed memory in the process, up to blocks of 1 GiB.
+/// The variable and its value with which the GNU C library keeps freed memory in the process, up to blocks of 1 GiB.
 ///
-/// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
-/// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
+/// A training step allocates the same buffers again and again, and getting pages from the system each time costs up to
+/// a fifth of it. `zerorun` sets it for its ranks; a program that is started otherwise must have it set when it starts.
 pub(crate) const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
@@ -266,23 +269,23 @@ fn free_port() -> Result<u16> {
     port.map_err(|source| Error::from(LaunchError::Setup { what: "finding a free port", source }))
 }
 
-/// Why the ranks come to their end.
+/// The reason why the ranks are ending.
 #[derive(Debug, Clone, Copy)]
 enum ShutdownCause {
-    /// They do not, so far.
+    /// They are not ending yet.
     Running,
-    /// A rank failed. `first` is the one that was seen to end first; another may have brought it to that.
+    /// A rank failed. `first` is the one whose end was noticed first; another rank may have caused it.
     Failure { first: EndedRank, at: Instant },
     /// The launcher got a signal.
     Interrupted { signal: Signal, at: Instant },
-    /// Another host is gone or has failed.
+    /// Another host is lost or has failed.
     Elsewhere { at: Instant },
 }
 
 #[derive(Debug)]
 struct RankProcess {
     child: Child,
-    /// Also the number of its process group.
+    /// The process id, which is also the id of its process group.
     pid: Pid,
     request: StopRequest,
     end: Option<EndedRank>,
@@ -291,12 +294,12 @@ struct RankProcess {
 impl RankProcess {
     fn signal(&self, signal: Signal) {
         if self.end.is_none() {
-            // A group that is gone needs no signal.
+            // A group that has ended needs no signal.
             let _ = kill_process_group(self.pid, signal);
         }
     }
 
-    /// Whether it has ended; it stays a zombie, so that its number cannot be given to another process.
+    /// Returns whether it has ended. It stays a zombie, so that its process id is not reused.
     fn has_ended(&self) -> bool {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         match waitid(WaitId::Pid(self.pid), options) {
@@ -305,10 +308,10 @@ impl RankProcess {
         }
     }
 
-    /// Ends what is left of its group (helpers that it started) and takes its exit status.
+    /// Kills the rest of its group (helpers that it started) and returns its exit status.
     fn collect(&mut self) -> RankExitStatus {
         let _ = kill_process_group(self.pid, Signal::KILL);
-        // It is our own child and not waited for yet, so this cannot fail.
+        // It is our own child and has not been waited for, so this cannot fail.
         self.child.wait().map_or(RankExitStatus::Signal(9), RankExitStatus::of)
     }
 }
@@ -331,25 +334,25 @@ impl RankProcesses {
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
-        // It is for launchers, and scripts may write their variables into logs.
+        // The secret is for launchers only, and scripts may write their variables into logs.
         command.env_remove(SECRET);
         match &job.timeline {
             Some(folder) => command.env(timeline::PARTS, folder),
-            // It may be there where this launcher is a rank's child.
+            // It may be set if this launcher is a rank's child.
             None => command.env_remove(timeline::PARTS).env_remove(timeline::FILE),
         };
         let number = rank + self.first();
         if number > 0 {
-            // Rank 0 alone listens.
+            // Only rank 0 listens.
             command.env_remove(PROMETHEUS_PORT);
         }
-        // Until the rank has it.
+        // Kept open until the rank has it.
         let socket = match &self.multi_host {
             None => None,
             Some(context) => {
                 let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
                 let socket = context.pmi.socket().map_err(setup)?;
-                // Where an mpirun has started this launcher, the ranks are not that one's.
+                // If an mpirun has started this launcher, the ranks are not part of its job.
                 for (name, _) in std::env::vars_os() {
                     if ["OMPI_COMM_WORLD_", "PMIX_", "JSM_NAMESPACE_", "PALS_"]
                         .iter()
@@ -380,14 +383,14 @@ impl RankProcesses {
                 command.env_remove(BOUND);
             }
         }
-        // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
-        // launcher alone, which passes it on.
+        // Each rank gets its own process group: a signal then also reaches the rank's helpers, and Ctrl-C reaches only
+        // the launcher, which passes it on.
         command.process_group(0);
         die_with_parent(&mut command, Signal::KILL);
         if job.world > 1 || job.multi_host.as_ref().is_some_and(|context| context.hosts > 1) {
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
-            // A process group in the background that reads from the terminal is stopped by the kernel.
+            // The kernel stops a background process group that reads from the terminal.
             command.stdin(Stdio::null());
         }
         let started = command.spawn();
@@ -409,12 +412,12 @@ impl RankProcesses {
         Ok(())
     }
 
-    /// The first rank of this host.
+    /// Returns the first rank of this host.
     fn first(&self) -> usize {
         self.multi_host.as_ref().map_or(0, |context| context.first)
     }
 
-    /// Returns when every rank has ended.
+    /// Waits until every rank has ended.
     fn supervise(&mut self, events: &Receiver<LauncherEvent>) {
         loop {
             self.collect_ended();
@@ -423,10 +426,10 @@ impl RankProcesses {
             }
             let next = self.press();
             match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
-                // Of many ranks many end at once.
+                // Many ranks often end at once.
                 Ok(event) => [event].into_iter().chain(events.try_iter()).for_each(|event| self.handle(event)),
                 Err(RecvTimeoutError::Timeout) => {}
-                // The thread that listens cannot end before us; if it did, the tick would still serve.
+                // The listening thread cannot end first; if it did, the tick would still suffice.
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
             }
         }
@@ -453,7 +456,7 @@ impl RankProcesses {
         }
     }
 
-    /// Sends what is due to the ranks that should be gone by now, and says when the next thing is due.
+    /// Sends due signals to ranks that should have ended, and returns the time of the next one.
     fn press(&mut self) -> Instant {
         let now = Instant::now();
         let (term, kill) = match self.cause {
@@ -481,7 +484,7 @@ impl RankProcesses {
                 rank.signal(Signal::KILL);
             } else {
                 rank.signal(Signal::TERM);
-                // A rank that was stopped must run to end.
+                // A stopped rank must be continued before it can end.
                 rank.signal(Signal::CONT);
             }
         }
@@ -522,12 +525,12 @@ impl RankProcesses {
             }
             (LauncherEvent::End(again), ShutdownCause::Interrupted { signal, at })
                 if again == signal && at.elapsed() < SAME_SIGNAL => {}
-            // Asked for the second time, or while a failure is being cleared away.
+            // Requested for the second time, or during the shutdown after a failure.
             (LauncherEvent::End(_), _) => self.demand(StopRequest::Kill),
         }
     }
 
-    /// How the run ended, once every rank has.
+    /// Returns how the run ended, once every rank has.
     fn end(&self, tails: &[StderrTail]) -> RunEnd {
         match self.cause {
             ShutdownCause::Running => RunEnd::Well,
@@ -539,8 +542,8 @@ impl RankProcesses {
 
     fn failure(&self, first: EndedRank, at: Instant, tails: &[StderrTail]) -> RunFailure {
         let ended_ranks: Vec<EndedRank> = self.all.iter().filter_map(|rank| rank.end).collect();
-        // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
-        // makes the others end before it.
+        // The rank that ended first need not be the cause: a rank that hangs, or lingers after its error, makes the
+        // others end before it.
         let blamed = self.region.first_failure();
         let culprit = blamed.and_then(|(rank, fault)| {
             let end = ended_ranks.iter().find(|end| end.rank == rank)?;
@@ -548,7 +551,7 @@ impl RankProcesses {
         });
         let mut culprit = culprit.unwrap_or(CulpritRank { end: first, fault: RankFault::Died });
         let mut words = self.words(&culprit, tails);
-        // Ranks that fail together end in any order: the one that the others point at knows why.
+        // Ranks that fail together end in any order. The one that the others blame knows the reason.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |end: &&EndedRank| end.ended.is_failure() && end.request == StopRequest::Nothing;
         if let Some(end) = ended_ranks.iter().filter(by_itself).find(|end| Some(end.rank + self.first()) == pointed_at)
@@ -556,7 +559,7 @@ impl RankProcesses {
             culprit = CulpritRank { end: *end, fault: RankFault::Died };
             words = self.words(&culprit, tails);
         }
-        // From here on, numbers are those of all hosts' ranks.
+        // From here on, numbers are ranks among all hosts.
         let first_here = self.first();
         let numbered = |end: EndedRank| EndedRank { rank: end.rank + first_here, ..end };
         let (culprit, ended_ranks) = (
@@ -578,7 +581,7 @@ impl RankProcesses {
 }
 
 impl RankProcesses {
-    /// What the rank itself says about its failure.
+    /// Returns the rank's own error output about its failure.
     fn words(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
         let rank = culprit.end.rank;
         let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended != RankExitStatus::Signal(9);
@@ -591,7 +594,7 @@ impl RankProcesses {
 }
 
 impl Drop for RankProcesses {
-    /// Ranks that still run when starting the others failed.
+    /// Ends ranks that still run when starting the others failed.
     fn drop(&mut self) {
         self.signal_all(Signal::KILL);
         for rank in self.all.iter_mut().filter(|rank| rank.end.is_none()) {

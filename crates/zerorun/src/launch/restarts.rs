@@ -1,4 +1,4 @@
-//! Starting the job again after a rank has failed: how often, how soon, and with how many ranks.
+//! Restarts the job after a rank has failed: how often, how soon, and with how many ranks.
 
 use super::comm_backend::CommBackend;
 use super::console::eprint;
@@ -10,23 +10,23 @@ use rustix::process::Signal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The pause after a run that has lasted; each further run that dies soon doubles it.
+/// The pause after a long run; each further early failure doubles it.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// A run that fails earlier died soon: what brought it down is perhaps still there.
+/// A run that fails before this time failed early: the cause may persist.
 pub(super) const SOON: Duration = Duration::from_secs(60);
-/// A run that fails earlier never got going: perhaps this host can no longer carry this many ranks.
+/// A run that fails before this time never got going: this host may no longer support this many ranks.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
-/// Exit code of a job that went well, while what it wrote could not be passed on.
+/// The exit code of a successful job whose output could not be passed on.
 const EXIT_UNWRITTEN: u8 = 1;
 
-/// When a job is started again.
+/// The rules by which a job is restarted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RestartPolicy {
-    /// Restarts in total.
+    /// The maximum number of restarts in total.
     pub(crate) max_restarts: u32,
-    /// The fewest ranks to go on with.
+    /// The minimum number of ranks to continue with.
     pub(crate) min_ranks: usize,
 }
 
@@ -38,20 +38,20 @@ struct FailedRun {
     after: Duration,
 }
 
-/// The start that follows.
+/// The next start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NextStart {
-    /// 1 for the first restart.
+    /// The number of the restart, 1 for the first.
     restart: u32,
     ranks: usize,
     pause: Duration,
 }
 
 impl RestartPolicy {
-    /// The restart after the failed runs of a job, oldest first; `None` when no restart is left.
+    /// Returns the restart after a job's failed runs, oldest first, or `None` if no restart is left.
     ///
-    /// Two runs in a row that had the same number of ranks and failed within 10 s take one rank away, down to
-    /// `min_ranks`. Ranks that were taken away do not come back.
+    /// Two consecutive runs with the same number of ranks that failed within 10 s remove one rank, down to `min_ranks`.
+    /// Removed ranks do not come back.
     fn next(&self, failed: &[FailedRun]) -> Option<NextStart> {
         let restart = u32::try_from(failed.len()).ok().filter(|restart| *restart <= self.max_restarts)?;
         let ranks = match failed {
@@ -65,24 +65,25 @@ impl RestartPolicy {
     }
 }
 
-/// How long to wait after the last of these runs.
+/// Returns the pause after the last of these runs.
 fn pause(failed: &[FailedRun]) -> Duration {
     let soon = failed.iter().rev().take_while(|run| run.after < SOON).count();
     pause_after(soon)
 }
 
-/// The same after so many runs in a row that died soon.
+/// Returns the pause after this number of consecutive early failures.
 pub(super) fn pause_after(soon: usize) -> Duration {
     let doublings = u32::try_from(soon.saturating_sub(1)).unwrap_or(u32::MAX);
     FIRST_PAUSE.saturating_mul(2u32.saturating_pow(doublings)).min(LONGEST_PAUSE)
 }
 
-/// Runs the job, again and again if the policy says so, and gives the launcher's exit code. Call it on the main thread.
+/// Runs the job, restarts it according to the policy, and returns the launcher's exit code. Must be called on the main
+/// thread.
 pub(crate) fn run(job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     run_by(CommBackend::Shm, job, policy)
 }
 
-/// The same, with ranks that are joined by `backend`.
+/// Does the same, with ranks that communicate by `backend`.
 pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPolicy) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
@@ -106,7 +107,7 @@ pub(crate) fn run_by(backend: CommBackend, mut job: LocalJob, policy: &RestartPo
     }
 }
 
-/// One line about a failure that a restart follows.
+/// Returns the line about a failure that is followed by a restart.
 fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, policy: &RestartPolicy) -> String {
     let NextStart { restart, ranks, pause } = next;
     let plural = if *ranks == 1 { "" } else { "s" };
@@ -123,7 +124,7 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
     )
 }
 
-/// Says what brought the last run down, and why no other follows; gives the launcher's exit code.
+/// Prints the cause of the last failure and why there is no restart. Returns the launcher's exit code.
 fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     eprint(&failure.report);
     match (failure.asked, policy.max_restarts) {
@@ -140,7 +141,7 @@ fn stopped_by(signal: Signal) -> u8 {
     RankExitStatus::Signal(number).exit_code()
 }
 
-/// Waits; a signal that asks the launcher to end ends the wait and is given back.
+/// Waits. A signal that asks the launcher to end interrupts the wait and is returned.
 fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
     let until = Instant::now() + pause;
     loop {
@@ -148,10 +149,10 @@ fn rest(pause: Duration, events: &Receiver<LauncherEvent>) -> Option<Signal> {
         match events.recv_timeout(left) {
             Ok(LauncherEvent::End(signal)) => return Some(signal),
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
-            // There is no rank that it could concern.
+            // There is no rank to which it could apply.
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage) => {}
             Err(RecvTimeoutError::Timeout) => return None,
-            // As in `RankProcesses::supervise`: it does not happen, and the pause would still be right.
+            // As in `RankProcesses::supervise`, this does not happen, and the pause would still be right.
             Err(RecvTimeoutError::Disconnected) => {
                 std::thread::sleep(left);
                 return None;

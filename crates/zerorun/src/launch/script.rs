@@ -1,5 +1,5 @@
-//! The kind of the named file: a program, a target of the cargo package around it, or a package of its own. A name without a
-//! slash that is no file here is a program on the `PATH`.
+//! Determines the kind of the named file: a program, a target of the cargo package around it, or a single file that
+//! becomes a package. A name without a slash that is not a file here is a program on the `PATH`.
 
 use super::cargo_build::{CargoBuild, CargoTargetKind};
 use super::frontmatter::{self, ScriptParts};
@@ -12,38 +12,38 @@ use std::path::{Path, PathBuf};
 /// The program to start.
 #[derive(Debug)]
 pub(crate) enum ScriptTarget {
-    /// An executable, started as it is.
+    /// An executable, started directly.
     Program {
-        /// Absolute, so that it is this one, wherever the `PATH` leads.
+        /// The absolute path, so that `PATH` cannot lead to another program.
         path: PathBuf,
     },
     /// An example or binary of the package around it.
     InPackage(PackageTarget),
-    /// A file of its own.
+    /// A single-file script.
     Single(SingleFileScript),
 }
 
-/// A target of a package that exists.
+/// A target of an existing package.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PackageTarget {
-    /// Folder of the package's Cargo.toml.
+    /// The folder of the package's Cargo.toml.
     pub(super) manifest_dir: PathBuf,
     pub(super) kind: CargoTargetKind,
     /// Cargo's name of the target.
     pub(super) name: String,
 }
 
-/// A file that becomes a package of its own.
+/// A single file that becomes a package.
 #[derive(Debug)]
 pub(crate) struct SingleFileScript {
-    /// As typed.
+    /// The path as typed.
     pub(super) typed: PathBuf,
-    /// Absolute, without symbolic links.
+    /// The absolute path, without symbolic links.
     pub(super) path: PathBuf,
     pub(super) parts: ScriptParts,
 }
 
-/// Looks at the file.
+/// Determines the kind of a file.
 pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
     let metadata = match std::fs::metadata(typed) {
@@ -80,7 +80,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
         problem: problem.found,
         fix: problem.fix,
     })?;
-    // rustc refuses a frontmatter on stable Rust, so a file that has one cannot be a target of the package around it.
+    // Stable rustc refuses a frontmatter, so a file that has one cannot be a target of the package around it.
     if parts.manifest.is_none()
         && let Some(in_package) = in_package(&path)
     {
@@ -89,7 +89,7 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
 }
 
-/// Whether a shell would look a name up in `PATH`. A Rust file is never on it.
+/// Returns whether a shell would look a name up in `PATH`. A Rust file is never on it.
 fn is_bare(typed: &Path) -> bool {
     let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
     bare && !is_rust(typed)
@@ -99,12 +99,12 @@ fn is_rust(typed: &Path) -> bool {
     typed.extension().is_some_and(|extension| extension == "rs")
 }
 
-/// The first executable of this name in the folders of a `PATH`.
+/// Returns the first executable of this name in the folders of a `PATH`.
 fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
     let is_program = |file: &PathBuf| {
         std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
     };
-    // An empty entry is this folder, where it is not.
+    // An empty entry is the current folder, where the file does not exist.
     let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
     std::path::absolute(folders.map(|folder| folder.join(typed)).find(is_program)?).ok()
 }
@@ -125,16 +125,16 @@ fn not_found(typed: &Path) -> Error {
     LaunchError::NotStartable { path: typed.to_path_buf(), found: found.to_string(), fix }.into()
 }
 
-/// The target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's rules for
-/// where targets lie and the manifest's own `path` keys.
+/// Returns the target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's
+/// rules for the locations of targets and the manifest's own `path` keys.
 fn in_package(path: &Path) -> Option<PackageTarget> {
     for dir in path.ancestors().skip(1) {
         let Ok(text) = std::fs::read_to_string(dir.join("Cargo.toml")) else { continue };
-        // A manifest that does not parse is cargo's to complain about, so the usual places still count.
+        // Cargo reports a manifest that does not parse, so the usual locations still apply.
         let manifest: Option<toml::Table> = text.parse().ok();
         let package = manifest.as_ref().and_then(|manifest| manifest.get("package")?.as_table());
         if manifest.is_some() && package.is_none() {
-            continue; // A workspace without a package of its own.
+            continue; // A workspace without a root package.
         }
         let (kind, name) = named_target(manifest.as_ref(), dir, path).or_else(|| usual_target(package, dir, path))?;
         return Some(PackageTarget { manifest_dir: dir.to_path_buf(), kind, name });
@@ -142,7 +142,7 @@ fn in_package(path: &Path) -> Option<PackageTarget> {
     None
 }
 
-/// A `[[bin]]` or `[[example]]` with this file as its `path`.
+/// Returns a `[[bin]]` or `[[example]]` with this file as its `path`.
 fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(CargoTargetKind, String)> {
     for (key, kind) in [("example", CargoTargetKind::Example), ("bin", CargoTargetKind::Bin)] {
         for target in manifest?.get(key).and_then(toml::Value::as_array).into_iter().flatten() {
@@ -155,7 +155,7 @@ fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Opti
     None
 }
 
-/// A file where cargo finds targets by itself.
+/// Returns the target of a file in a location where cargo finds targets automatically.
 fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(CargoTargetKind, String)> {
     let relative = path.strip_prefix(dir).ok()?;
     let words: Vec<&str> = relative.iter().map(|word| word.to_str()).collect::<Option<_>>()?;
@@ -173,7 +173,7 @@ fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Optio
 }
 
 impl PackageTarget {
-    /// The build of this target, in its package's own target folder.
+    /// Returns the build of this target, in its package's own target folder.
     pub(crate) fn into_build(self, typed: &Path, features: Option<&str>) -> CargoBuild {
         CargoBuild {
             script: typed.to_path_buf(),

@@ -1,4 +1,5 @@
-//! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
+//! Signals: those that reach the launcher, those that it passes on, and those that the kernel sends when the launcher
+//! dies.
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};
@@ -11,27 +12,27 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// Something the launcher waits for.
+/// An event that the launcher waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LauncherEvent {
     /// A child may have ended.
     Child,
-    /// The launcher is asked to end, and the ranks with it.
+    /// The launcher and the ranks are asked to end.
     End(Signal),
-    /// The terminal asks everything to stop for a while.
+    /// The terminal asks everything to stop temporarily.
     Suspend,
-    /// A signal with a meaning of the program's own.
+    /// A signal whose meaning the program defines.
     Pass(Signal),
-    /// Something was heard of other hosts.
+    /// A message from another host has arrived.
     PeerMessage,
 }
 
-/// Listens from now on; must be called before the first rank is started.
+/// Starts to handle signals. Must be called before the first rank is started.
 ///
-/// Events of other kinds may be sent to the same receiver.
+/// Other kinds of events may be sent to the same receiver.
 pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>)> {
     let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
-    // nohup and shells without job control start programs that ignore some of these: that must stay so.
+    // nohup and shells without job control start programs that ignore some of these signals. They must stay ignored.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
     let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;
@@ -63,13 +64,13 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
     Ok((others, receiver))
 }
 
-/// Stops this process as Ctrl-Z does; returns when it is continued.
+/// Stops this process as Ctrl-Z does. Returns when it is continued.
 pub(super) fn suspend_self() {
-    // It cannot fail for a signal that stops, and if it did, going on would be right.
+    // This cannot fail for a stop signal; if it did, continuing would be right.
     let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
 }
 
-/// The name of a signal as in `SIGKILL`, or its number.
+/// Returns the name of a signal, such as `SIGKILL`, or its number.
 pub(crate) fn name(number: i32) -> String {
     match signal_hook::low_level::signal_name(number) {
         Some(name) => format!("{name} ({number})"),
@@ -77,14 +78,14 @@ pub(crate) fn name(number: i32) -> String {
     }
 }
 
-/// Lets the kernel send `signal` to the child when the launcher dies, however it dies.
+/// Makes the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
 /// The kernel watches the *thread* that starts the child, so that must be the main thread.
 pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
     let parent = getpid();
     let in_child = move || {
         set_parent_process_death_signal(Some(signal))?;
-        // The launcher may have died between fork and the call above: then no signal will ever come.
+        // The launcher may have died between fork and the call above. In this case no signal will ever arrive.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
     };
     // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two system calls

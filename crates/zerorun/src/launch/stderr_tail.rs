@@ -1,16 +1,16 @@
-//! The last lines of a rank on stderr: those in which its failure is explained once more at the very end, below the
-//! echoes of all other ranks.
+//! The last lines of a rank's stderr. They explain its failure again at the very end of the output, after the messages
+//! of all other ranks.
 
 use candle_zero::error::begins_backtrace;
 use std::collections::VecDeque;
 
-/// Lines that are remembered: enough to find the beginning of a message before its backtrace.
+/// The number of lines kept: enough to find the beginning of a message before its backtrace.
 const KEPT: usize = 200;
-/// Bytes of a line that are remembered.
+/// The number of bytes kept per line.
 const LINE_BYTES: usize = 1000;
-/// Lines of a message that are repeated.
+/// The number of lines of a message that are repeated.
 const SHOWN: usize = 12;
-/// Lines that are repeated when no message can be told from other output.
+/// The number of lines that are repeated if no message can be distinguished from other output.
 const SHOWN_OF_ANYTHING: usize = 3;
 
 /// The end of one rank's stderr.
@@ -28,8 +28,9 @@ impl StderrTail {
         self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(LINE_BYTES)]).trim_end().to_string());
     }
 
-    /// The last error or panic message; else `reason`, which the rank gave to the others; else the last few lines, of a
-    /// rank that `ended_by_itself`: one that was ended had no time to say why, and what it wrote before is no reason.
+    /// Returns the last error or panic message; else `reason`, which the rank gave to the others; else the last few
+    /// lines of a rank that `ended_by_itself`. A rank that was stopped had no time to print a reason, and its earlier
+    /// output is not one.
     pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));
@@ -43,18 +44,18 @@ impl StderrTail {
     }
 }
 
-/// The forms in which `fn main() -> Result`, command-line programs and panics print errors.
+/// Returns whether a line begins an error message of `fn main() -> Result`, a command-line program or a panic.
 fn begins_message(line: &str) -> bool {
     line.starts_with("Error: ") || line.starts_with("error: ") || line.contains("panicked at ")
 }
 
-/// `step 3/100 ...`, as [`candle_zero::monitor::Progress`] writes it.
+/// Returns whether a line is `step 3/100 ...`, as [`candle_zero::monitor::Progress`] writes it.
 fn is_progress(line: &str) -> bool {
     let number = line.strip_prefix("step ").and_then(|rest| rest.split_once('/')).map(|(number, _)| number);
     number.is_some_and(|number| number.parse::<u64>().is_ok())
 }
 
-/// Backtraces, and the hint how to get one.
+/// Returns whether a line begins a backtrace or the hint about one.
 fn ends_message(line: &str) -> bool {
     line.eq_ignore_ascii_case("stack backtrace:")
         || line.starts_with("note: run with `RUST_BACKTRACE=")

@@ -1,4 +1,4 @@
-//! `zerorun bench`: measures this machine.
+//! `zerorun bench`: measures the performance of this machine.
 
 use crate::launch::console::{CommandLineError, EXIT_SETUP, refused};
 use candle_zero::comm::stats::network_bench;
@@ -17,7 +17,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Measures this machine.
+/// Measure the performance of this machine.
 #[derive(Debug, Parser)]
 #[command(name = "bench", bin_name = "zerorun bench", disable_help_subcommand = true)]
 struct BenchArguments {
@@ -31,11 +31,11 @@ enum BenchCommand {
     Network(NetworkBenchArguments),
 }
 
-/// Measures what MPI and collectives make of the network between hosts, as the program of each rank of a job:
-/// `zerorun --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
+/// Measure MPI and collectives on the network between hosts. Runs as the program of each rank of a job: `zerorun
+/// --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
 #[derive(Debug, Args)]
 struct NetworkBenchArguments {
-    /// Bytes of each buffer, 1MiB or more: 64MiB
+    /// Size of each buffer, 1MiB or more
     #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = whole_size)]
     size: u64,
 
@@ -44,31 +44,31 @@ struct NetworkBenchArguments {
     json: bool,
 }
 
-/// Measures files of offloaded state in a folder: sequential access, and the optimizer step beside a plain loop
+/// Measure files of offloaded state in a folder: sequential access, and the optimizer step compared with a plain loop
 #[derive(Debug, Args)]
 struct DiskBenchArguments {
-    /// The folder, as in `nvme_path`; nothing stays there
+    /// Folder to test, as in `nvme_path`; all files in it are temporary
     path: PathBuf,
 
-    /// Space to use there, 1MiB or more: 512MiB, 4GiB; a bare number is bytes
+    /// Disk space to use, 1MiB or more: 512MiB, 4GiB; a bare number is bytes
     #[arg(long, value_name = "SIZE", default_value = "2GiB", value_parser = whole_size)]
     size: u64,
 
-    /// `aio.block_size`: bytes of a request, 4KiB to 16MiB in whole pages of 4KiB
+    /// `aio.block_size`: bytes per request, 4KiB to 16MiB in multiples of 4KiB
     #[arg(long = "block_size", alias = "block-size", value_name = "SIZE", default_value = "1MiB", value_parser = block_size)]
     block_size: usize,
 
-    /// `aio.queue_depth`: requests under way for each of intra_op_parallelism
+    /// `aio.queue_depth`: requests in flight for each of intra_op_parallelism
     #[arg(long = "queue_depth", alias = "queue-depth", value_name = "N", default_value = "8",
           value_parser = clap::value_parser!(u16).range(1..=64))]
     queue_depth: u16,
 
-    /// `aio.intra_op_parallelism`: multiplies queue_depth; 64 requests are under way at most
+    /// `aio.intra_op_parallelism`: multiplies queue_depth; at most 64 requests are in flight
     #[arg(long = "intra_op_parallelism", alias = "intra-op-parallelism", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=64))]
     intra_op_parallelism: u16,
 
-    /// Try other block sizes and queue depths too, and print the fastest as a section for the configuration
+    /// Also try other block sizes and queue depths, and print the fastest as a section for the configuration
     #[arg(long)]
     sweep: bool,
 
@@ -77,7 +77,7 @@ struct DiskBenchArguments {
     json: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {
         BenchCommand::Disk(disk) => disk.run(),
@@ -112,7 +112,7 @@ impl NetworkBenchArguments {
     }
 }
 
-/// The text form of what was measured between hosts.
+/// Formats the measurements between hosts as text.
 fn network_table(network: &network_bench::NetworkMeasurement) -> String {
     let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
     let mut text = format!(
@@ -179,7 +179,7 @@ impl DiskBenchArguments {
     }
 }
 
-/// `512MiB`, `4GiB`, `4096`.
+/// Parses a size such as `512MiB`, `4GiB` or `4096`.
 pub(super) fn size(text: &str) -> Result<u64, String> {
     let wrong = || "give bytes, or a whole number with KiB, MiB, GiB or TiB, for example 512MiB".to_string();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -196,7 +196,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
         return Err(wrong());
     }
     let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    // Files end at 2^63 bytes.
+    // Files are limited to 2^63 bytes.
     bytes.filter(|bytes| *bytes < 1 << 63).ok_or_else(|| "no disk is as large".to_string())
 }
 
@@ -213,10 +213,10 @@ fn block_size(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "give 4KiB to 16MiB, a multiple of 4KiB".to_string())
 }
 
-/// The text form.
+/// Formats the results as text.
 struct DiskBenchTable<'a>(&'a DiskBench);
 
-/// `1.23 GB/s`
+/// Formats a speed, such as `1.23 GB/s`.
 fn speed(timing: &PassTiming) -> String {
     format!("{:.2} GB/s", timing.bytes_per_s / 1e9)
 }

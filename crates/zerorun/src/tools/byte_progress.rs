@@ -1,4 +1,4 @@
-//! Progress of a tool that works through files.
+//! The progress of a tool that works through files.
 
 use candle_zero::monitor::Progress;
 
@@ -7,21 +7,21 @@ use candle_zero::monitor::Progress;
 pub(super) struct ByteProgress(Option<(Progress, u64)>);
 
 impl ByteProgress {
-    /// Reports that `done` of `total` bytes are done. Nothing is shown where the first report is the last.
+    /// Reports that `done` of `total` bytes are done. Nothing is shown if the first report is also the last.
     pub(super) fn tell(&mut self, done: u64, total: u64) {
         if total <= 1 << 20 {
             return;
         }
         let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
         let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None).counting("MiB"), 0));
-        // Once for each MiB: otherwise the last line is redrawn over and over.
+        // Once per MiB, so that the last line is not redrawn too often.
         if done > *shown {
             *shown = done;
             progress.step(done, String::new);
         }
     }
 
-    /// Frees the line below.
+    /// Ends the progress line.
     pub(super) fn finish(self) {
         if let Some((progress, _)) = self.0 {
             progress.finish();

@@ -1,4 +1,4 @@
-//! `zerorun cache`: what the builds of single-file scripts take on the disk, and how to get it back.
+//! `zerorun cache`: shows the disk space used by builds of single-file scripts, and frees it.
 
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::launch::script_package::{cache, script_of};
@@ -11,16 +11,16 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Lists the scripts that zerorun has built and the size of the folder that it has built them in; removes what is no
-/// longer needed.
+/// List the scripts that zerorun has built and the size of its build folder, or remove what is no longer needed.
 ///
-/// Everything in the folder is made again when a script is started.
+/// Everything in the folder is rebuilt when a script is started.
 ///
-/// Exit code: 0, 1 where something cannot be read or removed, 2 where there is no folder or the command line is wrong.
+/// Exit code: 0 on success, 1 if something cannot be read or removed, 2 if there is no folder or the command line is
+/// wrong.
 #[derive(Debug, Parser)]
 #[command(name = "cache", bin_name = "zerorun cache")]
 struct CacheArguments {
-    /// Remove the packages and programs of scripts that are no longer there
+    /// Remove the packages and programs of scripts that no longer exist
     #[arg(long)]
     prune: bool,
 
@@ -29,7 +29,7 @@ struct CacheArguments {
     clear: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let typed = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;
     let folder = match cache() {
@@ -47,7 +47,7 @@ impl CacheArguments {
     fn act(&self, folder: &Path) -> Result<String, Error> {
         let before = size(folder).map_err(at("read", folder))?;
         if self.clear {
-            // What else somebody has put there stays.
+            // Anything else in the folder stays.
             for name in PARTS {
                 remove(&folder.join(name))?;
             }
@@ -74,7 +74,7 @@ impl CacheArguments {
     }
 }
 
-/// The folders that are ours.
+/// The subfolders that zerorun owns.
 const PARTS: [&str; 2] = ["packages", "target"];
 
 fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
@@ -89,7 +89,7 @@ struct CachedScript {
     name: String,
 }
 
-/// The scripts by path.
+/// Returns the scripts, sorted by path.
 fn scripts(folder: &Path) -> Result<Vec<CachedScript>, Error> {
     let packages = folder.join("packages");
     let entries = match std::fs::read_dir(&packages) {
@@ -110,7 +110,7 @@ impl CachedScript {
         self.path.is_file()
     }
 
-    /// Removes its package and what cargo has built of it.
+    /// Removes the script's package and cargo's build of it.
     fn remove(&self, folder: &Path) -> Result<(), Error> {
         let release = folder.join("target/release");
         let crate_name = self.name.replace('-', "_");
@@ -129,7 +129,7 @@ impl CachedScript {
     }
 }
 
-/// Removes a file, or a folder with all that is in it; one that is not there is no error.
+/// Removes a file, or a folder with all its contents. A missing path is not an error.
 fn remove(path: &Path) -> Result<(), Error> {
     let is_folder = std::fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
     let removed = if is_folder { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
@@ -139,7 +139,7 @@ fn remove(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Bytes that a folder takes on the disk; a file of several names counts once. 0 where there is none.
+/// Returns the bytes that a folder takes on the disk, or 0 if there is none. A file with several names counts once.
 fn size(folder: &Path) -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
     let mut seen = std::collections::HashSet::new();
@@ -147,7 +147,7 @@ fn size(folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     while let Some(path) = open.pop() {
         let found = match std::fs::symlink_metadata(&path) {
-            // Cargo may be at work.
+            // Cargo may be running.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             found => found?,
         };

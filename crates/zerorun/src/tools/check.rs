@@ -13,21 +13,21 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Checks and resolves a configuration and lists every problem with its place; then the notes that a job
-/// would print: keys without effect, translated settings, and the value of each `"auto"`.
+/// Check and resolve a configuration. Lists every problem with its position, then the notes that a job would print:
+/// keys without effect, translated settings, and the value of each `"auto"`.
 ///
-/// Exit code: 0 a job would accept it, 2 it would not, or the command line is wrong.
+/// Exit code: 0 if a job would accept the configuration, 2 if it would not or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "check", bin_name = "zerorun check")]
 struct CheckArguments {
-    /// The DeepSpeed JSON file
+    /// DeepSpeed JSON file
     file: PathBuf,
 
-    /// Ranks of the job
+    /// Number of ranks of the job
     #[arg(long = "world_size", alias = "world-size", value_name = "N", default_value = "1")]
     world_size: NonZeroUsize,
 
-    /// The value of "auto" for total_num_steps of the schedule
+    /// Value of "auto" for the schedule's total_num_steps
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N")]
     total_num_steps: Option<u64>,
 
@@ -36,7 +36,7 @@ struct CheckArguments {
     json: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(CheckArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -63,7 +63,7 @@ impl CheckArguments {
     }
 }
 
-/// All that is wrong, in file order.
+/// Returns all problems, in file order.
 fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
     let of_file = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
     match error {
@@ -99,7 +99,7 @@ fn json(checked: CheckOutcome) -> Value {
     json!({"ok": errors.is_empty(), "errors": errors, "said": said, "resolved": resolved})
 }
 
-/// Pictures of the problems, or the configuration in one line; then the notes.
+/// Renders the problems, or the configuration in one line, followed by the notes.
 fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> String {
     let name = file.display();
     let mut all = String::new();
@@ -123,7 +123,7 @@ fn ranks(count: usize) -> String {
     format!("{count} rank{}", if count == 1 { "" } else { "s" })
 }
 
-/// The configuration in one line.
+/// Summarizes the configuration in one line.
 fn summary(config: &Config) -> String {
     let all = config.to_deepspeed_json();
     let on = |section: &str| all[section]["enabled"] == true;

@@ -1,4 +1,4 @@
-//! `zerorun classify`: the labels of texts, by a model that `zerorun finetune --task classify` has trained.
+//! `zerorun classify`: predicts the labels of texts with a model trained by `zerorun finetune --task classify`.
 
 use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
@@ -10,21 +10,21 @@ use std::io::{self, BufRead as _, Read as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Tells the labels of texts, by the folder that `zerorun finetune --task classify` has written, or another BERT for sequence
+/// Predict the labels of texts with a model from `zerorun finetune --task classify`, or another BERT for sequence
 /// classification.
 ///
-/// Prints a line for each text: its label, the label's probability, and the text. Without TEXT each line of standard input
-/// is a text.
+/// Prints one line per text: its label, the label's probability, and the text. Without TEXT, each line of standard
+/// input is a text.
 ///
-/// Exit code: 0 all texts have a label, 1 standard output could not be written, 2 the model, a text or the command line is
-/// wrong.
+/// Exit code: 0 if all texts have a label, 1 if standard output could not be written, 2 if the model, a text or the
+/// command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "classify", bin_name = "zerorun classify")]
 struct ClassifyArguments {
-    /// The folder of the trained model
+    /// Folder of the trained model
     model: PathBuf,
 
-    /// Texts
+    /// Texts to classify
     text: Vec<String>,
 
     /// Print one JSON object per text, with the probabilities of all labels
@@ -32,10 +32,10 @@ struct ClassifyArguments {
     json: bool,
 }
 
-/// The longest line of standard input, in bytes.
+/// The maximum length of a line of standard input, in bytes.
 const MOST_LINE: u64 = 64 << 20;
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = ClassifyArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
@@ -60,7 +60,7 @@ impl ClassifyArguments {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints the label of a text. Whether standard output took it.
+    /// Prints the label of a text. Returns whether standard output accepted it.
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
         let Classification { labels, tokens, cut } = classifier.classify(text)?;
         if cut > 0 && !self.json {
@@ -82,7 +82,7 @@ impl ClassifyArguments {
     }
 }
 
-/// The next line of standard input, without its end.
+/// Reads the next line of standard input, without its line end.
 fn read_line(input: &mut impl io::BufRead) -> Result<Option<String>> {
     let wrong = |source| Error::Io { action: "read", path: "standard input".into(), source };
     let mut line = String::new();

@@ -1,4 +1,4 @@
-//! Pictures of what is wrong with a configuration: its line, with the place underlined.
+//! Renders the problems of a configuration: each line, with the position underlined.
 
 use crate::launch::console::colours;
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
@@ -6,29 +6,29 @@ use candle_zero::config::TextPosition;
 use std::fmt::Write;
 use std::ops::Range;
 
-/// More than this many are only listed: a file of 4 MiB may have a problem every few bytes.
+/// Further problems are only listed: a file of 4 MiB may have one every few bytes.
 const MOST: usize = 100;
 
 /// One problem, from any kind of error.
 pub(super) struct ConfigDiagnostic {
-    /// Path of the key; `$` is the whole file.
+    /// The path of the key; `$` stands for the complete file.
     pub(super) path: String,
-    /// The rule that is broken, in words.
+    /// The name of the broken rule.
     pub(super) rule: &'static str,
     pub(super) place: Option<TextPosition>,
-    /// The first place of a duplicate key.
+    /// The first position of a duplicate key.
     pub(super) first: Option<TextPosition>,
     pub(super) message: String,
 }
 
 impl ConfigDiagnostic {
-    /// One that stands at one place, or at none.
+    /// Creates a problem at one position, or at none.
     pub(super) fn new(path: String, rule: &'static str, place: Option<TextPosition>, message: String) -> Self {
         Self { path, rule, place, first: None, message }
     }
 }
 
-/// One picture for each problem. In colour if standard output is a terminal and `NO_COLOR` is not set.
+/// Renders each problem, in colour if standard output is a terminal and `NO_COLOR` is not set.
 pub(super) fn render_all(file: &str, text: &str, diagnostics: &[ConfigDiagnostic]) -> String {
     let renderer = if colours() { Renderer::styled() } else { Renderer::plain() };
     let lines = LineIndex::of(text);
@@ -52,7 +52,7 @@ fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &C
     let title = Level::ERROR.primary_title(title);
     let Some(place) = diagnostic.place else { return renderer.render(&[annotate_snippets::Group::with_title(title)]) };
     let from = diagnostic.first.map_or(place.line, |first| first.line.min(place.line));
-    // Only these lines: the whole text would be gone through for each picture.
+    // Only these lines: otherwise each rendering would scan the complete text.
     let (start, source) = lines.between(from, place.line);
     let span = |place: TextPosition| {
         let at = lines.token(place);
@@ -65,33 +65,33 @@ fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &C
     renderer.render(&[title.element(snippet.annotation(AnnotationKind::Primary.span(span(place))))])
 }
 
-/// A text by lines, as places count them.
+/// An index of a text's lines, as positions count them.
 struct LineIndex<'a> {
     text: &'a str,
-    /// Byte at which each line begins.
+    /// The byte at which each line begins.
     starts: Vec<usize>,
 }
 
 impl<'a> LineIndex<'a> {
     fn of(text: &'a str) -> Self {
-        // Places do not count a byte order mark.
+        // Positions do not count a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let starts = std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect();
         Self { text, starts }
     }
 
-    /// Where a line begins; the end of the text for one beyond it.
+    /// Returns the start of a line, or the end of the text for a line beyond it.
     fn start(&self, line: usize) -> usize {
         self.starts.get(line - 1).copied().unwrap_or(self.text.len())
     }
 
-    /// Where the lines from the first to the last begin, and their text.
+    /// Returns the start and the text of a range of lines, both ends included.
     fn between(&self, first: usize, last: usize) -> (usize, &'a str) {
         let start = self.start(first);
         (start, self.text[start..self.start(last + 1)].trim_end_matches(['\r', '\n']))
     }
 
-    /// Bytes of the word, number, string or sign at a place; none at the end of a line.
+    /// Returns the byte range of the word, number, string or sign at a position; empty at the end of a line.
     fn token(&self, place: TextPosition) -> Range<usize> {
         let (line_start, line) = self.between(place.line, place.line);
         let at = line.char_indices().nth(place.column - 1).map_or(line.len(), |(at, _)| at);
@@ -110,7 +110,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '_' | '-' | '+' | '.')
 }
 
-/// Length of the string that begins here; the rest of the line where it does not end.
+/// Returns the length of the string that begins here, or of the rest of the line if the string does not end.
 fn quoted(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {

@@ -1,4 +1,4 @@
-//! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
+//! `zerorun consolidate`: writes a checkpoint's parameters as Hugging Face files.
 
 use super::byte_progress::ByteProgress;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
@@ -11,32 +11,32 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Writes a checkpoint's parameters into a folder, in the layout of Hugging Face's models.
+/// Write a checkpoint's parameters to a folder, in the layout of Hugging Face models.
 ///
-/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or
-/// the command line is wrong. Unless it is 0, OUT is as it was.
+/// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file cannot be written, 2 if there is no
+/// checkpoint or the command line is wrong. OUT stays unchanged unless the code is 0.
 #[derive(Debug, Parser)]
 #[command(name = "consolidate", bin_name = "zerorun consolidate")]
 struct ConsolidateArguments {
-    /// The folder that checkpoints were saved to, or that of one tag
+    /// Folder that checkpoints were saved to, or the folder of one tag
     dir: PathBuf,
 
-    /// The folder for the files: absent or empty
+    /// Output folder; must be absent or empty
     out: PathBuf,
 
-    /// The checkpoint [default: the one that `latest` names]
+    /// Tag of the checkpoint [default: the tag named in `latest`]
     #[arg(long)]
     tag: Option<String>,
 
-    /// Precision of the files; the checkpoint has f32
+    /// Precision of the files; the checkpoint contains f32
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ConsolidateDtype,
 
-    /// Bytes of parameters in one file: 5GB, 500MB, 2GiB; a bare number is bytes
+    /// Maximum bytes of parameters per file: 5GB, 500MB, 2GiB; a bare number is bytes
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
 
-    /// Attention heads of a GPT-2, for config.json, where the checkpoint does not contain their number
+    /// Number of attention heads of a GPT-2, for config.json, if the checkpoint does not contain it
     #[arg(long = "n_head", alias = "n-head", value_name = "N")]
     n_head: Option<usize>,
 }
@@ -48,7 +48,7 @@ enum ConsolidateDtype {
     F16,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ConsolidateArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -69,7 +69,7 @@ impl ConsolidateArguments {
         let latest_is_damaged = tag.is_none() && listing.latest.is_err();
         let tag = match listing.choose(tag) {
             Ok(tag) => tag,
-            // As `inspect` has it: a folder that is damaged is no wrong command line.
+            // The same as in `inspect`: a damaged folder is not a wrong command line.
             Err(error) => return refused(&error, if latest_is_damaged { 1 } else { EXIT_SETUP }),
         };
         let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
@@ -101,7 +101,7 @@ impl ConsolidateArguments {
     }
 }
 
-/// `5GB`, `500MB`, `2GiB`, `4096`.
+/// Parses a size such as `5GB`, `500MB`, `2GiB` or `4096`.
 fn size(text: &str) -> Result<u64, String> {
     let wrong =
         || "give bytes, or a whole number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, for example 5GB".to_string();
@@ -127,7 +127,7 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The text form.
+/// The report in text form.
 struct ConsolidateReport<'a> {
     out: &'a Path,
     done: &'a Consolidated,

@@ -1,4 +1,4 @@
-//! `zerorun data`: what fine-tuning makes of data files.
+//! `zerorun data`: shows how fine-tuning reads data files.
 
 use super::resolve_model::{HELP, ResolvedModel};
 use super::sample_flags::{FileProgress, SampleFlags};
@@ -14,7 +14,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Shows what fine-tuning makes of data files.
+/// Show how fine-tuning reads data files.
 #[derive(Debug, Parser)]
 #[command(name = "data", bin_name = "zerorun data", disable_help_subcommand = true)]
 struct DataArguments {
@@ -27,27 +27,27 @@ enum DataCommand {
     Show(ShowDataArguments),
 }
 
-/// Says what data files are recognized as and which of their lines cannot be used, and shows the first samples with what
-/// is to be learned: in green on a terminal, else in brackets
+/// Print the detected format of data files, the lines that cannot be used, and the first samples. The text to be
+/// learned is green on a terminal, and in brackets otherwise
 ///
-/// The files are tokenized into the cache that `zerorun finetune` reads, where they are not there yet.
+/// Files are tokenized into the cache that `zerorun finetune` reads, unless they are already there.
 ///
-/// Exit code: 0 all is shown, 1 it could not be written, 2 the model's folder or a file cannot be used, or the command
-/// line is wrong.
+/// Exit code: 0 if everything is shown, 1 if the output could not be written, 2 if the model's folder or a file cannot
+/// be used, or the command line is wrong.
 #[derive(Debug, Args)]
 struct ShowDataArguments {
     #[arg(value_name = "MODEL_DIR", help = HELP)]
     model: PathBuf,
 
-    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight behind a colon
+    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each optionally followed by a colon and a weight
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
 
-    /// Samples to show of each file
+    /// Number of samples to show per file
     #[arg(long, value_name = "N", default_value_t = 3)]
     count: usize,
 
-    /// What is learned: what the assistant says, which answer to prefer, or the label of a text
+    /// Task: assistant answers, preferences between answers, or text labels
     #[arg(long, value_enum, default_value_t)]
     task: ShowTaskFlag,
 
@@ -63,7 +63,7 @@ enum ShowTaskFlag {
     Classify,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.what;
     Ok(match show.text() {
@@ -74,9 +74,9 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl ShowDataArguments {
-    /// What became of each file, and its first samples.
+    /// Describes each file and its first samples.
     fn text(&self) -> Result<String> {
-        // Neither description nor weights are needed: where the description is there, it tells the context.
+        // Neither config.json nor weights are required. If config.json exists, it gives the context length.
         let model = ResolvedModel::find(&self.model, FileSelection::WithoutWeights)?.path;
         let base = BaseModel::open(&model).ok();
         let (folder, tokenizer) = match &base {

@@ -1,4 +1,4 @@
-//! `zerorun deploy`: what a cluster needs to start a job on several hosts, filled in.
+//! `zerorun deploy`: prints the file that a cluster needs to start a job on several hosts.
 
 use crate::error::Result as OrError;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
@@ -10,32 +10,32 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// The texts of deploy/, whose words between @ are filled in.
+/// The templates in deploy/, with placeholders between @.
 const JOBSET: &str = include_str!("../../deploy/jobset.yaml");
 const MPIJOB: &str = include_str!("../../deploy/mpijob.yaml");
 const SLURM: &str = include_str!("../../deploy/slurm.sh");
 
-/// A kind of cluster.
+/// The type of cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum ClusterKind {
-    /// A JobSet for Kubernetes, without ssh
+    /// JobSet for Kubernetes, without ssh
     K8s,
-    /// An MPIJob for the MPI operator of Kubernetes
+    /// MPIJob for the Kubernetes MPI operator
     Mpijob,
-    /// A batch script for Slurm
+    /// Batch script for Slurm
     Slurm,
 }
 
-/// Prints what a cluster needs to start a job on several hosts.
+/// Print the file that a cluster needs to start a job on several hosts.
 ///
 /// `zerorun deploy k8s --nodes 4 -n 8 --image REGISTRY/train train --ds_config /ds_configs/zero3.json > job.yaml`, then
 /// `kubectl apply -f job.yaml`; `zerorun deploy slurm --nodes 4 -n 8 ./train ... > job.sh`, then `sbatch job.sh`.
 ///
-/// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
+/// Exit code: 0 if the file is printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "deploy", bin_name = "zerorun deploy")]
 struct DeployArguments {
-    /// The kind of cluster
+    /// Type of cluster
     #[arg(value_enum)]
     cluster: ClusterKind,
 
@@ -43,12 +43,12 @@ struct DeployArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     nodes: u16,
 
-    /// Ranks on each host
+    /// Number of ranks on each host
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Cores of each host [default: one for each rank]
+    /// Number of cores of each host [default: one per rank]
     #[arg(long, value_name = "N")]
     cores: Option<u16>,
 
@@ -56,33 +56,34 @@ struct DeployArguments {
     #[arg(long, value_name = "GIB", default_value = "16")]
     memory: u32,
 
-    /// The name of the job: lower-case letters, digits and hyphens
+    /// Name of the job: lower-case letters, digits and hyphens
     #[arg(long, default_value = "train", value_parser = name)]
     name: String,
 
-    /// For Kubernetes: the image, of which deploy/Dockerfile is an example
+    /// For Kubernetes: image to run; deploy/Dockerfile is an example
     #[arg(long, default_value = "train:latest", value_parser = plain)]
     image: String,
 
-    /// For Kubernetes: the claim of a volume that all hosts share, at /shared
+    /// For Kubernetes: claim of a volume that all hosts share, mounted at /shared
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 
-    /// For Kubernetes: a Secret of the cluster whose key `secret` is the one that the hosts share [default: a new one in what is
-    /// printed]
+    /// For Kubernetes: existing Secret whose key `secret` is the hosts' shared secret [default: a new one, included in
+    /// the output]
     #[arg(long, value_name = "NAME", value_parser = name)]
     secret: Option<String>,
 
-    /// Restarts after a failure; for Kubernetes also those of all pods, where one is gone that zerorun cannot do without
+    /// Maximum number of restarts after a failure; for Kubernetes also of all pods, if zerorun cannot continue without
+    /// a lost one
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
-    /// The program on the hosts, then its own arguments
+    /// Program on the hosts, followed by its arguments
     #[arg(value_names = ["PROGRAM", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<String>,
 }
 
-/// A name as Kubernetes and DNS take it.
+/// Checks a name by the rules of Kubernetes and DNS.
 fn name(text: &str) -> Result<String, String> {
     let inside = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     match inside && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
@@ -91,7 +92,7 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
-/// A word that needs no quotes in YAML.
+/// Checks that a word needs no quotes in YAML.
 fn plain(text: &str) -> Result<String, String> {
     match !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:@".contains(c)) {
         true => Ok(text.to_string()),
@@ -99,7 +100,7 @@ fn plain(text: &str) -> Result<String, String> {
     }
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = DeployArguments::try_parse_from(words).map_err(CommandLineError)?;
     if arguments.command.iter().any(|word| word.chars().any(char::is_control)) {
@@ -114,8 +115,10 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 }
 
 impl DeployArguments {
+    /// Fills in the template.
+    ///
     /// # Errors
-    /// The system has no random numbers.
+    /// Fails if the system provides no random numbers.
     fn filled_in(&self) -> OrError<String> {
         let Self { nodes, ranks, name, .. } = self;
         let options = ["--nnodes", &nodes.to_string(), "--num_ranks", &ranks.to_string()].map(String::from);
@@ -124,7 +127,7 @@ impl DeployArguments {
             launcher.extend(["--max_restarts".into(), self.max_restarts.to_string()]);
         }
         let words = [vec!["--".to_string()], self.command.clone()].concat();
-        // JobSet's name of its first pod.
+        // JobSet's name for its first pod.
         let first = ["--master_addr".to_string(), format!("{name}-host-0-0.{name}")];
         let command = [launcher.clone(), first.to_vec(), words.clone()].concat();
         let total = (u32::from(*nodes) * u32::from(*ranks)).to_string();
@@ -158,7 +161,7 @@ impl DeployArguments {
             ("@CORES@", cores),
             ("@MEMORY@", format!("{}Gi", self.memory)),
             ("@SLURM_MEMORY@", format!("{}G", self.memory)),
-            // JSON is YAML too. What the user wrote comes last: it may hold such words itself.
+            // JSON is also valid YAML. User input comes last because it may itself contain placeholders.
             ("@LAUNCHER@", shell(&launcher)),
             ("@COMMAND@", json!(command).to_string()),
             ("@MPIRUN@", json!(mpirun).to_string()),

@@ -1,12 +1,12 @@
-//! Errors of the commands of zerorun.
+//! The errors of zerorun's commands.
 
 use std::path::PathBuf;
 
-/// Errors of the commands of zerorun.
+/// An error of a zerorun command.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolError {
-    /// A search for settings that cannot begin as it is asked for.
+    /// A setting of `autotuning` does not allow the search to begin.
     #[error("autotuning.{key} is {found}, but must be {allowed}")]
     TuneSetting {
         /// The key.
@@ -16,18 +16,18 @@ pub enum ToolError {
         /// The allowed values.
         allowed: String,
     },
-    /// A folder that holds a model or an adapter, and no checkpoint.
+    /// A folder contains a model or an adapter instead of a checkpoint.
     #[error("{} holds no checkpoint: it is {what}", dir.display())]
     NoCheckpoints {
         /// The folder.
         dir: PathBuf,
-        /// What it is, and what takes it.
+        /// The contents of the folder, and the command that accepts it.
         what: &'static str,
     },
-    /// A script whose settings cannot be searched for.
+    /// The settings of a script cannot be tuned.
     #[error("cannot tune: {problem}")]
     Tune {
-        /// The finding, and how to fix it.
+        /// The problem and its remedy.
         problem: String,
     },
 }

@@ -1,4 +1,4 @@
-//! `zerorun estimate`: bytes of a training run before it runs.
+//! `zerorun estimate`: computes the bytes of a training run before it runs.
 
 use super::gpu_memory::GpuMemory;
 use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
@@ -20,71 +20,70 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Computes the needs of a model and a configuration before anything runs: bytes of each rank by kind, on the wire
-/// and to and from files in each step, and whether this machine has them. No weights are read or made.
+/// Estimate what a model and a configuration need before anything runs: bytes of each rank by kind, bytes on the wire
+/// and to and from files in each step, and whether this machine has them. No weights are read or created.
 ///
-/// Exit code: 0, or 2 where the model, the configuration or the command line is wrong.
+/// Exit code: 0, or 2 if the model, the configuration or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
           group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
 struct EstimateArguments {
-    /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini,
-    /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b
+    /// Built-in model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini, tinyllama-1.1b,
+    /// llama-3.2-1b, llama-3.2-3b, llama-2-7b
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
 
-    /// The parameters of a safetensors file, or of the files that an index (model.safetensors.index.json) names:
-    /// headers are read, no weights
+    /// Parameters of a safetensors file, or of the files named in an index (model.safetensors.index.json); only headers
+    /// are read
     #[arg(long, value_name = "FILE")]
     safetensors: Option<PathBuf>,
 
-    /// With --safetensors: the prefix of units, the part of names before a number, such as model.layers; may be
-    /// repeated; "none" for a model without units [default: the part of each name up to its first number]
+    /// With --safetensors: prefix of units, the part of names before a number, such as model.layers; repeatable. Use
+    /// "none" for a model without units [default: the part of each name before its first number]
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
 
-    /// Parameters that are frozen: their names, in which * stands for any characters, such as "h.*"; may be repeated;
-    /// the others are trained
+    /// Frozen parameters: names, in which * matches any characters, such as "h.*"; repeatable. The others are trained
     #[arg(long, value_name = "PATTERN", conflicts_with = "table")]
     frozen: Vec<String>,
 
-    /// How frozen matrices are held [default: as zero_quantized_nontrainable_weights says]
+    /// Storage format of frozen matrices [default: by zero_quantized_nontrainable_weights]
     #[arg(long = "frozen_packing", alias = "frozen-packing", value_name = "HOW", requires = "frozen")]
     frozen_packing: Option<FrozenPacking>,
 
-    /// The table of the ZeRO paper instead: model state of 7.5e9, 128e9 and 1e12 parameters by stage
+    /// Print the ZeRO paper's table instead: model state of 7.5e9, 128e9 and 1e12 parameters by stage
     #[arg(long)]
     table: bool,
 
     #[command(flatten)]
     sizes: ModelSizeFlags,
 
-    /// The configuration file
+    /// Configuration file
     #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE", required_unless_present = "table")]
     ds_config: Option<PathBuf>,
 
-    /// Ranks of the job
+    /// Number of ranks of the job
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     ranks: u32,
 
-    /// The value of "auto" for total_num_steps of the schedule, which no number of the estimate depends on
+    /// Value of "auto" for the schedule's total_num_steps; does not affect the estimate
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
     total_num_steps: u64,
 
-    /// The model computes on a GPU, one for each rank; with its name (h100, a100-40, rtx4090 and others) or its memory
-    /// (24GiB), whether model state fits
+    /// Compute the model on GPUs, one per rank. With a name (h100, a100-40, rtx4090 and others) or a memory size
+    /// (24GiB), also print whether the model state fits
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
     gpu: Option<Option<GpuMemory>>,
 
-    /// The model's units recompute their forward, as with train_gpt's flag of this name
+    /// Units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
     #[command(flatten)]
     forecast: ForecastArguments,
 
-    /// Also print what DeepSpeed's own estimators compute, for this many GPUs of one machine
+    /// Also print the results of DeepSpeed's own estimators, for this many GPUs in one machine
     #[arg(long)]
     deepspeed: bool,
 
@@ -93,14 +92,14 @@ struct EstimateArguments {
     json: bool,
 }
 
-/// Blocks of frozen matrices.
+/// The storage formats of frozen matrices.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum FrozenPacking {
-    /// Eight bits
+    /// 8 bits
     Int8,
-    /// Four bits, scales in bf16
+    /// 4 bits, scales in bf16
     Nf4,
-    /// Four bits, scales in eight bits
+    /// 4 bits, scales in 8 bits
     Nf4Double,
 }
 
@@ -114,7 +113,7 @@ impl From<FrozenPacking> for WeightPacking {
     }
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
     Ok(EstimateArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -141,7 +140,7 @@ impl EstimateArguments {
         let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
         let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()));
         let file = self.ds_config.clone().unwrap_or_default();
-        // What train_gpt says of "auto" too.
+        // The same values as train_gpt's for "auto".
         let run = RunValues {
             total_num_steps: Some(self.total_num_steps),
             hidden_size: self.sizes.width(self.model.as_deref()),
@@ -174,13 +173,13 @@ impl EstimateArguments {
     }
 }
 
-/// The needs of all ranks of a host together, compared with this machine.
+/// The combined needs of all ranks of a host, compared with this machine.
 struct HostMemoryNeed {
     ranks: usize,
     host: u64,
     available: u64,
     files: u64,
-    /// Folder of the files and what is free in it.
+    /// The folder of the files and its free space.
     folder: Option<(PathBuf, u64)>,
 }
 
@@ -203,7 +202,7 @@ impl HostMemoryNeed {
         self.host <= self.available && self.folder.as_ref().is_none_or(|(_, free)| self.files <= *free)
     }
 
-    /// Plain sentences.
+    /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
         let short = |need: u64, has: u64| match has.checked_sub(need) {
@@ -231,19 +230,19 @@ impl HostMemoryNeed {
 /// A column of the table.
 type MemoryColumn = fn(&MemoryRow) -> usize;
 
-/// The numbers, with what they are about.
+/// The estimate, with its model and configuration.
 struct EstimateReport {
     shapes: Shapes,
     config: Config,
     estimate: Estimate,
     need: HostMemoryNeed,
     hosts: Option<HostsForecast>,
-    /// That of each rank, where its memory is known.
+    /// The GPU of each rank, if its memory is known.
     gpu: Option<GpuMemory>,
     deepspeed: bool,
 }
 
-/// The needs that no configuration determines.
+/// The needs that do not depend on the configuration.
 const NOT_INCLUDED: [&str; 3] = [
     "activations, which depend on the micro batch and the length of the samples, and what recomputing units keep",
     "data on its way to the model, and a checkpoint while it is written",
@@ -268,7 +267,7 @@ impl EstimateReport {
         NOT_INCLUDED.iter().chain(of_hosts).copied()
     }
 
-    /// The figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
+    /// Returns the figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
     fn deepspeed(&self) -> Vec<(&'static str, MemoryNeeds)> {
         let (all, layer) = (self.shapes.num_parameters() as u64, self.shapes.largest_unit() as u64);
         let machines = Machines::new(self.config.world_size as u64, 1);
@@ -358,7 +357,7 @@ impl EstimateReport {
         text
     }
 
-    /// A line for each kind that there is, and their sums.
+    /// Writes a line for each kind of memory in use, and the sums.
     fn write_memory(&self, text: &mut String) {
         let tiers: [(&str, MemoryColumn); 5] = [
             ("GPU, at most", |row| row.device.peak),
@@ -367,7 +366,7 @@ impl EstimateReport {
             ("page-locked", |row| row.pinned.peak),
             ("files", |row| row.file.peak),
         ];
-        // Where there is no GPU, no columns of it.
+        // Without a GPU its columns are left out.
         let of_gpu = |name: &str| matches!(name, "GPU, at most" | "page-locked");
         let has_gpu = self.estimate.device_bytes() > 0;
         let tiers: Vec<_> = tiers.into_iter().filter(|(name, _)| has_gpu || !of_gpu(name)).collect();
@@ -388,7 +387,7 @@ impl EstimateReport {
         _ = writeln!(text, "\n{:<24}{:>16}", "formula of the paper", binary(formula as u64));
     }
 
-    /// The traffic of a step.
+    /// Writes the traffic of a step.
     fn write_step(&self, text: &mut String) {
         let step = &self.estimate.step;
         _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "of each rank, per step", "collectives", "bytes in");
@@ -407,7 +406,7 @@ impl EstimateReport {
     }
 }
 
-/// The table of the paper as numbers.
+/// Returns the table of the paper as JSON.
 fn table_json() -> Value {
     let cells = paper::MODELS.iter().flat_map(|(model, parameters)| {
         paper::DEGREES.iter().flat_map(move |ranks| {

@@ -1,4 +1,4 @@
-//! `zerorun generate`: answers of a model, with an adapter or without, as they come.
+//! `zerorun generate`: streams the answers of a model, with or without an adapter.
 
 use super::resolve_model::{HELP, ResolvedModel};
 use crate::error::{Error, FinetuneError, Result};
@@ -16,60 +16,60 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Answers prompts, and shows the tokens of an answer as they come.
+/// Answer prompts and stream the tokens of each answer.
 ///
-/// A prompt is what a user says, written as the model's chat template has it; a model without a template, or --raw,
-/// continues the text. Without --prompt and --messages each line of standard input is a prompt of its own.
+/// A prompt is a user message, rendered with the model's chat template. A model without a template, or --raw, continues
+/// the text. Without --prompt and --messages, each line of standard input is a separate prompt.
 ///
-/// Exit code: 0 all is answered, 1 standard output could not be written, 2 the model, the adapter, a prompt or the
-/// command line is wrong.
+/// Exit code: 0 if all prompts are answered, 1 if standard output could not be written, 2 if the model, the adapter, a
+/// prompt or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "generate", bin_name = "zerorun generate")]
 struct GenerateArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
-    /// An adapter: the folder of adapter_config.json and adapter_model.safetensors
+    /// Adapter: folder of adapter_config.json and adapter_model.safetensors
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
 
-    /// What the user says; may be given several times
+    /// User message; repeatable
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
 
-    /// A file with a JSON list of messages with role and content, which is answered
+    /// File with a JSON list of messages with role and content, to be answered
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "system", "raw"])]
     messages: Option<PathBuf>,
 
-    /// What the system says before the user
+    /// System message before the user's
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
 
-    /// Continue the text as it stands, without the chat template
+    /// Continue the text as it is, without the chat template
     #[arg(long)]
     raw: bool,
 
-    /// The most tokens of an answer
+    /// Maximum number of tokens of an answer
     #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "256")]
     max_tokens: usize,
 
-    /// 0 takes the likeliest token each time; above it one is drawn
+    /// Sampling temperature; 0 is greedy decoding
     #[arg(long, value_name = "T", default_value = "0")]
     temperature: f64,
 
-    /// Draw from the K likeliest tokens; 0 for all
+    /// Sample from the K likeliest tokens; 0 for all
     #[arg(long = "top_k", alias = "top-k", value_name = "K", default_value = "0")]
     top_k: usize,
 
-    /// Draw from the likeliest tokens that have this probability together
+    /// Sample from the likeliest tokens with this total probability
     #[arg(long = "top_p", alias = "top-p", value_name = "P", default_value = "1")]
     top_p: f64,
 
-    /// Of what is drawn; each prompt begins with it
+    /// Seed of sampling; each prompt starts with it
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
 
-    /// The precision that the model is held and computed in
+    /// Precision in which the model is stored and computed
     #[arg(long, value_enum, default_value = "f32")]
     dtype: GenerateDtype,
 }
@@ -89,12 +89,12 @@ impl From<GenerateDtype> for DType {
     }
 }
 
-/// Tokens of a line of standard input and its answer, for which tables are made before it is there.
+/// The number of tokens of a line of standard input and its answer. Tables are built for it before the line is read.
 const LINE: usize = 1 << 15;
-/// No conversation is longer.
+/// The maximum size of a conversation.
 const MOST_BYTES: u64 = 1 << 28;
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = GenerateArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
@@ -118,7 +118,7 @@ impl GenerateArguments {
         let given = self.given(&generator)?;
         let longest = given.iter().map(|ids| ids.len().saturating_add(self.max_tokens)).max();
         let ctx = base.config().ctx.min(longest.unwrap_or(LINE));
-        // Before the weights are read.
+        // Checked before the weights are read.
         given.iter().try_for_each(|ids| fits(ids, ctx))?;
         let model = open(&base, adapter, ctx, self.dtype.into())?;
         let answers = AnswerGenerator { generator: &generator, model: &model, sampling, ctx };
@@ -140,7 +140,7 @@ impl GenerateArguments {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The template, where there is one or it is needed.
+    /// Opens the template, if one exists or is required.
     fn template(&self, base: &BaseModel, tokenizer: &Tokenizer) -> Result<Option<Template>> {
         match Template::open(base.tokenizer_path(), tokenizer) {
             Err(error)
@@ -155,7 +155,7 @@ impl GenerateArguments {
         }
     }
 
-    /// The prompts of the command line.
+    /// Returns the prompts of the command line.
     fn given(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
         if let Some(path) = &self.messages {
             return Ok(vec![generator.of_conversation(&messages(path)?)?]);
@@ -163,7 +163,7 @@ impl GenerateArguments {
         self.prompt.iter().map(|prompt| self.ids(generator, prompt)).collect()
     }
 
-    /// A prompt as ids.
+    /// Tokenizes a prompt.
     fn ids(&self, generator: &Generator<'_>, prompt: &str) -> Result<Vec<u32>> {
         if !generator.has_template() {
             return generator.of_text(prompt);
@@ -173,7 +173,7 @@ impl GenerateArguments {
     }
 }
 
-/// The conversation of a file.
+/// Reads the conversation of a file.
 fn messages(path: &Path) -> Result<Conversation> {
     let text = files::read_text(path, MOST_BYTES);
     let text = text.map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
@@ -185,7 +185,7 @@ fn messages(path: &Path) -> Result<Conversation> {
     })
 }
 
-/// An error unless there is room for an answer.
+/// Fails if there is no room for an answer.
 fn fits(ids: &[u32], ctx: usize) -> Result<()> {
     match ids.len() < ctx {
         true => Ok(()),
@@ -193,7 +193,7 @@ fn fits(ids: &[u32], ctx: usize) -> Result<()> {
     }
 }
 
-/// The model, with tables for so many positions.
+/// Opens the model, with tables for this many positions.
 fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) -> Result<Decoder> {
     let lora = adapter.as_ref().map(|adapter| adapter.config.clone());
     let config = DecoderConfig { ctx, lora, ..base.config().clone() };
@@ -204,7 +204,7 @@ fn open(base: &BaseModel, adapter: Option<Adapter>, ctx: usize, dtype: DType) ->
     Ok(Decoder::new(&config, vb)?)
 }
 
-/// What answers.
+/// The model and settings that generate answers.
 struct AnswerGenerator<'a> {
     generator: &'a Generator<'a>,
     model: &'a Decoder,
@@ -213,7 +213,7 @@ struct AnswerGenerator<'a> {
 }
 
 impl AnswerGenerator<'_> {
-    /// Shows the answer to a prompt, and how fast it came. Whether standard output took it.
+    /// Prints the answer to a prompt, and its speed. Returns whether standard output accepted it.
     fn answer(&self, prompt: &[u32]) -> Result<bool> {
         fits(prompt, self.ctx)?;
         let room = self.ctx - prompt.len();
@@ -239,7 +239,7 @@ impl AnswerGenerator<'_> {
         };
         let answer = self.generator.answer(prompt, &sampling, extend, give)?;
         if let Some(error) = failed {
-            // Who reads the beginning, as `head` does, wants no more.
+            // A reader of only the beginning, such as `head`, wants no more.
             if error.kind() != std::io::ErrorKind::BrokenPipe {
                 eprint(&format!("zerorun: cannot write to standard output: {error}"));
             }
@@ -257,10 +257,10 @@ impl AnswerGenerator<'_> {
     }
 }
 
-/// How long the prompt and each token after it took.
+/// The durations of the prompt and of each token after it.
 struct GenerationSpeed<'a> {
     prompt: usize,
-    /// From the start to the end of each step.
+    /// The time from the start to the end of each step.
     times: &'a [Duration],
 }
 
@@ -277,7 +277,7 @@ impl GenerationSpeed<'_> {
     }
 }
 
-/// Text without what would make a terminal do something.
+/// Removes characters that would control a terminal from a text.
 fn harmless(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }

@@ -1,9 +1,9 @@
-//! Memory of GPUs, by name or as a size.
+//! The memory of GPUs, by name or as a size.
 
 use candle_zero::util::binary;
 use std::str::FromStr;
 
-/// Mebibytes that nvidia-smi shows as the total of a GPU: a little less than its name says is the driver's.
+/// The total memory of a GPU in MiB as nvidia-smi shows it. The driver uses a little of the nominal memory.
 const KNOWN: [(&str, u64); 17] = [
     ("t4", 15_360),
     ("v100-16", 16_384),
@@ -27,16 +27,16 @@ const KNOWN: [(&str, u64); 17] = [
 /// A GPU that a rank has for itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GpuMemory {
-    /// As the user wrote it.
+    /// The name or size as the user wrote it.
     pub name: String,
-    /// All of its memory.
+    /// The total memory of the GPU.
     pub bytes: u64,
 }
 
 impl FromStr for GpuMemory {
     type Err = String;
 
-    /// A name of the table, or a size such as `24GiB` or `80GB`.
+    /// Parses a name of the table, or a size such as `24GiB` or `80GB`.
     fn from_str(text: &str) -> Result<Self, String> {
         let plain: String = text.to_lowercase().chars().filter(|c| !matches!(c, ' ' | '_')).collect();
         let known = KNOWN.iter().find(|(name, _)| *name == plain || *name == plain.trim_end_matches("-80"));
@@ -51,7 +51,7 @@ impl FromStr for GpuMemory {
 }
 
 impl GpuMemory {
-    /// Whether a rank's model state fits, as a sentence.
+    /// Returns a sentence about whether a rank's model state fits.
     pub fn verdict(&self, need: u64) -> String {
         let Self { name, bytes } = self;
         let (has, takes) = (binary(*bytes), binary(need));
@@ -70,7 +70,7 @@ impl GpuMemory {
     }
 }
 
-/// Bytes of a number with a unit.
+/// Parses a number with a unit as bytes.
 fn size(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).filter(|at| *at > 0)?;
     let (number, unit) = text.split_at(digits);

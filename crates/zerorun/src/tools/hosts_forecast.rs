@@ -1,4 +1,4 @@
-//! What `zerorun estimate --hosts` adds: bytes between hosts, the step that they make, and steps of more hosts.
+//! Implements `zerorun estimate --hosts`: bytes between hosts, the resulting step time, and steps on more hosts.
 
 use crate::error::{EstimateError, Result};
 use candle_zero::comm::CollectiveKind;
@@ -12,33 +12,33 @@ use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-/// The hosts, and what is known of them.
+/// The flags about hosts and their network.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ForecastArguments {
-    /// Also predict the step on so many hosts, each with as many of the ranks
+    /// Also predict the step time on this many hosts, with the ranks divided evenly among them
     #[arg(long, value_name = "N", conflicts_with = "table", value_parser = clap::value_parser!(u32).range(1..=65536))]
     hosts: Option<u32>,
 
-    /// The cable of each host: its rate in each direction (bit, kbit, Mbit or Gbit, as tc writes them, or MB/s or GB/s of
-    /// data), its latency one way (us, ms or s), and the share of the host's processors that is busy while the cable is, such
-    /// as 25Gbit,50us,10% [default: 10Gbit,50us,0%]
+    /// Network of each host: rate in each direction (bit, kbit, Mbit or Gbit, as in tc, or MB/s or GB/s of data),
+    /// one-way latency (us, ms or s), and the share of the host's processors that network traffic occupies, such as
+    /// 25Gbit,50us,10% [default: 10Gbit,50us,0%]
     #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
     network: Option<Network>,
 
-    /// Seconds that a step takes on one host with as many ranks as each host has here
+    /// Seconds per step on one host with as many ranks as each host has here
     #[arg(long, value_name = "SECONDS", requires = "hosts", conflicts_with = "measured")]
     step: Option<f64>,
 
-    /// The same by the metrics of such a run: those of train_gpt's --metrics
+    /// The same, from the metrics of such a run: the file of train_gpt's --metrics
     #[arg(long, value_name = "FILE.jsonl", requires = "hosts")]
     measured: Option<PathBuf>,
 }
 
 impl ForecastArguments {
-    /// The number of hosts, where they are asked for, of `ranks` ranks.
+    /// Returns the number of hosts for `ranks` ranks, if requested.
     ///
     /// # Errors
-    /// Ranks that cannot be divided among them.
+    /// Fails if the ranks cannot be divided evenly among the hosts.
     pub(super) fn hosts(&self, ranks: usize) -> Result<Option<usize>> {
         match self.hosts.map(|hosts| hosts as usize) {
             Some(hosts) if !ranks.is_multiple_of(hosts) => Err(EstimateError::Hosts { ranks, hosts }.into()),
@@ -46,10 +46,10 @@ impl ForecastArguments {
         }
     }
 
-    /// The answer for so many hosts.
+    /// Returns the forecast for this number of hosts.
     ///
     /// # Errors
-    /// A measurement that cannot be read.
+    /// Fails if the measurement cannot be read.
     pub(super) fn answer(
         &self,
         hosts: usize,
@@ -69,19 +69,19 @@ impl ForecastArguments {
     }
 }
 
-/// The numbers, with what they are about.
+/// The forecast, with its network and measurement.
 pub(super) struct HostsForecast {
-    /// Ranks of each.
+    /// The number of ranks of each host.
     pub each: usize,
     network: Network,
-    /// The network was given.
+    /// Whether the user gave the network.
     said: bool,
     measured: Option<MeasuredStep>,
     forecast: Forecast,
     rows: Vec<ScalingRow>,
 }
 
-/// What no forecast knows.
+/// The effects that no forecast includes.
 pub(super) const NOT_INCLUDED: [&str; 2] = [
     "TCP that begins slowly after a pause or loses packets, and other traffic on the cables and between them",
     "ranks that wait for one another because they do not compute equally fast, and shares that become smaller on more hosts",
@@ -197,7 +197,7 @@ impl HostsForecast {
     }
 }
 
-/// A time in the unit in which it is read most easily.
+/// Formats a time in the most readable unit.
 fn seconds(seconds: f64) -> String {
     match seconds {
         0.0 => "0 s".into(),
@@ -207,7 +207,7 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-/// Bytes with a decimal unit, as networks have them.
+/// Formats bytes with a decimal unit, as is usual for networks.
 fn decimal(bytes: f64) -> String {
     match bytes {
         b if b < 1e3 => format!("{b:.1} B"),

@@ -1,4 +1,4 @@
-//! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
+//! `zerorun import`: converts a DeepSpeed checkpoint into one of this library.
 
 use super::byte_progress::ByteProgress;
 use crate::error::{CheckpointError, Error};
@@ -11,30 +11,30 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Converts a checkpoint of DeepSpeed (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a checkpoint
-/// of this library. No pickle is executed.
+/// Convert a DeepSpeed checkpoint (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a checkpoint of this
+/// library. No pickle is executed.
 ///
-/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or
-/// the command line is wrong. Unless it is 0, OUT has no new checkpoint.
+/// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file cannot be written, 2 if there is no
+/// checkpoint or the command line is wrong. OUT gets no new checkpoint unless the code is 0.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
 struct ImportArguments {
-    /// The folder that DeepSpeed's save_checkpoint was given, or that of one tag
+    /// Folder passed to DeepSpeed's save_checkpoint, or the folder of one tag
     dir: PathBuf,
 
-    /// The folder of checkpoints to write to
+    /// Folder of checkpoints to write to
     out: PathBuf,
 
-    /// DeepSpeed's tag [default: the one that `latest` names]
+    /// DeepSpeed's tag [default: the tag named in `latest`]
     #[arg(long)]
     tag: Option<String>,
 
-    /// Name of the new checkpoint [default: global_stepN, by the steps]
+    /// Name of the new checkpoint [default: global_stepN, by the number of steps]
     #[arg(long = "as", value_name = "NAME")]
     name: Option<String>,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ImportArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -44,7 +44,7 @@ impl ImportArguments {
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,
             Err(error) => {
-                // A file that is there is damaged.
+                // A file that exists is damaged.
                 let is_there =
                     matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
                 return refused(&error, if is_there { 1 } else { EXIT_SETUP });

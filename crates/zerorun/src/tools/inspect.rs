@@ -1,4 +1,4 @@
-//! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
+//! `zerorun inspect`: lists the checkpoints in a folder, and checks whether one is complete.
 
 use super::byte_progress::ByteProgress;
 use crate::error::ToolError;
@@ -14,16 +14,16 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Shows the checkpoints in a folder, and whether one is complete.
+/// Show the checkpoints in a folder, and whether one is complete.
 ///
-/// Exit code: 0 it is complete, 1 it is damaged, 2 there is none or the command line is wrong.
+/// Exit code: 0 if it is complete, 1 if it is damaged, 2 if there is none or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
 struct InspectArguments {
-    /// The folder that checkpoints were saved to, or that of one tag
+    /// Folder that checkpoints were saved to, or the folder of one tag
     dir: PathBuf,
 
-    /// The checkpoint to look at [default: the one that `latest` names]
+    /// Tag of the checkpoint to inspect [default: the tag named in `latest`]
     #[arg(long)]
     tag: Option<String>,
 
@@ -36,7 +36,7 @@ struct InspectArguments {
     json: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(InspectArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -81,7 +81,7 @@ impl InspectArguments {
     }
 }
 
-/// What a folder without checkpoints is, if fine-tuning or Hugging Face's libraries wrote it.
+/// Describes a folder without checkpoints, if fine-tuning or Hugging Face's libraries wrote it.
 fn other_content(dir: &Path) -> Option<&'static str> {
     const KNOWN: [(&str, &str); 2] = [
         ("adapter_config.json", "the folder of an adapter, which zerorun merge and zerorun generate take"),
@@ -90,7 +90,7 @@ fn other_content(dir: &Path) -> Option<&'static str> {
     KNOWN.iter().find(|(name, _)| dir.join(name).is_file()).map(|(_, what)| *what)
 }
 
-/// One line for every tag.
+/// Formats one line per tag.
 fn list(listing: &CheckpointListing) -> String {
     let count = listing.tags.len();
     let mut text = format!("{}: {}\n", listing.dir.display(), counted(count, "checkpoint"));
@@ -160,7 +160,7 @@ fn buffer_json(buffer: &SavedBuffer) -> Value {
     json!({"name": buffer.name, "dtype": buffer.dtype.as_str(), "shape": buffer.shape})
 }
 
-/// A name or more in one column, type and shape after it.
+/// Formats one or more names in one column, followed by type and shape.
 fn buffer_line(buffer: &SavedBuffer) -> String {
     format!("    {:40}{:6}{:?}", buffer.name, buffer.dtype.as_str(), buffer.shape)
 }

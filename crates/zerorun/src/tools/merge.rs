@@ -1,4 +1,4 @@
-//! `zerorun merge`: a model with an adapter merged in, as a Hugging Face folder or as GGUF.
+//! `zerorun merge`: writes a model with an adapter merged in, as a Hugging Face folder or as GGUF.
 
 use super::byte_progress::ByteProgress;
 use super::resolve_model::{HELP, ResolvedModel};
@@ -16,39 +16,39 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Merges an adapter into a model, tensor by tensor, and writes it as transformers or llama.cpp reads it.
+/// Merge an adapter into a model, tensor by tensor, and write it for transformers or llama.cpp.
 ///
-/// Exit code: 0 all is written, 2 the model, the adapter or the command line is wrong, or a file cannot be written. Unless it
-/// is 0, OUT is as it was.
+/// Exit code: 0 if everything is written, 2 if the model, the adapter or the command line is wrong, or a file cannot be
+/// written. OUT stays unchanged unless the code is 0.
 #[derive(Debug, Parser)]
 #[command(name = "merge", bin_name = "zerorun merge")]
 struct MergeArguments {
     #[arg(help = HELP)]
     model: PathBuf,
 
-    /// An adapter: the folder of adapter_config.json and adapter_model.safetensors. Without one the model is only written
+    /// Adapter: folder of adapter_config.json and adapter_model.safetensors. Without one, the model is only converted
     adapter: Option<PathBuf>,
 
-    /// The folder for the model, absent or empty; or the file for GGUF, absent
+    /// Output folder, absent or empty; for GGUF, output file, absent
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
 
-    /// [default: gguf-f16 where OUT ends in .gguf, else hf]
+    /// Output format [default: gguf-f16 if OUT ends in .gguf, else hf]
     #[arg(long, value_enum)]
     format: Option<MergeFormat>,
 
-    /// Precision of a Hugging Face folder [default: the model's own]
+    /// Precision of a Hugging Face folder [default: that of the model]
     #[arg(long, value_enum)]
     dtype: Option<MergeDtype>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum MergeFormat {
-    /// A folder with config.json, safetensors files and the tokenizer's files
+    /// Folder with config.json, safetensors files and tokenizer files
     Hf,
-    /// A GGUF file in f16
+    /// GGUF file in f16
     GgufF16,
-    /// A GGUF file in blocks of 32 numbers of 8 bits
+    /// GGUF file in blocks of 32 8-bit numbers
     #[value(name = "gguf-q8_0", alias = "gguf-q8-0")]
     GgufQ80,
 }
@@ -70,7 +70,7 @@ impl From<MergeDtype> for ConsolidatedDtype {
     }
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = MergeArguments::try_parse_from(words).map_err(CommandLineError)?;
     if arguments.dtype.is_some() && arguments.format() != MergeFormat::Hf {
@@ -88,7 +88,7 @@ impl MergeArguments {
 
     fn run(self) -> Result<ExitCode> {
         let format = self.format();
-        // A folder is looked at where it is written.
+        // A folder is checked when it is written.
         if format != MergeFormat::Hf && self.out.symlink_metadata().is_ok() {
             let problem = "there is a file or folder of that name".to_owned();
             return Err(OutputError::Refused { path: self.out, problem }.into());

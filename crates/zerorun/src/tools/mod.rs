@@ -1,9 +1,8 @@
-//! Tools: what `zerorun` does besides starting scripts. The first word of the command line names one.
+//! The tools: everything that `zerorun` does besides starting scripts. The first word of the command line names one.
 //!
-//! A tool has a file, or a folder, of its own name. `config_diagnostic` belongs to `check`, `hosts_forecast` and `gpu_memory` to
-//! `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`, `resolve_model` to all that
-//! take a model.
-//! A script of the same name is started as `./NAME`.
+//! Each tool has a file or folder of its name. `config_diagnostic` belongs to `check`, `hosts_forecast` and
+//! `gpu_memory` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`,
+//! and `resolve_model` to all tools that accept a model. A script with the name of a tool is started as `./NAME`.
 
 mod bench;
 mod byte_progress;
@@ -36,16 +35,16 @@ use crate::launch::console::CommandLineError;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
-/// Something that `zerorun NAME ...` does.
+/// A tool, run by `zerorun NAME ...`.
 pub(crate) struct ZerorunTool {
     pub(crate) name: &'static str,
-    /// One line for `zerorun --help`.
+    /// The line about the tool in `zerorun --help`.
     about: &'static str,
-    /// Gets the command line from the name on.
+    /// The function that runs the tool. Its argument is the command line from the tool's name on.
     pub(crate) run: fn(Vec<OsString>) -> Result<ExitCode, CommandLineError>,
 }
 
-/// All of them, in the order of the help.
+/// All tools, in the order of the help.
 const ALL: [ZerorunTool; 18] = [
     ZerorunTool { name: "bench", about: "Measure an offload folder, or the network between hosts", run: bench::run },
     ZerorunTool {
@@ -79,21 +78,21 @@ const ALL: [ZerorunTool; 18] = [
     ZerorunTool { name: "verify", about: "Prove that all stages give the same bits on this machine", run: verify::run },
 ];
 
-/// The tool of that name.
+/// Returns the tool with that name.
 pub(crate) fn named(word: &OsStr) -> Option<&'static ZerorunTool> {
     ALL.iter().find(|tool| word == tool.name)
 }
 
-/// The name of the tool that a mistyped word is most like, if any is.
+/// Returns the name of the tool that a mistyped word resembles most, if any.
 pub(crate) fn nearest(word: &str) -> Option<&'static str> {
-    /// The least likeness, from 0 to 1.
+    /// The minimum likeness, from 0 to 1.
     const ALIKE: f64 = 0.6;
     let likeness = |tool: &ZerorunTool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
     let nearest = ALL.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     Some(nearest.name).filter(|_| likeness(nearest) >= ALIKE)
 }
 
-/// The part of the help that lists them.
+/// Returns the part of the help that lists the tools.
 pub(crate) fn help() -> String {
     let lines =
         ALL.iter().map(|ZerorunTool { name, about, .. }| format!("  {name:13}{about}: see `zerorun {name} --help`\n"));

@@ -1,49 +1,49 @@
-//! Sizes of a model on the command line: a preset, and what is changed of it. The names are those of `train_gpt`.
+//! The flags for the size of a model: a preset, and changes to it. The names are those of `train_gpt`.
 
 use crate::error::{ModelError, Result};
 use candle_zero::estimate::Shapes;
 use candle_zero::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use clap::Args;
 
-/// A preset and changes.
+/// Changes to a preset.
 #[derive(Debug, Clone, Default, PartialEq, Args)]
 pub(super) struct ModelSizeFlags {
-    /// Number of blocks, instead of the model's own
+    /// Number of blocks [default: that of the model]
     #[arg(long = "n_layer", alias = "n-layer", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10000))]
     n_layer: Option<u32>,
 
-    /// Attention heads per block, instead of the model's own
+    /// Attention heads per block [default: that of the model]
     #[arg(long = "n_head", alias = "n-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     n_head: Option<u32>,
 
-    /// Key and value heads per block, instead of the model's own; Llama only
+    /// Key and value heads per block; Llama only [default: that of the model]
     #[arg(long = "n_kv_head", alias = "n-kv-head", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     n_kv_head: Option<u32>,
 
-    /// Width, instead of the model's own
+    /// Hidden size [default: that of the model]
     #[arg(long = "n_embd", alias = "n-embd", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1048576))]
     n_embd: Option<u32>,
 
-    /// Width inside of the MLP, instead of the model's own; Llama only
+    /// Hidden size of the MLP; Llama only [default: that of the model]
     #[arg(long = "n_inner", alias = "n-inner", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1048576))]
     n_inner: Option<u32>,
 
-    /// Context in tokens, instead of the model's own
+    /// Context length in tokens [default: that of the model]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16777216))]
     ctx: Option<u32>,
 
-    /// Vocabulary, instead of the model's own
+    /// Vocabulary size [default: that of the model]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16777216))]
     vocab: Option<u32>,
 }
 
-/// The typed value, or the preset's own.
+/// Returns the typed value, or the preset's.
 fn or(typed: Option<u32>, own: usize) -> usize {
     typed.map_or(own, |n| n as usize)
 }
 
 impl ModelSizeFlags {
-    /// The width: as typed, or of the preset `name`, if there is one of that name.
+    /// Returns the width: the typed one, or that of the preset `name` if it exists.
     pub(super) fn width(&self, name: Option<&str>) -> Option<u64> {
         let of_llama = |name: &str| LlamaConfig::preset(name).map(|preset| preset.hidden_size).ok();
         let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();
@@ -54,10 +54,10 @@ impl ModelSizeFlags {
         }
     }
 
-    /// The parameters of the preset `name` with the changes.
+    /// Returns the parameters of the preset `name` with the changes applied.
     ///
     /// # Errors
-    /// An unknown name, sizes that make no model.
+    /// Fails if the name is unknown or the sizes do not form a model.
     pub(super) fn shapes(&self, name: &str) -> Result<Shapes> {
         let name = preset_named(name)?;
         if LlamaConfig::preset_names().any(|known| known == name) {
@@ -73,7 +73,7 @@ impl ModelSizeFlags {
                 ..preset
             };
             config.validate()?;
-            // Rotary positions are no parameters: a short table will do.
+            // Rotary positions are not parameters, so a short table suffices.
             let config = LlamaConfig { ctx: 1, ..config };
             return Shapes::of(name, |vb| Llama::new(&config, vb));
         }

@@ -14,13 +14,13 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Describes this machine for training: processor, memory, disk, GPU, MPI library, and the features of this build.
+/// Describe this machine for training: processor, memory, disk, GPU, MPI library, and the features of this build.
 ///
-/// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
+/// Exit code: 0, or 2 if DIR is not a folder or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
 struct ReportArguments {
-    /// A folder on the disk that checkpoints or offloaded state will lie on
+    /// Folder on the disk for checkpoints or offloaded state
     #[arg(default_value = ".")]
     dir: PathBuf,
 
@@ -29,7 +29,7 @@ struct ReportArguments {
     json: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ReportArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -48,11 +48,11 @@ impl ReportArguments {
     }
 }
 
-/// Instruction sets that kernels here or in the gemm crate use, as Linux calls them.
+/// The instruction sets used by kernels here or in the gemm crate, by their Linux names.
 const USED: [&str; 8] = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
-/// Bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16 weights and
-/// gradient in two bytes each, and master weights.
+/// The bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16, weights and
+/// gradient in 2 bytes each, two moments, and master weights.
 const STATE_BYTES: u64 = 16;
 
 #[derive(Debug, Serialize)]
@@ -60,23 +60,23 @@ struct MachineReport {
     version: &'static str,
     kernel: String,
     processor: String,
-    /// Cores that this process may use.
+    /// The number of cores that this process may use.
     cores: usize,
     simd: Vec<&'static str>,
     simd_level: MachineSimd,
     memory: MachineMemory,
     disk: MachineDisk,
     gpus: Vec<String>,
-    /// The MPI library that ranks on several hosts would meet by.
+    /// The MPI library that ranks on several hosts would use.
     mpi: Option<String>,
-    /// Why there is none.
+    /// The reason why no MPI library is available.
     mpi_problem: Option<String>,
-    /// Optional features that this program was built with.
+    /// The optional features that this program was built with.
     features: Vec<&'static str>,
     verdicts: Vec<String>,
 }
 
-/// The level of every kernel.
+/// The SIMD level of every kernel.
 #[derive(Debug, Serialize)]
 struct MachineSimd {
     name: &'static str,
@@ -86,14 +86,14 @@ struct MachineSimd {
     available: Vec<&'static str>,
 }
 
-/// Sizes in bytes.
+/// Memory sizes in bytes.
 #[derive(Debug, Serialize)]
 struct MachineMemory {
     total: u64,
     available: u64,
-    /// RLIMIT_DATA.
+    /// The limit RLIMIT_DATA.
     limit: Option<u64>,
-    /// Of the control groups: a container's, a job's.
+    /// The limit of the control groups: a container's or a job's.
     group_limit: Option<u64>,
 }
 
@@ -119,7 +119,7 @@ impl MachineReport {
             Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
             Err(error) => (None, Some(error.to_string())),
         };
-        // In a file without a name.
+        // Tested in an unnamed file.
         let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -157,7 +157,7 @@ impl MachineReport {
         Ok(machine)
     }
 
-    /// Plain sentences.
+    /// Returns the verdicts as plain sentences.
     fn verdicts(&self) -> Vec<String> {
         let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
             ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
@@ -227,7 +227,7 @@ impl fmt::Display for MachineReport {
     }
 }
 
-/// A text behind the name of its row, in lines that a terminal shows whole.
+/// Wraps the text after a row's name so that a terminal shows complete lines.
 fn wrapped(text: &str) -> String {
     const WIDTH: usize = 100;
     const INDENT: usize = 13;
@@ -246,7 +246,7 @@ fn wrapped(text: &str) -> String {
     lines
 }
 
-/// The value of `name` in a file of /proc.
+/// Returns the value of `name` in a file of /proc.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;
@@ -254,7 +254,7 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     })
 }
 
-/// NVIDIA GPUs, as their driver names them.
+/// Returns the NVIDIA GPUs, by their driver's names.
 fn gpus() -> Vec<String> {
     let entries = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let text = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("information")).ok();

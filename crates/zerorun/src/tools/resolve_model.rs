@@ -1,4 +1,4 @@
-//! The model that a command is given: a path, or else a repository of the Hugging Face Hub.
+//! Resolves a command's model argument: a path, or else a repository of the Hugging Face Hub.
 
 #[cfg(feature = "hub")]
 use super::byte_progress::ByteProgress;
@@ -12,7 +12,7 @@ use candle_zero::util::binary;
 use candle_zero_finetune::hub::{FileSelection, Repository};
 use std::path::{Path, PathBuf};
 
-/// What the help says of it.
+/// The help text of the argument.
 pub(super) const HELP: &str = if cfg!(feature = "hub") {
     "A folder as Hugging Face has them, a GGUF file, a folder with one, or a repository of the \
      Hugging Face Hub as org/name or org/name@revision"
@@ -20,26 +20,26 @@ pub(super) const HELP: &str = if cfg!(feature = "hub") {
     "A folder as Hugging Face has them, a GGUF file, or a folder with one"
 };
 
-/// A model, where it is.
+/// A model at a local path.
 #[derive(Debug, Clone)]
 pub(super) struct ResolvedModel {
     pub path: PathBuf,
-    /// That it came from.
+    /// The repository that the model came from.
     pub repository: Option<Repository>,
 }
 
 impl ResolvedModel {
-    /// What is under a path; where there is nothing and the text names a repository, that, fetched.
+    /// Returns the model at a path. If the path does not exist and the text names a repository, downloads it.
     pub fn find(given: &Path, parts: FileSelection) -> Result<Self> {
         let named = given.to_str().and_then(Repository::parse).filter(|_| given.symlink_metadata().is_err());
         match named {
-            // What is not there is found where it is opened.
+            // A missing file is reported when it is opened.
             None => Ok(Self { path: given.to_owned(), repository: None }),
             Some(repository) => fetched(given, repository, parts),
         }
     }
 
-    /// The same at the path where [`find`](Self::find) has found it, in another process.
+    /// Returns the model at the path where [`find`](Self::find) has found it in another process.
     pub fn found(given: &Path, path: &Path) -> Self {
         let repository = given.to_str().and_then(Repository::parse).filter(|_| given != path);
         Self { path: path.to_owned(), repository }

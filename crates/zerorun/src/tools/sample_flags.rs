@@ -1,31 +1,31 @@
-//! Flags that say how samples are made of data files, of all commands that read them, and the progress of it.
+//! The flags for turning data files into samples, shared by all commands that read them, and their progress.
 
 use super::byte_progress::ByteProgress;
 use candle_zero_finetune::{Columns, DataProgress, Truncation};
 use clap::{Args, ValueEnum, value_parser};
 use std::path::PathBuf;
 
-/// How samples are made.
+/// The flags for turning data files into samples.
 #[derive(Debug, Args)]
 pub(super) struct SampleFlags {
-    /// Tokens of a row, and the most of a sample [default: 1024, or the model's context where that is shorter]
+    /// Context length: tokens per row, and the maximum of a sample [default: 1024, or the model's context if shorter]
     #[arg(long, value_name = "TOKENS", value_parser = value_parser!(u32).range(2..))]
     ctx: Option<u32>,
 
-    /// What becomes of samples that are longer than a row
+    /// How to handle samples longer than --ctx
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongFlag,
 
-    /// Stop at a record that cannot be used, rather than count it
+    /// Stop at a record that cannot be used, instead of counting it
     #[arg(long)]
     pub(super) strict: bool,
 
-    /// What columns are read as: messages, prompt, completion, instruction, input, output, text, label, chosen, rejected,
+    /// Meaning of columns: messages, prompt, completion, instruction, input, output, text, label, chosen, rejected,
     /// system, tools, history, context or weight; ignore=COLUMN leaves one out
     #[arg(long, value_name = "NAME=COLUMN,...")]
     pub(super) columns: Option<Columns>,
 
-    /// The labels of --task classify in the order of their numbers [default: all of the files, sorted]
+    /// Labels of --task classify, in the order of their numbers [default: all labels in the files, sorted]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
     pub(super) labels: Vec<String>,
 
@@ -42,7 +42,7 @@ enum OverlongFlag {
 }
 
 impl SampleFlags {
-    /// What becomes of samples that are longer than a row.
+    /// Returns how to handle samples that are longer than a row.
     pub(super) fn overlong(&self) -> Truncation {
         match self.overlong {
             OverlongFlag::Truncate => Truncation::Truncate,
@@ -50,13 +50,13 @@ impl SampleFlags {
         }
     }
 
-    /// Tokens of a row, where they are said.
+    /// Returns the number of tokens of a row, if given.
     pub(super) fn ctx(&self) -> Option<usize> {
         self.ctx.map(|ctx| ctx as usize)
     }
 }
 
-/// Progress over data files, in MiB of each.
+/// The progress over data files, in MiB of each.
 #[derive(Default)]
 pub(super) struct FileProgress {
     file: usize,
@@ -64,7 +64,7 @@ pub(super) struct FileProgress {
 }
 
 impl FileProgress {
-    /// Shows how far a file is.
+    /// Shows the progress of a file.
     pub(super) fn tell(&mut self, at: DataProgress) {
         if at.file != self.file {
             self.finish();
@@ -73,7 +73,7 @@ impl FileProgress {
         self.bytes.tell(at.bytes, at.of);
     }
 
-    /// Frees the line below.
+    /// Ends the progress line.
     pub(super) fn finish(&mut self) {
         std::mem::take(&mut self.bytes).finish();
     }

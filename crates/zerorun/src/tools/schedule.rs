@@ -1,4 +1,4 @@
-//! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
+//! `zerorun schedule`: shows the learning rate and the momentum of each optimizer step, without training.
 
 use crate::error::{OptimError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, refused};
@@ -13,39 +13,39 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Most steps to show.
+/// The maximum number of steps to show.
 const MOST: u64 = 10_000_000;
-/// Size of a plot, in characters.
+/// The size of a plot, in characters.
 const ROWS: usize = 12;
 const COLUMNS: usize = 64;
 
-/// Shows the learning rate and the momentum that each optimizer step of a configuration has, without training: a JSON
-/// object a line, `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`, or with SGD `"momentum":0.9`.
+/// Show the learning rate and the momentum of each optimizer step of a configuration, without training: one JSON object
+/// per line, `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`, or with SGD `"momentum":0.9`.
 ///
-/// Exit code: 0 all is shown, 1 it could not be written, 2 the configuration or the command line is wrong, or the
-/// schedule reaches a value that no optimizer accepts.
+/// Exit code: 0 if everything is shown, 1 if the output could not be written, 2 if the configuration or the command
+/// line is wrong, or the schedule reaches a value that no optimizer accepts.
 #[derive(Debug, Parser)]
 #[command(name = "schedule", bin_name = "zerorun schedule")]
 struct ScheduleArguments {
-    /// The configuration file
+    /// Configuration file
     #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE")]
     ds_config: PathBuf,
 
-    /// Optimizer steps to show
+    /// Number of optimizer steps to show
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MOST))]
     steps: u64,
 
-    /// Ranks that the batch keys of the configuration are for
+    /// Number of ranks for the batch keys of the configuration
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Draw the learning rate, and the momentum where it changes
+    /// Plot the learning rate, and the momentum if it changes
     #[arg(long)]
     plot: bool,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ScheduleArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -66,10 +66,10 @@ impl ScheduleArguments {
         }
     }
 
-    /// The schedule of the file, after the notes about its two sections are printed.
+    /// Returns the schedule of the file, after printing the notes about its two sections.
     fn schedule(&self) -> Result<Schedule> {
         let config = {
-            // "auto" steps of a schedule are those that are shown.
+            // The number of steps shown replaces "auto".
             let run = RunValues { total_num_steps: Some(self.steps), ..RunValues::default() };
             Config::load_for(self.ds_config.clone(), usize::from(self.ranks), &run)?
         };
@@ -80,7 +80,7 @@ impl ScheduleArguments {
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
     }
 
-    /// One line for each step. The inner result is that of writing.
+    /// Writes one line per step. The inner result is that of the writes.
     fn list(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         for step in 1..=self.steps {
             let (lr, _) = schedule.in_force()?;
@@ -97,7 +97,7 @@ impl ScheduleArguments {
         Ok(Ok(()))
     }
 
-    /// The learning rate as a picture, and the momentum where it changes.
+    /// Draws the learning rate, and the momentum if it changes.
     fn draw(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         let (mut rates, mut momenta) = (ScheduleCurve::new(self.steps), ScheduleCurve::new(self.steps));
         for _ in 1..=self.steps {
@@ -116,7 +116,7 @@ impl ScheduleArguments {
     }
 }
 
-/// Values by step, gathered in the columns of a picture.
+/// Values by step, collected in the columns of a plot.
 struct ScheduleCurve {
     steps: u64,
     pushed: u64,
@@ -139,7 +139,7 @@ impl ScheduleCurve {
         }
     }
 
-    /// Least and greatest value.
+    /// Returns the smallest and the largest value.
     fn bounds(&self) -> (f64, f64) {
         let wider = |(least, greatest): (f64, f64), range: &RangeInclusive<f64>| {
             (least.min(*range.start()), greatest.max(*range.end()))
@@ -152,11 +152,11 @@ impl ScheduleCurve {
         least == greatest
     }
 
-    /// The picture: least value in the lowest row, greatest in the highest.
+    /// Draws the plot, with the smallest value in the lowest row and the largest in the highest.
     fn plot(&self, title: &str) -> String {
         let (least, greatest) = self.bounds();
         let rows = if least == greatest { 1 } else { ROWS };
-        // Values that are all the same lie in row 0, where this is NaN.
+        // If all values are equal this is NaN, and they are drawn in row 0.
         let row = |value: f64| ((value - least) / (greatest - least) * (rows - 1) as f64).round() as usize;
         let mut text = format!("{title}\n");
         for y in (0..rows).rev() {
@@ -211,7 +211,7 @@ mod tests {
                    +----------
                     1  step 10
         ");
-        // A column of many values shows all of them.
+        // A column of several values shows all of them.
         let saw = curve((0..1000).map(|i| f64::from(i % 2)));
         assert_eq!(saw.columns.len(), COLUMNS);
         assert!(saw.plot("x").lines().filter(|line| line.contains(&"*".repeat(COLUMNS))).count() == ROWS);

@@ -1,19 +1,19 @@
-//! `zerorun schema`: a JSON Schema of the configuration, for editors.
+//! `zerorun schema`: prints a JSON Schema of the configuration, for editors.
 
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
 use clap::Parser;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Prints a JSON Schema (draft 2020-12) of the configuration file: an editor that uses it completes keys, shows
-/// their meaning and default, and marks unknown ones.
+/// Print a JSON Schema (draft 2020-12) of the configuration file. An editor that uses it completes keys, shows their
+/// meaning and default, and marks unknown ones.
 ///
-/// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
+/// Exit code: 0 if the schema is printed, 2 if standard output could not be written or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "schema", bin_name = "zerorun schema")]
 struct SchemaArguments {}
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let SchemaArguments {} = SchemaArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(if print(format_args!("{:#}", candle_zero::config::json_schema())) {

@@ -1,35 +1,34 @@
-//! Cores for the ranks of one host: the list of `--bind_core_list`, and its division among ranks.
+//! The cores for the ranks of one host: the list of `--bind_core_list`, and its division among ranks.
 //!
 //! ```text
 //! LIST = PART [, PART]...     0,2-4,6 are the cores 0 2 3 4 6
 //! PART = N | N-N              ascending, without overlap
 //! ```
 //!
-//! Each rank gets as many cores as the others, one after the other in the list; what is left over at the list's end
-//! stays unused. Without a list the cores of a NUMA node come one after the other, so that a rank's lie on as few nodes as
-//! their number allows.
+//! Each rank gets the same number of consecutive cores of the list. Remaining cores at the end of the list stay unused.
+//! Without a list, the cores of each NUMA node are consecutive, so that a rank's cores span as few nodes as possible.
 
 use super::error::{HostsError, shown};
 
-/// The cores that ranks may be bound to, in the order in which they get them: ascending, or ascending in each NUMA node.
+/// The cores that ranks may be bound to, in the order of assignment: ascending, or ascending within each NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreList(Vec<usize>);
 
 impl CoreList {
-    /// Cores that ascend.
+    /// Creates a list of ascending cores.
     pub(crate) fn of(cores: Vec<usize>) -> Self {
         debug_assert!(cores.is_sorted_by(|a, b| a < b), "{cores:?}");
         Self(cores)
     }
 
-    /// The same cores, those of a NUMA node one after the other. Each of `nodes` lists the hardware threads of one.
+    /// Returns the same cores, grouped by NUMA node. Each of `nodes` lists the hardware threads of one node.
     pub(crate) fn by_node(mut self, nodes: &[Self]) -> Self {
         let node = |core: usize| nodes.iter().position(|node| node.0.contains(&core));
         self.0.sort_by_key(|core| (node(*core).unwrap_or(nodes.len()), *core));
         self
     }
 
-    /// Reads the text of `--bind_core_list`.
+    /// Parses the text of `--bind_core_list`.
     pub(crate) fn parse(text: &str) -> Result<Self, HostsError> {
         let mut cores: Vec<usize> = Vec::new();
         for part in text.split(',') {
@@ -46,12 +45,12 @@ impl CoreList {
         Ok(Self(cores))
     }
 
-    /// The cores.
+    /// Returns the cores.
     pub(crate) fn cores(&self) -> &[usize] {
         &self.0
     }
 
-    /// The cores of the rank that has the local rank `local_rank` among `ranks` ranks of the host.
+    /// Returns the cores of local rank `local_rank` among `ranks` ranks of the host.
     pub(crate) fn share(&self, local_rank: usize, ranks: usize) -> Result<&[usize], HostsError> {
         assert!(local_rank < ranks, "local rank {local_rank} of {ranks}");
         match self.0.len() / ranks {
@@ -61,7 +60,7 @@ impl CoreList {
     }
 }
 
-/// `4` is 4 to 4, `2-4` is 2 to 4.
+/// Parses `4` as 4 to 4, and `2-4` as 2 to 4.
 fn bounds(part: &str) -> Option<(usize, usize)> {
     let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::error::MOST_CORES);
     match part.split_once('-') {
@@ -70,7 +69,7 @@ fn bounds(part: &str) -> Option<(usize, usize)> {
     }
 }
 
-/// Ascending numbers, with `2-4` for 2, 3, 4: the inverse of [`CoreList::parse`].
+/// Formats ascending numbers, with `2-4` for 2, 3, 4. Inverse of [`CoreList::parse`].
 pub(crate) fn ranges(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let texts = runs.filter_map(|run| match run {
@@ -125,7 +124,7 @@ mod tests {
     #[test]
     fn a_rank_lies_on_as_few_numa_nodes_as_it_can() {
         let list = |text| CoreList::parse(text).unwrap();
-        // Neighbours on different nodes, as many machines count them.
+        // Neighbouring cores are on different nodes, as many machines number them.
         let nodes = [list("0,2,4,6,8,10,12,14"), list("1,3,5,7,9,11,13,15")];
         let cores = list("0-7").by_node(&nodes);
         assert_eq!([0, 1].map(|rank| cores.share(rank, 2).unwrap()), [[0, 2, 4, 6], [1, 3, 5, 7]]);

@@ -1,18 +1,18 @@
-//! Errors of hosts, their slots, and what ranks there are given.
+//! The errors of hosts, their slots, and the environment of their ranks.
 
 use std::path::PathBuf;
 
-/// The most slots of one host. A number above it is a slip of the keyboard.
+/// The maximum number of slots of a host. A larger number is a typing error.
 pub(super) const MOST_SLOTS: usize = 1 << 16;
-/// Core numbers are below this. A larger one is a slip of the keyboard: Linux has at most 8192 cores.
+/// The exclusive upper bound of core numbers. A larger number is a typing error: Linux has at most 8192 cores.
 pub(super) const MOST_CORES: usize = 1 << 16;
 
-/// Errors of hosts, their slots, and what ranks there are given.
+/// An error about hosts, their slots, or the environment of their ranks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HostsError {
     // The hostfile.
-    /// A line of the hostfile is no entry.
+    /// A line of the hostfile is not an entry.
     #[error(
         "{}:{line}: `{text}` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`",
         path.display()
@@ -22,7 +22,7 @@ pub enum HostsError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// The beginning of what it says.
+        /// The beginning of the line.
         text: String,
     },
     /// A host's name looks like an option.
@@ -67,17 +67,17 @@ pub enum HostsError {
         line: usize,
         /// The host.
         host: String,
-        /// The number as it stands there.
+        /// The number as written in the file.
         slots: String,
     },
-    /// The hostfile is empty or has only comments.
+    /// The hostfile is empty or contains only comments.
     #[error("{} names no host; write a line NAME slots=N for each, for example `worker-0 slots=4`", path.display())]
     NoEntry {
         /// The hostfile.
         path: PathBuf,
     },
 
-    // The choice of hosts and slots.
+    // The selection of hosts and slots.
     /// Both filters are given.
     #[error(
         "--include and --exclude are both given; give one of them: the first names what is used, the second what is \
@@ -92,7 +92,7 @@ pub enum HostsError {
         /// The option of the number.
         count: &'static str,
     },
-    /// A filter names a host that there is not.
+    /// A filter names an unknown host.
     #[error(
         "{option} names host `{host}`, which is not among the hosts: {known}; name one of them, or give it a line in \
          the hostfile"
@@ -102,7 +102,7 @@ pub enum HostsError {
         option: &'static str,
         /// The host.
         host: String,
-        /// The hosts that there are, and the most similar.
+        /// The known hosts, and the most similar one.
         known: String,
     },
     /// A filter names a slot that its host does not have.
@@ -120,7 +120,7 @@ pub enum HostsError {
         /// The host's slots.
         known: String,
     },
-    /// A filter has something else in a slot's place.
+    /// A filter contains something else in place of a slot.
     #[error(
         "`{slot}` in `{node}` of {option} is no slot; write whole numbers with commas, for example HOST:0,2, or HOST \
          alone for all its slots"
@@ -130,10 +130,10 @@ pub enum HostsError {
         option: &'static str,
         /// The filter's part for this host.
         node: String,
-        /// What stands in the slot's place.
+        /// The text in place of the slot.
         slot: String,
     },
-    /// A filter's part for a host has two colons.
+    /// A filter's part for a host contains two colons.
     #[error("`{node}` of {option} has more than one colon; write HOST:0,1 for slots, and @ between hosts")]
     TwoColons {
         /// The option of the filter.
@@ -141,7 +141,7 @@ pub enum HostsError {
         /// The filter's part for this host.
         node: String,
     },
-    /// A filter has nothing in a host's place.
+    /// A filter has an empty host name.
     #[error("`{filter}` of {option} has a host without a name; write HOST or HOST:0,2, and @ between hosts")]
     NamelessHost {
         /// The option of the filter.
@@ -149,24 +149,24 @@ pub enum HostsError {
         /// The filter.
         filter: String,
     },
-    /// More hosts are asked for than there are.
+    /// More hosts are requested than exist.
     #[error(
         "--num_nodes {asked} is above the number of hosts, {found}; give at most {found}, or more hosts in the \
          hostfile"
     )]
     TooFewHosts {
-        /// The number asked for.
+        /// The requested number.
         asked: usize,
-        /// The number that there is.
+        /// The existing number.
         found: usize,
     },
-    /// More ranks on each host are asked for than a host can have.
+    /// More ranks per host are requested than a host can have.
     #[error(
         "--num_gpus {slots} is above {}, the most slots of a host; give as many as ranks shall run on each host",
         MOST_SLOTS
     )]
     TooManyRanks {
-        /// The number asked for.
+        /// The requested number.
         slots: usize,
     },
     /// A number of hosts or slots is zero.
@@ -175,7 +175,7 @@ pub enum HostsError {
         /// The option.
         option: &'static str,
     },
-    /// Nothing is left to start ranks on.
+    /// No slot is left to start ranks on.
     #[error(
         "no slot is left to start a rank on; give a host of the hostfile slots, and let --include and --exclude leave \
          some"
@@ -188,7 +188,7 @@ pub enum HostsError {
     NoHostfile {
         /// The hostfile.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
     /// The program that reaches a host could not be started.
@@ -198,20 +198,20 @@ pub enum HostsError {
         host: String,
         /// The program.
         program: String,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
-    /// The port at which hosts meet is in use.
+    /// The port where hosts connect is in use.
     #[error(
         "port {port}, at which the other hosts are awaited, cannot be used: {why}; end the other job, or give --master_port"
     )]
     PortTaken {
         /// The port.
         port: u16,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
-    /// The first host's address is another host's.
+    /// The first host's address belongs to another host.
     #[error(
         "--{option} {address} is {found}, which is no address of this host, and --node_rank 0 is the host at which the others are \
          awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's \
@@ -220,12 +220,12 @@ pub enum HostsError {
     FirstIsElsewhere {
         /// The option, without its dashes.
         option: &'static str,
-        /// Its value.
+        /// The value of the option.
         address: String,
-        /// The addresses that it stands for.
+        /// The addresses that it resolves to.
         found: String,
     },
-    /// The first host's name has no address.
+    /// The first host's name cannot be resolved.
     #[error(
         "the address of {address}, the first host, is not known after {seconds} s: {why}; give --master_addr a name that this \
          host knows, or the address itself"
@@ -233,20 +233,20 @@ pub enum HostsError {
     UnknownAddress {
         /// The name.
         address: String,
-        /// How long it was looked up.
+        /// The number of seconds that it was looked up.
         seconds: u64,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
     /// The secret of the hosts cannot be used.
     #[error("{from} cannot be the secret of the hosts: {problem}")]
     BadSecret {
-        /// Where it comes from.
+        /// The source of the secret.
         from: String,
         /// The problem and its remedy.
         problem: String,
     },
-    /// Another program is at the first host's port.
+    /// Another program listens on the first host's port.
     #[error(
         "what answers at port {port} of {address} is no zerorun of this version: another program is there; end it, or give all \
          hosts another --master_port"
@@ -267,23 +267,23 @@ pub enum HostsError {
         address: String,
         /// `--master_port`.
         port: u16,
-        /// How long it was tried.
+        /// The number of seconds that it was tried.
         seconds: u64,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
-    /// The first host does not take this one.
+    /// The first host refuses this one.
     #[error("the first host refuses this one: {why}")]
     Refused {
-        /// Its reason.
+        /// The reason that it gives.
         why: String,
     },
-    /// A word of the command line is no text.
+    /// A word of the command line is not UTF-8.
     #[error(
         "`{word}` is no UTF-8 text and cannot be passed to other hosts; rename the file, or write the argument as text"
     )]
     WordNotUtf8 {
-        /// The word, as far as it is text.
+        /// The word, as far as it is valid text.
         word: String,
     },
     /// A file of variables cannot be read.
@@ -291,15 +291,15 @@ pub enum HostsError {
     NoVariables {
         /// The file.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         why: String,
     },
-    /// The number of hosts is no number or range.
+    /// The value for the number of hosts is neither a number nor a range.
     #[error(
         "--nnodes {text} is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4"
     )]
     BadNodes {
-        /// What was given.
+        /// The given value.
         text: String,
     },
     /// A host's number is not below the number of hosts.
@@ -310,13 +310,13 @@ pub enum HostsError {
         /// `--nnodes`.
         nodes: usize,
     },
-    /// Nothing says how many hosts there are.
+    /// The number of hosts is unknown.
     #[error(
         "--nnodes auto finds no number of hosts: neither mpirun, srun nor jsrun has started zerorun here, or it does not say; \
          give the number"
     )]
     NodesUnknown,
-    /// A launcher has started another number of launchers than there are hosts.
+    /// The number of processes that another launcher has started differs from the number of hosts.
     #[error(
         "--nnodes is {nodes} and {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun \
          --ntasks-per-node=1), and give --nnodes that number, or this host's as --node_rank"
@@ -326,7 +326,7 @@ pub enum HostsError {
         nodes: usize,
         /// The launcher's number.
         found: usize,
-        /// The variable that has it.
+        /// The variable that contains it.
         by: &'static str,
     },
     /// The number of ranks on a host cannot be used.
@@ -337,7 +337,7 @@ pub enum HostsError {
         /// The problem and its remedy.
         why: String,
     },
-    /// There is no `mpirun` of the kind that is asked for.
+    /// No `mpirun` of the requested kind exists.
     #[error(
         "--launcher {launcher} needs that library's mpirun on the PATH: {why}; install it, put its folder first in PATH, or \
          give another --launcher"
@@ -348,7 +348,7 @@ pub enum HostsError {
         /// The problem.
         why: String,
     },
-    /// `mpirun` gives all hosts the same variables, and their GPUs are not the same.
+    /// `mpirun` passes the same variables to all hosts, but their GPUs differ.
     #[error(
         "{slots}, and with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or \
          take --launcher ssh"
@@ -356,7 +356,7 @@ pub enum HostsError {
     DevicesDiffer {
         /// `--launcher`.
         launcher: &'static str,
-        /// Two hosts and what each is to use.
+        /// Two hosts and the slots that each would use.
         slots: String,
     },
     /// The first host is not named.
@@ -364,29 +364,29 @@ pub enum HostsError {
     NodeUnknown {
         /// `--nnodes`.
         nodes: usize,
-        /// The option that is missing.
+        /// The missing option.
         missing: &'static str,
     },
 
-    // What other programs are told of the hosts.
-    /// A starter of ranks needs as many slots on every host.
+    // The description of the hosts for other programs.
+    /// A launcher of ranks needs the same number of slots on every host.
     #[error(
         "host `{host}` has {slots} slots and host `{other}` {other_slots}, but {launcher} starts as many ranks on \
          every host; make them equal, with --num_gpus or in the hostfile"
     )]
     UnevenHosts {
-        /// The starter.
+        /// The launcher.
         launcher: &'static str,
         /// The first host.
         host: String,
         /// Its number of slots.
         slots: usize,
-        /// A host with another number.
+        /// A host with a different number.
         other: String,
-        /// That number.
+        /// The different number.
         other_slots: usize,
     },
-    /// Slurm cannot be told which slots are used.
+    /// Slurm cannot select the slots.
     #[error(
         "host `{host}` is to use the slots {slots}, but slurm starts ranks on the first slots of every host; leave it \
          slots 0 to {}",
@@ -395,9 +395,9 @@ pub enum HostsError {
     SlurmSlots {
         /// The host.
         host: String,
-        /// Its slots.
+        /// The slots of the host.
         slots: String,
-        /// Their number.
+        /// The number of slots.
         count: usize,
     },
     /// A world info cannot be read.
@@ -411,17 +411,17 @@ pub enum HostsError {
     },
 
     // Variables for other hosts.
-    /// A line of `.deepspeed_env` sets nothing.
+    /// A line of `.deepspeed_env` does not set a variable.
     #[error("{}:{line}: `{text}` sets no variable; write NAME=VALUE, or # in front of a comment", path.display())]
     BadVariable {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// The beginning of what it says.
+        /// The beginning of the line.
         text: String,
     },
-    /// A line of `.deepspeed_env` sets what cannot be a variable.
+    /// A line of `.deepspeed_env` sets an invalid variable name.
     #[error(
         "{}:{line}: `{name}` is no name of a variable; write NAME=VALUE with letters, digits and _ in the name",
         path.display()
@@ -431,18 +431,18 @@ pub enum HostsError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What stands in the name's place.
+        /// The text in place of the name.
         name: String,
     },
-    /// A variable that is passed on has a value that is no text.
+    /// A variable for other hosts has a value that is not UTF-8.
     #[error("the value of {name} is no UTF-8 text and cannot be passed to other hosts; set it to text, or unset it")]
     ValueNotUtf8 {
         /// The variable.
         name: String,
     },
 
-    // Cores.
-    /// A core list has something else in a core's place.
+    // The cores of ranks.
+    /// A core list contains something else in place of a core.
     #[error(
         "`{part}` in the core list `{list}` is neither a core nor a range of cores; write numbers below {} or \
          FIRST-LAST, for example 0,2-4",
@@ -451,7 +451,7 @@ pub enum HostsError {
     BadCores {
         /// The list.
         list: String,
-        /// Its part.
+        /// The part of the list.
         part: String,
     },
     /// A range of cores ends before it starts.
@@ -459,12 +459,12 @@ pub enum HostsError {
     BackwardCores {
         /// The range.
         part: String,
-        /// Its first number.
+        /// The first number of the range.
         first: usize,
-        /// Its last number.
+        /// The last number of the range.
         last: usize,
     },
-    /// A core list does not ascend.
+    /// A core list is not in ascending order.
     #[error(
         "`{part}` in the core list `{list}` does not lie above core {earlier} before it; write each core once, in \
          ascending order"
@@ -477,7 +477,7 @@ pub enum HostsError {
         /// The last core before it.
         earlier: usize,
     },
-    /// A core list names a core that ranks of this host cannot have.
+    /// A core list names a core that ranks of this host cannot use.
     #[error(
         "--bind_core_list names core {core}, and processes of zerorun on host {host} may run on {known}; name only some of \
          these, or let whatever started zerorun (taskset, a container, Slurm) give it more"
@@ -487,7 +487,7 @@ pub enum HostsError {
         core: usize,
         /// The host.
         host: String,
-        /// The cores that there are.
+        /// The available cores.
         known: String,
     },
     /// Something else binds threads.
@@ -509,7 +509,7 @@ pub enum HostsError {
     },
 }
 
-/// The beginning of a text from outside, on one line, for a message.
+/// Shortens external text to one line, for a message.
 pub(super) fn shown(text: &str) -> String {
     const LIMIT: usize = 40;
     let mut characters = text.chars();

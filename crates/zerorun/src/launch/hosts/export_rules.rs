@@ -1,45 +1,45 @@
-//! The variables that ranks on other hosts get from here: some by the beginning of their names, and those of the files
+//! The variables that ranks on other hosts get from this host: those with certain prefixes, and those in the files
 //! `.deepspeed_env`.
 //!
-//! A file has a line `NAME=VALUE` for each; empty lines and lines that begin with `#` say nothing. The one of the home
-//! directory is read first, then that of the working directory, and the later value counts.
+//! A file has one line `NAME=VALUE` per variable. Empty lines and lines that begin with `#` are ignored. The file in
+//! the home directory is read first, then the one in the working directory; later values override earlier ones.
 
 use super::error::{HostsError, shown};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
-/// Variables whose names begin so are passed on: DeepSpeed's list, with that of CUDA.
+/// The prefixes of variables that are passed on: DeepSpeed's list, with CUDA's.
 const PREFIXES: [&str; 5] = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"];
 
-/// In a job that has this variable, those of [`NOT_IN_AISC`] are of the host alone.
+/// The variable that marks a job in which those of [`NOT_IN_AISC`] stay on their host.
 const AISC: &str = "AISC_JOB_NAME";
 const NOT_IN_AISC: [&str; 2] = ["NCCL_IB_HCA", "UCX_NET_DEVICES"];
 
 /// The name of the files, unless `DS_ENV_FILE` gives another.
 const FILE: &str = ".deepspeed_env";
 
-/// Where the files are, in the order in which they are read; `name` is the value of `DS_ENV_FILE`.
+/// Returns the files in reading order. `name` is the value of `DS_ENV_FILE`.
 pub(crate) fn files(home: Option<&Path>, working: &Path, name: Option<&OsStr>) -> Vec<PathBuf> {
     let name = name.filter(|name| !name.is_empty()).unwrap_or(OsStr::new(FILE));
     let mut files: Vec<PathBuf> = home.into_iter().chain([working]).map(|folder| folder.join(name)).collect();
-    // An absolute name, or a user who works at home.
+    // The name may be absolute, or the home directory may be the working directory.
     files.dedup();
     files
 }
 
-/// Variables with their values, by name.
+/// Variables and their values, sorted by name.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct ExportedVariables(BTreeMap<String, String>);
 
 impl ExportedVariables {
-    /// Those of this process that are passed on.
+    /// Selects the variables of this process that are passed on.
     pub(crate) fn of(environment: impl IntoIterator<Item = (OsString, OsString)>) -> Result<Self, HostsError> {
         let mut exports = Self::default();
         let mut in_aisc = false;
         for (name, value) in environment {
             in_aisc |= name == AISC;
-            // A name that a shell cannot export, such as that of bash's functions, is not ours to pass on.
+            // A name that a shell cannot export, such as that of a bash function, is not passed on.
             let Some(name) = name.to_str().filter(|name| is_forwarded(name) && is_name(name)) else { continue };
             let value = value.to_str().ok_or_else(|| HostsError::ValueNotUtf8 { name: name.into() })?;
             exports.add(name, value);
@@ -50,7 +50,7 @@ impl ExportedVariables {
         Ok(exports)
     }
 
-    /// Adds those of a file; `path` is for messages.
+    /// Adds the variables of a file. `path` is for messages.
     pub(crate) fn add_file(&mut self, text: &str, path: &Path) -> Result<(), HostsError> {
         for (at, content) in text.lines().map(str::trim).enumerate() {
             if content.is_empty() || content.starts_with('#') {
@@ -72,7 +72,7 @@ impl ExportedVariables {
         self.0.insert(name.trim().to_string(), value.trim().to_string());
     }
 
-    /// Names and values.
+    /// Returns names and values.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
@@ -82,20 +82,19 @@ fn is_forwarded(name: &str) -> bool {
     PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Whether a shell can have a variable of this name.
+/// Returns whether a shell allows a variable of this name.
 fn is_name(name: &str) -> bool {
     let part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     name.chars().all(part) && name.starts_with(|c: char| !c.is_ascii_digit())
 }
 
-/// A value as DeepSpeed writes it into the remote shell's command line: in double quotes if it has other characters
-/// than those of plain words. The shell there looks into them: `$HOME` becomes that host's, and quotes in the value
-/// are taken away.
+/// Formats a value as DeepSpeed writes it into the remote shell's command line: in double quotes if it contains special
+/// characters. The remote shell expands it: `$HOME` becomes the remote host's, and quotes in the value are removed.
 pub(crate) fn expanded_word(value: &str) -> String {
     if value.chars().all(is_plain) { value.to_string() } else { format!("\"{value}\"") }
 }
 
-/// A value for a shell's command line that is the same after the shell has read it.
+/// Quotes a value so that a shell reads it back unchanged.
 pub(crate) fn literal_word(value: &str) -> String {
     if value.chars().all(is_plain) { value.to_string() } else { format!("'{}'", value.replace('\'', r"'\''")) }
 }

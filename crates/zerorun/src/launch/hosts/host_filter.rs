@@ -1,12 +1,12 @@
-//! Which of the hosts and slots are used: `--include` and `--exclude`, or `--num_nodes` and `--num_gpus`.
+//! Selects the hosts and slots to use: by `--include` and `--exclude`, or by `--num_nodes` and `--num_gpus`.
 //!
 //! ```text
 //! FILTER = NODE [@ NODE]...            worker-0@worker-1:0,2
 //! NODE   = HOST | HOST : SLOT [, SLOT]...
 //! ```
 //!
-//! A host that is named twice has the slots of both, and slots win over a bare name (`a@a:0` is `a:0`). Whatever the
-//! order in a filter, hosts stay in the order of the hostfile and slots ascend.
+//! A host that is named twice gets the slots of both, and slots take precedence over a bare name (`a@a:0` is `a:0`).
+//! Whatever the order in a filter, hosts stay in the order of the hostfile, and slots ascend.
 
 use super::HostSlots;
 use super::core_list::ranges;
@@ -14,21 +14,22 @@ use super::error::{HostsError, shown};
 use candle_zero::util::{list, nearest};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What the user says about hosts and slots. By default, all of them are used.
+/// The user's selection of hosts and slots. By default, all are used.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct HostSelection {
-    /// The filter of `--include`; empty: none is given.
+    /// The filter of `--include`; empty if not given.
     pub(crate) include: String,
-    /// The filter of `--exclude`; empty: none is given.
+    /// The filter of `--exclude`; empty if not given.
     pub(crate) exclude: String,
-    /// Only the first hosts of the hostfile.
+    /// The number of hosts to use from the beginning of the hostfile.
     pub(crate) num_nodes: Option<usize>,
-    /// Slots 0 to N-1 of each host, whatever the hostfile says.
+    /// The number N of slots of each host, 0 to N-1, which overrides the hostfile.
     pub(crate) num_gpus: Option<usize>,
 }
 
 impl HostSelection {
-    /// The hosts and slots that are used. May be none: [`super::world_info::WorldInfo::new`] refuses that.
+    /// Returns the selected hosts and slots. The result may be empty, which [`super::world_info::WorldInfo::new`]
+    /// refuses.
     pub(crate) fn apply(&self, hosts: &[HostSlots]) -> Result<Vec<HostSlots>, HostsError> {
         match (self.filter()?, self.count()?) {
             (Some(filter), Some(count)) => Err(HostsError::FilterAndCount { filter: filter.option(), count }),
@@ -46,7 +47,7 @@ impl HostSelection {
         }
     }
 
-    /// The option that gives a number, if one is given.
+    /// Returns the option that gives a number, if any.
     fn count(&self) -> Result<Option<&'static str>, HostsError> {
         let counts = [("--num_nodes", self.num_nodes), ("--num_gpus", self.num_gpus)];
         match counts.iter().find(|(_, count)| *count == Some(0)) {
@@ -68,7 +69,7 @@ impl HostSelection {
     }
 }
 
-/// Slots by host; of a host that is named without slots, none.
+/// The slots by host. A host that is named without slots has an empty set.
 type SlotsByHost = BTreeMap<String, BTreeSet<usize>>;
 
 #[derive(Debug)]
@@ -85,7 +86,7 @@ impl HostFilter {
         }
     }
 
-    /// Hosts without slots are dropped.
+    /// Applies the filter, and drops hosts without slots.
     fn apply(&self, hosts: &[HostSlots]) -> Result<Vec<HostSlots>, HostsError> {
         let (Self::Include(nodes) | Self::Exclude(nodes)) = self;
         for (name, slots) in nodes {
@@ -147,7 +148,7 @@ fn nodes(filter: &str, option: &'static str) -> Result<SlotsByHost, HostsError> 
 }
 
 fn slot(text: &str, node: &str, option: &'static str) -> Result<usize, HostsError> {
-    // DeepSpeed's numbers may have blanks around them.
+    // DeepSpeed allows blanks around its numbers.
     text.trim().parse().map_err(|_| HostsError::BadSlot { option, node: shown(node), slot: shown(text) })
 }
 
@@ -201,7 +202,7 @@ mod tests {
         assert_eq!(cases.len(), 17);
     }
 
-    /// The option's values as the command line has them, up to the script.
+    /// Reads the options' values from a command line, up to the script.
     fn typed(words: &Value) -> HostSelection {
         let mut words = words.as_array().unwrap().iter().map(|word| word.as_str().unwrap());
         let mut selection = HostSelection::default();

@@ -1,16 +1,16 @@
-//! The hostfile: one host in a line, `NAME slots=N`.
+//! Parses the hostfile: one line `NAME slots=N` per host.
 //!
-//! Lines that are empty or begin with `#` say nothing. What follows the number is ignored, since hostfiles of MPI may
-//! say more there (`max_slots=8`). The order of lines is the order of hosts, and so of ranks.
+//! Empty lines and lines that begin with `#` are ignored. Text after the number is also ignored, because MPI hostfiles
+//! may contain more (`max_slots=8`). The order of lines is the order of hosts, and therefore of ranks.
 
 use super::HostSlots;
 use super::error::{HostsError, shown};
 use std::path::Path;
 
-/// Reads the text of a hostfile; `path` is for messages.
+/// Parses the text of a hostfile. `path` is for messages.
 pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsError> {
     let mut hosts: Vec<HostSlots> = Vec::new();
-    // Of each host.
+    // The line of each host.
     let mut lines = Vec::new();
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     for (at, content) in text.lines().map(str::trim).enumerate() {
@@ -36,7 +36,7 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsErro
     if hosts.is_empty() { Err(HostsError::NoEntry { path: path.into() }) } else { Ok(hosts) }
 }
 
-/// The name and the digits that a line begins with.
+/// Returns the name and the digits at the beginning of a line.
 fn entry(line: &str) -> Option<(&str, &str)> {
     let (name, rest) = line.split_once(char::is_whitespace)?;
     let rest = rest.trim_start().strip_prefix("slots=")?;
@@ -81,7 +81,7 @@ mod tests {
         let expected =
             [HostSlots::with_slots("b-1", 2), HostSlots::with_slots("a-1", 4), HostSlots::with_slots("c", 0)];
         assert_eq!(read(text).unwrap(), expected);
-        // Names that a filter could not spell are names nevertheless.
+        // Names that a filter cannot express are still valid.
         assert_eq!(read("me@a slots=1\nfe80::1 slots=1").unwrap().len(), 2);
     }
 

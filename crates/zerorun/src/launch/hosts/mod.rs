@@ -1,9 +1,9 @@
-//! Ranks on many hosts: which hosts and slots there are, which of them are used, and what a rank there is given.
+//! Ranks on several hosts: the hosts and slots, the selection among them, and the environment of each rank.
 //!
-//! The grammars and the numbering are those of DeepSpeed's launcher. `hostfile` reads the hosts, `host_filter` keeps those
-//! that the user asked for, `world_info` numbers the ranks on them; `export_rules` finds the variables that the other hosts get,
-//! `core_list` divides the cores of one host among its ranks. All of it is computing on text and numbers: nothing here
-//! opens a file, reads the environment or starts a process.
+//! The grammars and the numbering are those of DeepSpeed's launcher. `hostfile` reads the hosts, `host_filter` selects
+//! those that the user asked for, and `world_info` numbers the ranks on them. `export_rules` finds the variables for
+//! the other hosts, and `core_list` divides the cores of one host among its ranks. All of this computes on text and
+//! numbers: nothing here opens a file, reads the environment or starts a process.
 
 pub(crate) mod core_list;
 pub(crate) mod error;
@@ -14,17 +14,17 @@ pub(crate) mod hostfile;
 pub(crate) mod recorded_cases;
 pub(crate) mod world_info;
 
-/// A host and its slots, the places for one rank each. A slot's number is also that of its GPU, where there are any.
+/// A host and its slots, each for one rank. The number of a slot is also that of its GPU, if the host has GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HostSlots {
-    /// As the hostfile has it.
+    /// The name as written in the hostfile.
     pub(crate) name: String,
-    /// In ascending order.
+    /// The slots in ascending order.
     pub(crate) slots: Vec<usize>,
 }
 
 impl HostSlots {
-    /// A host with the slots from 0 on.
+    /// Creates a host with the slots from 0 on.
     pub(crate) fn with_slots(name: impl Into<String>, count: usize) -> Self {
         Self { name: name.into(), slots: (0..count).collect() }
     }

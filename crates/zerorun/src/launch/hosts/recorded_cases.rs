@@ -9,17 +9,17 @@ fn all() -> Vec<Value> {
     serde_json::from_str(file).expect("the fixture is JSON")
 }
 
-/// The cases of an area.
+/// Returns the cases of an area.
 pub(super) fn of_area(area: &str) -> Vec<Value> {
     all().into_iter().filter(|case| case["area"] == area).collect()
 }
 
-/// One case.
+/// Returns one case.
 pub(crate) fn case(id: &str) -> Value {
     all().into_iter().find(|case| case["id"] == id).expect("a recorded case")
 }
 
-/// Compares what is found with what a case expects: any refusal is one, whatever Python's kind of it.
+/// Compares the result with that of a case. Any error matches a refusal, whatever its type in Python.
 pub(super) fn check(case: &Value, found: Result<Value, HostsError>) {
     let expected = &case["expect"];
     match found {
@@ -28,19 +28,19 @@ pub(super) fn check(case: &Value, found: Result<Value, HostsError>) {
     }
 }
 
-/// `[["a", [0, 2]], ...]` as hosts.
+/// Reads `[["a", [0, 2]], ...]` as hosts.
 pub(super) fn hosts(recorded: &Value) -> Vec<HostSlots> {
     let pairs: Vec<(String, Vec<usize>)> = serde_json::from_value(recorded.clone()).expect("hosts with slots");
     pairs.into_iter().map(|(name, slots)| HostSlots { name, slots }).collect()
 }
 
-/// `[["a", 4], ...]` as hosts.
+/// Reads `[["a", 4], ...]` as hosts.
 pub(super) fn counted_hosts(recorded: &Value) -> Vec<HostSlots> {
     let pairs: Vec<(String, usize)> = serde_json::from_value(recorded.clone()).expect("hosts with counts");
     pairs.into_iter().map(|(name, count)| HostSlots::with_slots(name, count)).collect()
 }
 
-/// The inverse of [`hosts`].
+/// Writes hosts in the recorded form. Inverse of [`hosts`].
 pub(super) fn as_recorded(hosts: &[HostSlots]) -> Vec<Value> {
     hosts.iter().map(|host| json!([host.name, host.slots])).collect()
 }

@@ -1,13 +1,13 @@
-//! The ranks of a job on many hosts: host by host, and slot by slot in each.
+//! The ranks of a job on several hosts: host by host, and slot by slot within each.
 //!
 //! ```text
-//! host    a        b              node   0, 1: the place of the host
-//! slot    0 1 2    0 1            index  0 1 2, 0 1: the place among the ranks of its host
+//! host    a        b              node   0, 1: the index of the host
+//! slot    0 1 2    0 1            index  0 1 2, 0 1: the index among the ranks of its host
 //! rank    0 1 2    3 4
 //! ```
 //!
-//! The launcher tells each host of all of them by the world info, DeepSpeed's: the JSON object `{"a": [0, 1, 2], "b":
-//! [0, 1]}` in URL-safe base64.
+//! The launcher passes all of them to each host in DeepSpeed's world info: the JSON object `{"a": [0, 1, 2], "b": [0,
+//! 1]}` in URL-safe base64.
 
 use super::HostSlots;
 use super::core_list::ranges;
@@ -15,7 +15,7 @@ use super::error::{HostsError, shown};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::fmt;
 
-/// The GPUs that programs see, by which their ranks count them.
+/// The variable that selects the GPUs visible to programs. Ranks count these.
 pub(crate) const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The hosts that get ranks, each with at least one slot.
@@ -24,40 +24,40 @@ pub(crate) struct WorldInfo {
     hosts: Vec<HostSlots>,
 }
 
-/// One rank and its place.
+/// The placement of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RankPlacement {
-    /// Among all ranks.
+    /// The rank among all ranks.
     pub(crate) rank: usize,
-    /// The place of its host.
+    /// The index of its host.
     pub(crate) node: usize,
-    /// The place among the ranks of its host.
+    /// The index among the ranks of its host.
     pub(crate) index: usize,
-    /// `LOCAL_RANK` as DeepSpeed has it: the rank modulo the number of ranks on this host. Each of them has another
-    /// one, yet it is the index on all hosts only where all have as many ranks.
+    /// DeepSpeed's `LOCAL_RANK`: the rank modulo the number of ranks on this host. It is unique within a host, but
+    /// equals the index on all hosts only if all have the same number of ranks.
     pub(crate) local_rank: usize,
-    /// The slot, which `CUDA_VISIBLE_DEVICES` has in the place `local_rank`.
+    /// The slot, at index `local_rank` of `CUDA_VISIBLE_DEVICES`.
     pub(crate) slot: usize,
 }
 
 impl WorldInfo {
-    /// Hosts without slots get no rank and do not count.
+    /// Creates the world. Hosts without slots get no rank and are left out.
     pub(crate) fn new(hosts: Vec<HostSlots>) -> Result<Self, HostsError> {
         let hosts: Vec<HostSlots> = hosts.into_iter().filter(|host| !host.slots.is_empty()).collect();
         if hosts.is_empty() { Err(HostsError::NoSlot) } else { Ok(Self { hosts }) }
     }
 
-    /// The hosts in the order of their ranks.
+    /// Returns the hosts in the order of their ranks.
     pub(crate) fn hosts(&self) -> &[HostSlots] {
         &self.hosts
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub(crate) fn size(&self) -> usize {
         self.hosts.iter().map(|host| host.slots.len()).sum()
     }
 
-    /// The ranks on one host.
+    /// Returns the ranks on one host.
     pub(crate) fn ranks_of(&self, node: usize) -> Vec<RankPlacement> {
         let first: usize = self.hosts[..node].iter().map(|host| host.slots.len()).sum();
         let slots = &self.hosts[node].slots;
@@ -69,7 +69,7 @@ impl WorldInfo {
         (0..slots.len()).map(placed).collect()
     }
 
-    /// The variables that tell a rank its place.
+    /// Returns the variables that describe a rank's placement.
     pub(crate) fn variables(&self, placed: &RankPlacement) -> [(&'static str, String); 8] {
         let slots = &self.hosts[placed.node].slots;
         let local_size = slots.len().to_string();
@@ -85,12 +85,13 @@ impl WorldInfo {
         ]
     }
 
-    /// The slots of a host as `CUDA_VISIBLE_DEVICES` has them: the GPUs of its ranks, in the order of these.
+    /// Returns the slots of a host in the form of `CUDA_VISIBLE_DEVICES`: the GPUs of its ranks, in their order.
     pub(crate) fn devices(&self, node: usize) -> String {
         commas(&self.hosts[node].slots)
     }
 
-    /// The number of ranks on each host, for a starter (mpich, impi, mvapich) that is told one number for all.
+    /// Returns the number of ranks on each host, for a launcher (mpich, impi, mvapich) that accepts one number for all
+    /// hosts.
     pub(crate) fn ranks_per_host(&self, launcher: &'static str) -> Result<usize, HostsError> {
         let first = &self.hosts[0];
         let slots = first.slots.len();
@@ -106,7 +107,7 @@ impl WorldInfo {
         }
     }
 
-    /// The number of ranks on each host, for Slurm, which cannot be told the slots: they have to be the first ones.
+    /// Returns the number of ranks on each host, for Slurm, which cannot select slots: they must be the first ones.
     pub(crate) fn first_slots_per_host(&self) -> Result<usize, HostsError> {
         let slots = self.ranks_per_host("slurm")?;
         match self.hosts.iter().find(|host| host.slots.last() != Some(&(slots - 1))) {
@@ -117,15 +118,15 @@ impl WorldInfo {
         }
     }
 
-    /// The world info.
+    /// Encodes the world info.
     pub(crate) fn encode(&self) -> String {
-        // Spaces as Python's: both launchers give the same text.
+        // With Python's spaces, so that both launchers give the same text.
         let host = |host: &HostSlots| format!("{}: [{}]", serde_json::json!(host.name), join(&host.slots, ", "));
         let json = format!("{{{}}}", self.hosts.iter().map(host).collect::<Vec<_>>().join(", "));
         to_base64(json.as_bytes())
     }
 
-    /// Reads a world info.
+    /// Decodes a world info.
     pub(crate) fn decode(text: &str) -> Result<Self, HostsError> {
         let problem = |problem: String| HostsError::WorldInfo { problem };
         let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is no URL-safe base64", shown(text))))?;
@@ -184,7 +185,7 @@ fn to_base64(bytes: &[u8]) -> String {
     text
 }
 
-/// `None`: a digit is none, or one is missing. The filling at the end may be missing.
+/// Decodes base64. Returns `None` if a digit is invalid or missing. The padding at the end is optional.
 fn from_base64(text: &str) -> Option<Vec<u8>> {
     let text = text.trim().trim_end_matches('=');
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3 + 2);
@@ -217,13 +218,13 @@ mod tests {
         .unwrap()
     }
 
-    /// A rank as it is recorded: numbers are numbers.
+    /// Returns a rank in the recorded form: numbers are numbers.
     fn process(world: &WorldInfo, placed: &RankPlacement) -> Value {
         let mut process = Map::from_iter([("node".to_string(), json!(world.hosts()[placed.node].name))]);
         for (name, value) in world.variables(placed) {
             match name {
                 "CUDA_VISIBLE_DEVICES" => process.insert("VISIBLE".into(), json!(value)),
-                // It is torchrun's name of LOCAL_SIZE.
+                // It is torchrun's name for LOCAL_SIZE.
                 "LOCAL_WORLD_SIZE" => None,
                 _ => process.insert(name.into(), json!(value.parse::<usize>().unwrap())),
             };

@@ -1,11 +1,12 @@
-//! The first host's port: whoever connects has a few seconds to say who it is, and little room to do so.
+//! The first host's port. Each connection has a few seconds and little memory to identify itself.
 //!
 //! ```text
-//!   accept -> a thread for each stranger: handshake, Hello -> the first host's own thread, which takes or refuses it
+//!   accept -> a thread per stranger: handshake, Hello -> the first host's own thread, which admits or refuses it
 //! ```
 //!
-//! There are never more than so many strangers: for one more, the oldest of the address with the most is sent away. So strangers
-//! cost no more than that, and those of one address do not keep another's out.
+//! A stranger is a connection that has not identified itself yet. Their number is limited: one more evicts the oldest
+//! from the address with the most strangers. This bounds their cost, and strangers from one address do not keep another
+//! address out.
 
 use super::handshake::{self, HandshakeError};
 use super::secret::{JobSecret, SECRET};
@@ -19,31 +20,31 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long a stranger may take until it has said all.
+/// How long a stranger may take to identify itself.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long nobody is let in after the system has refused to.
+/// The pause in accepting connections after a system error.
 const PAUSE: Duration = Duration::from_millis(200);
-/// Bytes that one may say who has not proved that it belongs to the job.
+/// The maximum number of bytes from a stranger that has not proved that it belongs to the job.
 pub(super) const LONGEST_OF_A_STRANGER: usize = 1 << 20;
-/// Strangers at a time, and which part of the files that this process may open they may be.
+/// The maximum number of strangers, and the fraction of this process's open file limit that they may use.
 const MOST: usize = 64;
 const PART: u64 = 4;
-/// Lines about those who are sent away. A program that comes again and again fills no disk.
+/// The maximum number of messages about refused hosts, so that a program that keeps connecting does not fill the disk.
 const MOST_SAID: usize = 50;
 
-/// A host that has said what it brings.
+/// A host that has sent its Hello.
 pub(super) struct JoiningHost {
-    /// Of the connection.
+    /// The number of its connection.
     pub(super) number: u64,
     pub(super) from: SocketAddr,
     pub(super) session: LauncherConnection,
     pub(super) hello: HostHello,
 }
 
-/// Accepts connections, and bounds the number of those that have not yet said which host they are.
+/// Accepts connections, and bounds the number of strangers.
 pub(super) struct HostAcceptor {
     secret: Option<JobSecret>,
-    /// Strangers at a time.
+    /// The maximum number of strangers.
     most: usize,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<TcpStream>)>>,
     numbers: AtomicU64,
@@ -57,10 +58,10 @@ impl HostAcceptor {
         Self { secret, most, strangers: Mutex::default(), numbers: AtomicU64::new(0), said: AtomicUsize::new(0) }
     }
 
-    /// Lets strangers in on threads of their own; `on_join` gets those that have said what they bring.
+    /// Accepts strangers on separate threads. `on_join` receives those that have sent their Hello.
     ///
     /// # Errors
-    /// The system's.
+    /// Fails if the system cannot start the thread.
     pub(super) fn open(
         self: &Arc<Self>,
         listener: TcpListener,
@@ -70,7 +71,7 @@ impl HostAcceptor {
         let accept = move || {
             loop {
                 let taken = listener.accept().and_then(|(stream, from)| acceptor.take(stream, from, on_join.clone()));
-                // Out of descriptors or threads, say; what it can do without is not a host yet.
+                // For example, descriptors or threads have run out. A stranger is dropped, as it is not a host yet.
                 if taken.is_err() {
                     acceptor.evict_one();
                     std::thread::sleep(PAUSE);
@@ -116,12 +117,12 @@ impl HostAcceptor {
         }
     }
 
-    /// Connection `number` is no stranger's any more.
+    /// Removes connection `number` from the strangers.
     pub(super) fn leave(&self, number: u64) {
         lock(&self.strangers).remove(&number);
     }
 
-    /// Sends away the oldest of the address that has the most.
+    /// Evicts the oldest stranger of the address that has the most.
     fn evict_one(&self) {
         let mut strangers = lock(&self.strangers);
         let mut numbers = BTreeMap::<IpAddr, usize>::new();
@@ -133,7 +134,7 @@ impl HostAcceptor {
         }
     }
 
-    /// Says that a host is refused, unless that has been said often enough.
+    /// Reports that a host is refused, up to a limited number of times.
     pub(super) fn report_refused(&self, host: &str, from: SocketAddr, why: &str) {
         match self.said.fetch_add(1, Ordering::Relaxed) {
             said if said < MOST_SAID => eprint(&format!("zerorun: host {host} ({}) is refused: {why}", from.ip())),
@@ -153,7 +154,7 @@ mod tests {
     use std::io::Read;
     use std::sync::mpsc::channel;
 
-    /// An acceptor and its address.
+    /// Returns an acceptor and its address.
     fn acceptor(secret: Option<JobSecret>) -> (Arc<HostAcceptor>, SocketAddr, std::sync::mpsc::Receiver<JoiningHost>) {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (address, acceptor) = (listener.local_addr().unwrap(), Arc::new(HostAcceptor::new(secret)));
@@ -162,7 +163,7 @@ mod tests {
         (acceptor, address, arrivals)
     }
 
-    /// Whether the other side has closed it.
+    /// Returns whether the other side has closed the connection.
     fn is_closed(mut stream: &TcpStream) -> bool {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut buffer = [0; 4096];
@@ -183,7 +184,7 @@ mod tests {
         for first in &all[..3] {
             assert!(is_closed(first));
         }
-        // One is sent away before the one that takes its place is let in.
+        // One is evicted before the one that replaces it is accepted.
         let until = Instant::now() + Duration::from_secs(60);
         while !lock(&acceptor.strangers).contains_key(&(most as u64 + 2)) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));

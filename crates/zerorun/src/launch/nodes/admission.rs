@@ -1,7 +1,7 @@
-//! Whether a host may take part in the job, and in what it differs from the first.
+//! Decides whether a host may join the job, and finds its differences from the first host.
 //!
-//! What it is told of a difference is what it has itself, and a digest of what the first host has; both are in the first host's
-//! own output.
+//! The message to the host about a difference contains its own value and only a digest of the first host's. The first
+//! host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;
@@ -9,28 +9,29 @@ use super::secret::digest;
 use super::wire::HostHello;
 use candle_zero::comm::clock_skew;
 
-/// The most ranks of a host.
+/// The maximum number of ranks of a host.
 pub(super) const MOST_RANKS: usize = 1024;
-/// Characters of a host's words in a line.
+/// The maximum number of characters of a host's text in a message.
 const SHOWN: usize = 1000;
 
-/// Why a host may not take part.
+/// The reason why a host may not join.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct AdmissionRefusal {
-    /// What it is told.
+    /// The message sent to the host.
     pub(super) told: String,
-    /// What the first host says of it.
+    /// The message printed by the first host.
     pub(super) said: String,
 }
 
 impl AdmissionRefusal {
-    /// The same for both.
+    /// Creates a refusal with the same message for both.
     fn plain(text: String) -> Option<Self> {
         Some(Self { told: text.clone(), said: text })
     }
 }
 
-/// Why a host cannot take part in the job of `own`, the first host. `holder` has its number already.
+/// Returns why a host cannot join the job of `own`, the first host, if so. `holder` is the host that already has its
+/// number.
 pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostHello) -> Option<AdmissionRefusal> {
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != own.nodes {
@@ -63,7 +64,7 @@ pub(super) fn refusal(own: &HostHello, holder: Option<&HostHello>, hello: &HostH
     difference(own, hello)
 }
 
-/// In what a host differs from the first that must be the same.
+/// Returns a forbidden difference between a host and the first one.
 fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     let [here, there] = [name(own), name(hello)];
     if own.words != hello.words {
@@ -95,19 +96,19 @@ fn difference(own: &HostHello, hello: &HostHello) -> Option<AdmissionRefusal> {
     })
 }
 
-/// What a host calls itself.
+/// Returns the name that a host gives itself.
 pub(super) fn name(hello: &HostHello) -> String {
     printable(&hello.host, 64)
 }
 
-/// How far a host's clock is ahead of this one's, in seconds.
+/// Returns how far a host's clock is ahead of this one's, in seconds.
 pub(super) fn ahead(hello: &HostHello) -> i64 {
     let seconds = |clock: u64| i64::try_from(clock).unwrap_or(i64::MAX);
     seconds(hello.clock).saturating_sub(seconds(clock_skew::seconds()))
 }
 
-/// What there is to say of folders that are there on the first host and on another and are not the same. A job may write into
-/// one, so it is no more than a warning.
+/// Describes folders that exist on the first host and on another but differ. A job may write into a folder, so this is
+/// only a warning.
 pub(super) fn folders<'a>(own: &'a HostHello, other: &'a HostHello) -> impl Iterator<Item = String> + 'a {
     own.folders.iter().filter_map(move |(folder, here)| {
         let difference = checksums::difference(here, other.folders.get(folder)?)?;
@@ -127,7 +128,7 @@ pub(super) mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    /// What a host brings to a job of two.
+    /// Returns the Hello of a host that joins a job of two.
     pub(in crate::launch::nodes) fn hello(host: &str) -> HostHello {
         HostHello {
             nodes: 2,
@@ -176,7 +177,7 @@ pub(super) mod tests {
         let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
         let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
         insta::assert_snapshot!(two.told, @"--node_rank 1 is host c's already; give each host its own number from 0 to 1, and each job its own --master_port");
-        // The same launcher, whose connection broke.
+        // The same launcher, after its connection broke.
         assert_eq!(refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 3, ..hello("c") }), None);
     }
 

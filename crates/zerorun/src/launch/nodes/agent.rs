@@ -1,4 +1,4 @@
-//! One host's side of a job on several hosts: it joins, starts its ranks when it is told to, and says how they ended.
+//! One host's side of a job on several hosts: joins, starts its ranks when told to, and reports how they ended.
 
 use super::handshake::HandshakeError;
 use super::join::join;
@@ -20,36 +20,36 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long a try to reach the first host may take, and then to join.
+/// The time limit for an attempt to connect to the first host, and then for joining.
 const TRY: Duration = Duration::from_secs(5);
-/// The pause between two tries to reach the first host.
+/// The pause between two attempts to connect to the first host.
 const RETRY: Duration = Duration::from_millis(300);
-/// How often what was heard is looked at, should the event be lost.
+/// The interval at which messages are checked, in case an event is lost.
 const TICK: Duration = Duration::from_millis(500);
-/// Exit code where the first host is gone.
+/// The exit code if the first host is lost.
 const EXIT_LOST: u8 = 1;
 
-/// How a host joins.
+/// The settings for joining a job.
 pub(super) struct JoinOptions {
     pub(super) master_addr: String,
     pub(super) master_port: u16,
-    /// How the first host itself comes to its port.
+    /// The addresses at which the first host reaches its own port.
     pub(super) own: Option<Vec<SocketAddr>>,
     pub(super) secret: Option<JobSecret>,
-    /// How long the first host is tried.
+    /// How long to try to reach the first host.
     pub(super) patience: Duration,
     pub(super) hello: HostHello,
-    /// Whether it joins again when it has lost the first host.
+    /// Whether to join again after losing the first host.
     pub(super) returns: bool,
-    /// Whether the end of standard input is a SIGTERM.
+    /// Whether the end of standard input is treated as SIGTERM.
     pub(super) until_stdin_ends: bool,
 }
 
-/// What the thread that listens to the first host leaves for the main thread.
+/// Messages from the thread that listens to the first host to the main thread.
 #[derive(Default)]
 struct AgentInbox {
     messages: Mutex<VecDeque<PeerEvent>>,
-    /// Of the attempt that runs.
+    /// The running attempt, if any.
     running: Mutex<Option<RunningAttempt>>,
 }
 
@@ -58,7 +58,7 @@ struct RunningAttempt {
     attempt: u32,
     pmi: Arc<pmi::PmiServer>,
     remote_failure: Arc<Mutex<Option<(usize, String)>>>,
-    /// The next signal comes from the first host, which need not be told of it.
+    /// Whether the next signal comes from the first host, so that it need not be reported to it.
     passed_on: Arc<AtomicBool>,
 }
 
@@ -70,7 +70,7 @@ impl RunningAttempt {
 }
 
 impl AgentInbox {
-    /// Takes what is heard of the first host.
+    /// Receives a message of the first host.
     fn hear(&self, heard: PeerEvent, events: &Sender<LauncherEvent>) {
         let running = lock(&self.running);
         let of = |attempt: u32| running.as_ref().filter(|running| running.attempt == attempt);
@@ -105,23 +105,23 @@ impl AgentInbox {
     }
 }
 
-/// The signals that ask a launcher to end.
+/// Returns the signal with this number if it asks a launcher to end.
 fn named(number: i32) -> Option<Signal> {
     [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
 }
 
-/// Why a host no longer takes part.
+/// The reason why a host no longer takes part.
 enum LeaveReason {
     /// The job is over, with this exit code.
     Over(u8),
-    /// The first host is gone.
+    /// The first host is lost.
     Lost(String),
 }
 
-/// Takes part in the job until it is over; the result is the exit code. Call it on the main thread.
+/// Takes part in the job until it is over, and returns the exit code. Must be called on the main thread.
 ///
 /// # Errors
-/// The first host cannot be reached, or refuses this one.
+/// Fails if the first host cannot be reached or refuses this one.
 pub(super) fn run(mut job: LocalJob, options: &JoinOptions) -> Result<u8> {
     let (sender, events) = signals::listen()?;
     if options.until_stdin_ends {
@@ -174,7 +174,7 @@ fn attend(
                 peer.send(&LauncherMessage::Ended { attempt, how });
             }
             Ok(PeerEvent::Message(LauncherMessage::Finish { code, text, culprit })) => {
-                // Of its own ranks a host knows more than the others.
+                // A host's own report on its ranks is more detailed than the others'.
                 let own = failed.filter(|_| culprit == Some(options.hello.node));
                 match (own, text.as_deref().and_then(|text| text.split_once('\n'))) {
                     (Some(own), Some((_, rest))) => eprint(&format!("{own}\n{rest}")),
@@ -197,7 +197,7 @@ fn stopped_by(signal: Signal) -> LeaveReason {
     LeaveReason::Over(128 + signal.as_raw() as u8)
 }
 
-/// Joins the job, or ends with a signal. What may be better the next time is tried again.
+/// Joins the job, or returns the signal that ends the attempt. Temporary failures are retried.
 fn connect(
     options: &JoinOptions,
     events: &Receiver<LauncherEvent>,
@@ -230,7 +230,7 @@ fn connect(
     }
 }
 
-/// Tries each of the address' meanings for a while.
+/// Tries each address that the name resolves to.
 fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
     let addresses = match &options.own {
@@ -252,7 +252,7 @@ fn unreachable(options: &JoinOptions, why: String) -> candle_zero::Error {
     HostsError::FirstUnreachable { address, port, seconds, why }.into()
 }
 
-/// What is heard next, or the signal that asks this launcher to end.
+/// Waits for the next message, or for a signal that asks this launcher to end.
 fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Result<PeerEvent, Signal> {
     loop {
         if let Some(heard) = lock(&inbox.messages).pop_front() {
@@ -263,13 +263,13 @@ fn wait(inbox: &AgentInbox, events: &Receiver<LauncherEvent>) -> std::result::Re
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             Ok(LauncherEvent::Child | LauncherEvent::Pass(_) | LauncherEvent::PeerMessage)
             | Err(RecvTimeoutError::Timeout) => {}
-            // As in `RankProcesses::supervise`.
+            // The same as in `RankProcesses::supervise`.
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
         }
     }
 }
 
-/// Runs this host's ranks; the report of their own failure goes to `failed`.
+/// Runs this host's ranks. The report of their own failure is stored in `failed`.
 fn carry_out(
     job: &mut LocalJob,
     options: &JoinOptions,
@@ -288,7 +288,7 @@ fn carry_out(
     let passed_on = Arc::new(AtomicBool::new(false));
     let (pmi, told) = (server.clone(), passed_on.clone());
     *lock(&inbox.running) = Some(RunningAttempt { attempt, pmi, remote_failure: remote_failure.clone(), passed_on });
-    // One host of several may be left alone: its ranks need no library to meet.
+    // Only one of several hosts may be left. Its ranks then need no MPI library.
     let alone = ranks.len() == 1;
     let asked = Arc::clone(peer);
     job.multi_host = (!alone).then(|| MultiHostContext {

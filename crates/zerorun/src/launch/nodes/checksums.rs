@@ -1,4 +1,5 @@
-//! What the launchers of a job's hosts compare: the program, and the files and folders that its arguments name.
+//! The checksums that the launchers of a job's hosts compare: of the program, and of the files and folders that its
+//! arguments name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -8,17 +9,17 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
-/// Bytes of a file of which a checksum is made.
+/// The maximum number of bytes of a file that are checksummed.
 const MOST_OF_A_FILE: u64 = 256 << 20;
-/// Files of a folder that are compared, in the order of their paths.
+/// The maximum number of files of a folder that are compared, in the order of their paths.
 const MOST_FILES: usize = 1000;
-/// Bytes of the largest file of a folder whose content is compared, not its size alone.
+/// The maximum size of a file in a folder whose contents are compared, not only its size.
 const SMALL: u64 = 1 << 20;
 
-/// Checksums by what a user calls the files.
+/// Checksums by the names that the user gives to the files.
 pub(super) type FileChecksums = BTreeMap<String, String>;
 
-/// The program, and files that arguments name.
+/// Returns the checksums of the program and of the files that arguments name.
 pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
     let files =
         named(args).filter(|name| Path::new(name).is_file()).map(|name| (name.clone(), checksum(name.as_ref())));
@@ -29,7 +30,7 @@ pub(super) fn of_files(program: &Path, args: &[OsString]) -> FileChecksums {
         .collect()
 }
 
-/// Folders that arguments name, with what is in each.
+/// Returns the folders that arguments name, with the checksums of their files.
 pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, FileChecksums> {
     let folders = named(args).filter(|name| Path::new(name).is_dir());
     let sums = |name: String| {
@@ -40,7 +41,7 @@ pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, FileChecksums> {
     folders.map(sums).collect()
 }
 
-/// The words of a command line that may name a file, those behind `--flag=` too.
+/// Returns the words of a command line that may name a file, including those after `--flag=`.
 fn named(args: &[OsString]) -> impl Iterator<Item = String> {
     args.iter().map(|word| {
         let word = word.to_string_lossy();
@@ -48,7 +49,7 @@ fn named(args: &[OsString]) -> impl Iterator<Item = String> {
     })
 }
 
-/// Adds the files below a folder, without hidden ones and links to folders, until there are [`MOST_FILES`].
+/// Adds the files below a folder, without hidden files and links to folders, up to [`MOST_FILES`].
 fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
@@ -70,7 +71,7 @@ fn list(folder: &Path, prefix: &str, to: &mut FileChecksums) {
     }
 }
 
-/// The size and the checksum of a file. Of a very long one only the beginning is read.
+/// Returns the size and the checksum of a file. Only the beginning of a very long file is read.
 fn checksum(path: &Path) -> std::io::Result<String> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
@@ -84,7 +85,7 @@ fn checksum(path: &Path) -> std::io::Result<String> {
     }
 }
 
-/// The first file in which two folders differ, and what it is in each.
+/// Describes the first file that differs between two folders.
 pub(super) fn difference(a: &FileChecksums, b: &FileChecksums) -> Option<String> {
     let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
     let of = |sums: &FileChecksums| sums.get(name).map_or("not there".to_string(), Clone::clone);

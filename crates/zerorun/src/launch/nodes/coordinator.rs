@@ -1,13 +1,13 @@
-//! The first host's side of a job on several hosts: it waits for them, starts attempts, and says how it all ends.
+//! The first host's side of a job on several hosts: waits for the hosts, starts attempts, and decides how the job ends.
 //!
 //! ```text
-//!   gather: hosts come, each with Hello -> Start to all -> values of their ranks' libraries go around -> Ended of each
+//!   gather: each host sends Hello -> Start to all -> values of their ranks' libraries are exchanged -> Ended of each
 //!      ^                                                                     |
-//!      +-- a host is gone or a rank failed: the others are told, all end ----+-- restarts are left: again, on who is there
-//!          a host is back: the ranks are asked to end in good order ---------+
+//!      +-- a host is lost or a rank failed: the others are told, all end ----+-- if restarts are left: again
+//!          a host is back: the ranks are asked to end gracefully ------------+
 //! ```
 //!
-//! Everything happens on one thread, that takes what is heard of all hosts in turn.
+//! Everything happens on one thread, which handles the messages of all hosts one by one.
 
 use super::acceptor::{HostAcceptor, JoiningHost, LONGEST_OF_A_STRANGER};
 use super::admission::{self, refusal};
@@ -22,35 +22,35 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// How long a new attempt waits for hosts of the last one, if it may do without them.
+/// How long a new attempt waits for hosts of the last one, if it may continue without them.
 const RETURN: Duration = Duration::from_secs(3);
-/// How long an attempt runs before it makes place for a host that is back.
+/// How long an attempt runs before it is restarted to include a host that is back.
 const SETTLED: Duration = Duration::from_secs(10);
-/// How often deadlines are looked at.
+/// The interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(200);
-/// Bytes of a message for each rank of its host: what its MPI library puts, and more.
+/// The maximum bytes of a message for each rank of its host: the values of its MPI library, and more.
 const LONGEST_OF_A_RANK: usize = 64 << 10;
-/// Exit code where a host is gone, or hosts have not come.
+/// The exit code if a host is lost or hosts are missing.
 const EXIT_LOST: u8 = 1;
 
-/// When and with whom the ranks are started.
+/// The rules by which ranks are started.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ElasticPolicy {
-    /// The hosts of the job.
+    /// The number of hosts of the job.
     pub(super) nodes: usize,
-    /// The fewest to go on with after a failure.
+    /// The minimum number of hosts to continue with after a failure.
     pub(super) min_nodes: usize,
-    /// Restarts in total.
+    /// The maximum number of restarts in total.
     pub(super) max_restarts: u32,
-    /// How long hosts are waited for.
+    /// How long to wait for hosts.
     pub(super) patience: Duration,
 }
 
-/// Serves the job on a thread of its own, until it is over. `own` is this host, to which the others are compared, and whose
-/// launcher's number names the job: no other has it.
+/// Serves the job on a separate thread until it is over. `own` is this host, with which the others are compared. Its
+/// launcher's unique number identifies the job.
 ///
 /// # Errors
-/// The system's.
+/// Fails if the system cannot start the threads.
 pub(super) fn serve(
     listeners: Vec<TcpListener>,
     secret: Option<JobSecret>,
@@ -67,7 +67,7 @@ pub(super) fn serve(
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
-/// What is heard: a host that has come, or one that is there, by the number of its connection.
+/// An event: a new host, or a message of a known one, by the number of its connection.
 enum CoordinatorEvent {
     HostArrived(Box<JoiningHost>),
     FromHost(u64, PeerEvent),
@@ -82,17 +82,17 @@ struct JoinedHost {
     ahead: i64,
 }
 
-/// The job as the first host runs it.
+/// The first host's state of the job.
 struct Coordinator {
     policy: ElasticPolicy,
     /// This host.
     own: HostHello,
     heard: Receiver<CoordinatorEvent>,
-    /// For those who listen to hosts.
+    /// The sender for threads that listen to hosts.
     sender: Sender<CoordinatorEvent>,
-    /// Accepts the hosts.
+    /// The acceptor of new hosts.
     acceptor: Arc<HostAcceptor>,
-    /// By `--node_rank`.
+    /// The hosts by `--node_rank`.
     hosts: BTreeMap<usize, JoinedHost>,
 }
 
@@ -104,25 +104,25 @@ struct AttemptHost {
     end: Option<HostEnd>,
 }
 
-/// How a host's part of an attempt ended.
+/// The way in which a host's part of an attempt ended.
 enum HostEnd {
     Ended(HostOutcome),
-    /// Nothing more is heard of it.
+    /// The connection to it was lost.
     Lost(String),
 }
 
-/// What an attempt has come to.
+/// The result of an attempt.
 #[derive(Debug, Clone, PartialEq)]
 enum AttemptOutcome {
     Well,
     Unwritten,
     Interrupted(i32),
-    /// Ranks were asked to end for a host that is back.
+    /// Ranks were asked to end because a host is back.
     Regrouped,
     Failed(AttemptFailure),
 }
 
-/// The failure that brought an attempt down.
+/// The failure that ended an attempt.
 #[derive(Debug, Clone, PartialEq)]
 struct AttemptFailure {
     /// The `--node_rank` of its host.
@@ -134,7 +134,7 @@ struct AttemptFailure {
 impl Coordinator {
     fn run(&mut self) {
         let (mut restart, mut note) = (0, None);
-        // Failures in a row that came soon, and the pause before the next start.
+        // The number of consecutive early failures, and the pause before the next start.
         let (mut soon, mut pause) = (0, Duration::ZERO);
         for attempt in 0.. {
             if let Err(text) = self.gather(attempt > 0, std::mem::take(&mut pause)) {
@@ -168,7 +168,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits for the hosts: for all at first, later for as many as are needed, and no less than `pause`.
+    /// Waits for hosts: for all at first, later for as many as are needed, and at least for `pause`.
     fn gather(&mut self, again: bool, pause: Duration) -> Result<(), String> {
         let since = Instant::now();
         loop {
@@ -195,7 +195,7 @@ impl Coordinator {
         }
     }
 
-    /// What is heard next of a host, within a tick. Hosts come and go here.
+    /// Returns the next message of a host within a tick. Hosts are added and removed here.
     fn next(&mut self) -> Option<(usize, PeerEvent)> {
         let (number, heard) = match self.heard.recv_timeout(TICK) {
             Ok(CoordinatorEvent::HostArrived(joining)) => {
@@ -212,11 +212,11 @@ impl Coordinator {
         Some((node, heard))
     }
 
-    /// Takes a host, or refuses it.
+    /// Admits a host, or refuses it.
     fn admit(&mut self, joining: JoiningHost) {
         let JoiningHost { number, from, mut session, hello } = joining;
         self.acceptor.leave(number);
-        // This host's own launcher may come after others.
+        // This host's own launcher may join after others.
         let node = hello.node;
         let holder =
             if node == self.own.node { Some(&self.own) } else { self.hosts.get(&node).map(|host| &host.hello) };
@@ -225,15 +225,15 @@ impl Coordinator {
             session.send(&LauncherMessage::Refused(refusal.told));
             return;
         }
-        // One that has lost its connection may be back before that is noticed, and comes again until it is. Whoever repeats what a
-        // host has said puts nobody out.
+        // A host that lost its connection may be back before the loss is noticed, and retries until it is. Replaying a
+        // host's messages does not remove that host.
         if self.hosts.contains_key(&node) {
             return;
         }
         session.send(&LauncherMessage::Joined);
         let sender = self.sender.clone();
         let hear = move |heard| _ = sender.send(CoordinatorEvent::FromHost(number, heard));
-        // A connection that is gone already was no host.
+        // A connection that is already closed does not count as a host.
         let Ok(peer) = LauncherPeer::over(session, LONGEST_OF_A_STRANGER + hello.ranks * LONGEST_OF_A_RANK, hear)
         else {
             return;
@@ -242,11 +242,11 @@ impl Coordinator {
         self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
     }
 
-    /// One start of the ranks, to the end of all of them.
+    /// Runs one start of the ranks, until all have ended.
     fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> AttemptOutcome {
         let began = Instant::now();
         let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
-        // Later a job may have written into them.
+        // Later, a job may have written into them.
         let folders = if attempt == 0 { self.folders() } else { None };
         let note = [note, self.clocks(), folders].into_iter().flatten().collect::<Vec<_>>().join("\n");
         let note = Some(note).filter(|note| !note.is_empty());
@@ -321,7 +321,7 @@ impl Coordinator {
         outcome(&ended, signal, regroup)
     }
 
-    /// Tells all hosts of an attempt whose ranks run.
+    /// Sends a message to all hosts of an attempt whose ranks run.
     fn tell(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
         let running = self
             .hosts
@@ -330,14 +330,14 @@ impl Coordinator {
         running.for_each(|(_, host)| host.peer.send(message));
     }
 
-    /// A warning about hosts whose clocks differ.
+    /// Returns a warning about hosts whose clocks differ.
     fn clocks(&self) -> Option<String> {
         let warnings =
             self.hosts.values().filter_map(|host| clock_skew::warning(&admission::name(&host.hello), host.ahead));
         warnings.map(|text| format!("zerorun: {text}")).reduce(|all, text| format!("{all}\n{text}"))
     }
 
-    /// A warning about folders that are not the same.
+    /// Returns a warning about folders that differ.
     fn folders(&self) -> Option<String> {
         let differ = self.hosts.values().flat_map(|host| admission::folders(&self.own, &host.hello));
         differ.reduce(|all, text| format!("{all}\n{text}"))
@@ -347,7 +347,7 @@ impl Coordinator {
         for host in self.hosts.values() {
             host.peer.send(&LauncherMessage::Finish { code, text: text.clone(), culprit });
         }
-        // Their launchers end now, which is the end of their connections: what was sent has arrived then.
+        // The launchers end now and close their connections, so everything sent has arrived by then.
         let until = Instant::now() + Duration::from_secs(5);
         while !self.hosts.is_empty() && Instant::now() < until {
             self.next();
@@ -355,7 +355,7 @@ impl Coordinator {
     }
 }
 
-/// What became of an attempt, of the ends of its hosts in their order in time.
+/// Returns the result of an attempt from the ends of its hosts, in chronological order.
 fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) -> AttemptOutcome {
     let hows = || {
         ended.iter().filter_map(
@@ -377,7 +377,7 @@ fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) 
     }
 }
 
-/// The failure from which the others follow: a host that is gone; else a rank whose words blame no rank that failed too.
+/// Returns the failure that caused the others: a lost host; else a rank whose error does not blame another failed rank.
 fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
     let lost = ended.iter().find_map(|(node, attempt_host)| match &attempt_host.end {
         Some(HostEnd::Lost(why)) => {
@@ -399,7 +399,7 @@ fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
     lost.or_else(|| first.or(failed.first()).map(|(.., failure)| failure.clone()))
 }
 
-/// A free port, or, where none is found, a usual one: programs that do not use it run without.
+/// Returns a free port, or a usual one if none is found: programs that do not use it are unaffected.
 fn free_port() -> u16 {
     let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
     found.map_or(29501, |address| address.port())
@@ -416,7 +416,7 @@ mod tests {
     use super::super::wire::{LONGEST, LauncherConnection};
     use std::net::SocketAddr;
 
-    /// The first host of a job of two, without a secret.
+    /// Starts the first host of a job of two, without a secret.
     fn served(own: HostHello) -> SocketAddr {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
@@ -450,7 +450,7 @@ mod tests {
             assert!(matches!(joined(address, &other), Err(HandshakeError::Lost(_))));
         }
         drop(here);
-        // As soon as it is gone, it is let in again.
+        // As soon as the lost connection is noticed, the host is admitted again.
         let until = Instant::now() + Duration::from_secs(60);
         while joined(address, &other).is_err() {
             assert!(Instant::now() < until);
@@ -471,7 +471,7 @@ mod tests {
             let session = joined(address, &hello).unwrap();
             (LauncherPeer::over(session, LONGEST, move |heard| _ = sender.send(heard)).unwrap(), heard)
         };
-        // The other host's clock is two minutes behind, and it has other data.
+        // The other host's clock is two minutes behind, and its data differ.
         let members = [member(0, "a", now), member(1, "b", now - 120)];
         let notes = members.iter().map(|(_, heard)| match heard.recv_timeout(Duration::from_secs(60)).unwrap() {
             // Its Hello may be read a second later.

@@ -1,21 +1,22 @@
-//! How two launchers that have just been connected find out whether they belong to one job, before either says anything of it.
+//! The handshake in which two connected launchers check that they belong to one job, before either reveals anything
+//! about it.
 //!
 //! ```text
-//!   first -> host    Challenge: version, a number drawn for this connection, whether there is a secret
-//!   host  -> first   Answer: version, a number of its own, and that it knows the secret
-//!   first -> host    Welcome: that it knows the secret too; or Refused
+//!   first -> host    Challenge: version, a random number for this connection, whether there is a secret
+//!   host  -> first   Answer: version, its own random number, and a proof that it knows the secret
+//!   first -> host    Welcome: a proof that it also knows the secret; or Refused
 //! ```
 //!
-//! A proof is a seal under a key that is made of the secret and both numbers. The first host proves nothing to whoever has not.
-//! From here on all that is said is sealed.
+//! A proof is a seal under a key that is derived from the secret and both numbers. The first host proves nothing to a
+//! host that has not proved itself. All later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE, hex, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the longest line.
+/// The maximum bytes of a line.
 const LONGEST: usize = 4096;
-/// What a proof seals. Version and name of the host are no secrets, and of no use to whoever changes them.
+/// The text that a proof seals. The host's version and name are not secret, and changing them gains nothing.
 const PROOF: &[u8] = b"";
 
 /// This version of `zerorun`.
@@ -29,12 +30,12 @@ enum HandshakeMessage {
     Refused(String),
 }
 
-/// Why the two do not come together.
+/// The reason why a handshake fails.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
-    /// The first host has refused the other, for this reason. `host` is what the other calls itself.
+    /// The first host has refused the other, for this reason. `host` is the other's own name.
     Refused { host: String, why: String },
-    /// The other one is no launcher.
+    /// The other side is not a launcher.
     NoLauncher,
     /// The connection ended, or took too long.
     Lost(String),
@@ -50,7 +51,7 @@ impl HandshakeError {
     }
 }
 
-/// The first host's side: whether the other one may say what it brings. The result is what it calls itself.
+/// Runs the first host's side: checks whether the other may send its Hello, and returns its name.
 pub(super) fn receive(
     session: &mut LauncherConnection,
     secret: Option<&JobSecret>,
@@ -106,7 +107,7 @@ pub(super) fn receive(
     Ok(printable(&host, 64))
 }
 
-/// The other side, of host `host`.
+/// Runs the other side, of host `host`.
 pub(super) fn introduce(
     session: &mut LauncherConnection,
     secret: Option<&JobSecret>,
@@ -146,13 +147,13 @@ pub(super) fn introduce(
     }
 }
 
-/// A text from a stranger for a line of a terminal or a log: its beginning, without control characters.
+/// Shortens a text from a stranger for a terminal or a log, without control characters.
 pub(super) fn printable(text: &str, most: usize) -> String {
     let mut characters = text.chars();
     let mut shown = String::new();
     for character in characters.by_ref().take(most) {
         match character {
-            // Those that turn the direction of writing can make a line look like another one.
+            // Characters that change the direction of writing can disguise a line.
             '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
                 shown.extend(character.escape_unicode());
             }
@@ -180,7 +181,7 @@ mod tests {
 
     type Ends = (Result<String, HandshakeError>, Result<(), HandshakeError>);
 
-    /// What the two sides with these secrets come to, and their sessions.
+    /// Returns the results of both sides with these secrets, and their sessions.
     fn greet(first: &str, host: &str) -> (Ends, [LauncherConnection; 2]) {
         let [here, there] = pair().map(session);
         let (first, host) = (secret(first), secret(host));
@@ -223,7 +224,7 @@ mod tests {
         insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
     }
 
-    /// What a program in the first host's place reads of a host, after it has said these lines.
+    /// Returns what a program in the first host's place learns about a host after sending these lines.
     fn heard_by_a_stranger(lines: &[&str]) -> (String, Result<(), HandshakeError>) {
         let [here, there] = pair();
         for line in lines {

@@ -1,4 +1,4 @@
-//! A host's way into the job: the handshake, then what it brings, which the first host takes or refuses.
+//! Joins a host to the job: the handshake, then its Hello, which the first host accepts or refuses.
 
 use super::acceptor::LONGEST_OF_A_STRANGER;
 use super::handshake::{self, HandshakeError, printable};
@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Says who this is, and is let in or not, within `patience`.
+/// Introduces this host, and waits up to `patience` to be admitted or refused.
 pub(super) fn join(
     stream: TcpStream,
     secret: Option<&JobSecret>,
@@ -30,10 +30,10 @@ pub(super) fn join(
     }
 }
 
-/// What a host brings, in a line of at most `longest` bytes: without folders, whose comparison is a warning at most, where
-/// they take more.
+/// Returns a host's Hello in a line of at most `longest` bytes. If it is too long, the folders are left out, whose
+/// comparison gives only warnings.
 fn fitting(hello: &HostHello, longest: usize) -> Result<HostHello, String> {
-    // The seal, and what JSON puts around it.
+    // The seal, and JSON's own characters.
     let fits = |hello: &HostHello| serde_json::to_vec(hello).is_ok_and(|text| text.len() + 100 < longest);
     if fits(hello) {
         return Ok(hello.clone());

@@ -1,4 +1,4 @@
-//! Where the first host waits for the others: at the addresses that `--master_addr` stands for, and no other.
+//! The addresses where the first host listens: those of `--master_addr`, and no others.
 
 use crate::error::{HostsError, Result};
 use crate::launch::console::eprint;
@@ -6,34 +6,34 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// How often a name that nobody knows yet is looked up again, and after how long that is said.
+/// The interval at which an unknown name is looked up again, and the time after which this is reported.
 const AGAIN: Duration = Duration::from_millis(500);
 const SAY: Duration = Duration::from_secs(3);
 
-/// The option for an address of this host that the others do not know it by.
+/// The option for an address of this host by which the others do not know it.
 pub(crate) const BIND_ADDR: &str = "bind_addr";
 
-/// Where the first host listens.
+/// The addresses where the first host listens.
 #[derive(Debug)]
 pub(super) struct ListenAddresses {
     pub(super) listeners: Vec<TcpListener>,
-    /// How this host itself comes there.
+    /// The addresses by which this host itself connects to them.
     pub(super) own: Vec<SocketAddr>,
 }
 
 impl ListenAddresses {
-    /// Where others than this host come in, if anywhere.
+    /// Returns an address that is reachable from other hosts, if any.
     pub(super) fn open_to_others(&self) -> Option<IpAddr> {
         let addresses = self.listeners.iter().filter_map(|listener| listener.local_addr().ok());
         addresses.map(|address| address.ip()).find(|ip| !ip.is_loopback())
     }
 }
 
-/// Listens at `master_addr`, or at `bind_addr` in its place. A name that is not known yet is looked up for as long as
-/// `patience` (the DNS of a cluster may come after its pods).
+/// Listens at `master_addr`, or at `bind_addr` in its place. An unknown name is looked up again for up to `patience` (a
+/// cluster's DNS entries may appear after its pods).
 ///
 /// # Errors
-/// The port is taken, the name stays unknown, or it is that of another host.
+/// Fails if the port is in use, the name stays unknown, or it belongs to another host.
 pub(super) fn listen(
     master_addr: &str,
     bind_addr: Option<&str>,
@@ -59,7 +59,8 @@ pub(super) fn listen(
     }
     let loops = |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     if bind_addr.is_none() && !means_loopback(name) && listeners.iter().all(loops) {
-        // As Debian's /etc/hosts has it of a host's own name: to the others it stands for something else.
+        // For example in Debian, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
+        // differently.
         eprint(&format!(
             "zerorun: {name} is {} on this host, where no other can reach it, so hosts are awaited at all addresses of this \
              host; give --{BIND_ADDR} the one to use",
@@ -72,7 +73,7 @@ pub(super) fn listen(
     Ok(ListenAddresses { listeners, own })
 }
 
-/// The addresses of a name, each once.
+/// Returns the addresses of a name, each once.
 fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>> {
     let (since, mut said) = (Instant::now(), false);
     loop {
@@ -102,13 +103,13 @@ fn resolve(name: &str, port: u16, patience: Duration) -> Result<Vec<SocketAddr>>
     }
 }
 
-/// Whether an address cannot be listened at because it is no address of this host.
+/// Returns whether listening failed because the address does not belong to this host.
 fn is_elsewhere(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::AddrNotAvailable
         || error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error())
 }
 
-/// Whether the user asks for an address of this host alone.
+/// Returns whether the user asks for a loopback address.
 fn means_loopback(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let first = name.split('.').next().unwrap_or_default();
@@ -117,16 +118,16 @@ fn means_loopback(name: &str) -> bool {
         || name.ends_with(".localhost")
 }
 
-/// At all addresses of this host.
+/// Listens at all addresses of this host.
 fn everywhere(port: u16) -> std::io::Result<TcpListener> {
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|error| match error.kind() {
         ErrorKind::AddrInUse => Err(error),
-        // No IPv6 here.
+        // IPv6 is not available.
         _ => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
     })
 }
 
-/// How this host comes to an address at which it listens.
+/// Returns the addresses by which this host connects to its own listening address.
 fn way_to(address: SocketAddr) -> Vec<SocketAddr> {
     match address.ip() {
         ip if !ip.is_unspecified() => vec![address],
@@ -151,7 +152,7 @@ mod tests {
         let listening = at("127.0.0.1", None).unwrap();
         assert_eq!(listening.open_to_others(), None);
         assert_eq!(listening.own[0], listening.listeners[0].local_addr().unwrap());
-        // Linux has all of 127/8, of which this one is not listened at.
+        // All of 127/8 is local on Linux, and this address is not listened at.
         let port = listening.own[0].port();
         assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_ok());
         assert!(std::net::TcpStream::connect(("127.0.0.2", port)).is_err());

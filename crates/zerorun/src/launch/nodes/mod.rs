@@ -1,14 +1,15 @@
-//! A job on several hosts: one launcher on each, and the first host's decides.
+//! A job on several hosts, with one launcher on each. The launcher of the first host coordinates.
 //!
 //! ```text
-//!   host 0: zerorun --nnodes 2 --node_rank 0 --master_addr a ...      host 1: zerorun --nnodes 2 --node_rank 1 --master_addr a ...
-//!     coordinator: waits at the port <---- handshake, Hello ----------- agent: joins, gets Start, starts its ranks
-//!     agent: as on every host                                           ranks meet in MPI, through `pmi`; signs of life
+//!   host 0: zerorun --nnodes 2 --node_rank 0 --master_addr a  host 1: zerorun --nnodes 2 --node_rank 1 --master_addr a
+//!     coordinator: waits at the port <---- handshake, Hello -----------  agent: joins, gets Start, starts its ranks
+//!     agent: as on every host                                           ranks meet in MPI, through `pmi`; heartbeats
 //! ```
 //!
-//! `coordinator` is what only the first host does, `agent` what each does, `wire` how they speak. The first listens at the addresses
-//! of `listen_address`; its `acceptor` bounds what strangers cost, a `handshake` with the `secret` tells them from hosts of the job,
-//! and `admission` says which of these may take part. `ssh` starts the launcher of each host of a hostfile.
+//! `coordinator` runs only on the first host, `agent` on each host, and `wire` connects them. The first host listens at
+//! the addresses of `listen_address`. Its `acceptor` bounds the cost of strangers, a `handshake` with the `secret`
+//! tells them from hosts of the job, and `admission` decides which of these may take part. `ssh` starts the launcher of
+//! each host of a hostfile.
 
 mod acceptor;
 mod admission;
@@ -32,32 +33,33 @@ use secret::{JobSecret, SECRET};
 use std::time::Duration;
 use wire::HostHello;
 
-/// DeepSpeed's and torchrun's port.
+/// The default port of DeepSpeed and torchrun.
 pub(crate) const DEFAULT_PORT: u16 = 29500;
-/// How long the hosts are waited for, unless `--timeout` says otherwise.
+/// How long to wait for the hosts, unless `--timeout` is given.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Which host of a job this is.
+/// The options of this host in a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NodeOptions {
     /// The number of hosts.
     pub(crate) nodes: usize,
-    /// The fewest hosts to go on with after a failure.
+    /// The minimum number of hosts to continue with after a failure.
     pub(crate) min_nodes: usize,
     /// This host's number.
     pub(crate) node: usize,
     /// The first host's address.
     pub(crate) master_addr: String,
-    /// The address of this host at which the first one listens; `None`: `master_addr`.
+    /// The local address at which the first host listens; `None`: `master_addr`.
     pub(crate) bind_addr: Option<String>,
-    /// Whether the first line of standard input is the secret, and the end of it asks this launcher to end.
+    /// Whether the first line of standard input is the secret, and its end asks this launcher to end.
     pub(crate) until_stdin_ends: bool,
 }
 
-/// Runs this host's part of the job to its end; the result is the exit code. Call it on the main thread.
+/// Runs this host's part of the job to its end, and returns the exit code. Must be called on the main thread.
 ///
 /// # Errors
-/// The secret cannot be used, the port is taken or another host's, the first host cannot be reached or refuses this one.
+/// Fails if the secret cannot be used, the port is in use, the address belongs to another host, or the first host
+/// cannot be reached or refuses this one.
 pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(PATIENCE);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
@@ -65,7 +67,7 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
         true => Some(JobSecret::of_line(std::io::stdin().lock())?),
         false => JobSecret::of_environment()?,
     };
-    // Before anything is read: a port that is taken is told at once.
+    // Before anything is read, so that a port in use is reported immediately.
     let listening = match node.node {
         0 => Some(listen_address::listen(&node.master_addr, node.bind_addr.as_deref(), port, patience)?),
         _ => None,
@@ -103,13 +105,13 @@ pub(super) fn run(job: LocalJob, node: &NodeOptions, max_restarts: u32) -> Resul
     };
     let code = agent::run(job, &joining);
     if let Some(first) = first.filter(|_| code.is_ok()) {
-        // It has said how the job ends to this host's side; the others shall hear it too.
+        // It has sent the job's result to this host's agent. The other hosts should receive it too.
         let _ = first.join();
     }
     code
 }
 
-/// A number that no other launcher has, and that nobody guesses.
+/// Returns a random number that identifies this launcher and cannot be guessed.
 fn launcher() -> Result<u64> {
     let [a, b, c, d, e, f, g, h, ..] = secret::nonce()?;
     Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))

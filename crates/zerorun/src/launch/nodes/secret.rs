@@ -1,7 +1,8 @@
-//! The secret that the launchers of a job share. It proves that a host belongs to the job, and seals what is said afterwards; it
-//! itself never goes over the network.
+//! The secret that the launchers of a job share. It proves that a host belongs to the job, and seals later messages.
+//! The secret itself is never sent over the network.
 //!
-//! Keys are made of it with numbers that both sides draw for one connection, so that nothing that was heard on another one is of use.
+//! Keys are derived from it and from random numbers of both sides for each connection, so messages recorded from one
+//! connection are useless on another.
 
 use crate::error::{HostsError, LaunchError, Result};
 use candle_zero::files::read_text;
@@ -10,14 +11,14 @@ use sha2::{Digest, Sha256};
 use std::io::BufRead;
 use std::path::PathBuf;
 
-/// The variable with the secret, and the one with the path of a file that has it.
+/// The variable with the secret, and the variable with the path of a file that contains it.
 pub(crate) const SECRET: &str = "CANDLE_ZERO_SECRET";
 pub(crate) const SECRET_FILE: &str = "CANDLE_ZERO_SECRET_FILE";
 
-/// Bytes of the shortest and the longest secret.
+/// The minimum and the maximum length of a secret in bytes.
 const SHORTEST: usize = 16;
 const LONGEST: usize = 4096;
-/// Bytes of a number that is used once.
+/// The bytes of a nonce.
 pub(super) const NONCE: usize = 32;
 
 /// A number that is used once.
@@ -34,10 +35,11 @@ impl std::fmt::Debug for JobSecret {
 }
 
 impl JobSecret {
-    /// That of the environment, if it has one.
+    /// Returns the secret of the environment, if it has one.
     ///
     /// # Errors
-    /// [`HostsError::BadSecret`]: both variables are set, the file cannot be read, too short, too long, several lines.
+    /// Fails with [`HostsError::BadSecret`] if both variables are set, or if the file cannot be read or is too short,
+    /// too long or of several lines.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (of(SECRET), of(SECRET_FILE)) {
@@ -57,10 +59,10 @@ impl JobSecret {
         }
     }
 
-    /// That of a text; `from` is for messages. White space around it does not count.
+    /// Creates a secret from a text, ignoring white space around it. `from` is for messages.
     ///
     /// # Errors
-    /// [`HostsError::BadSecret`].
+    /// Fails with [`HostsError::BadSecret`].
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {
@@ -70,10 +72,10 @@ impl JobSecret {
         }
     }
 
-    /// That of the next line, which the launcher that started this one has written.
+    /// Reads the secret from the next line, which the launcher that started this one has written.
     ///
     /// # Errors
-    /// The system's; [`HostsError::BadSecret`].
+    /// Fails if reading fails, or with [`HostsError::BadSecret`].
     pub(crate) fn of_line(from: impl BufRead) -> Result<Self> {
         let mut line = String::new();
         let read = from.take(LONGEST as u64 + 2).read_line(&mut line);
@@ -81,20 +83,20 @@ impl JobSecret {
         Self::of_text("standard input", &line)
     }
 
-    /// A new one.
+    /// Creates a random secret.
     ///
     /// # Errors
-    /// The system has no random numbers.
+    /// Fails if the system provides no random numbers.
     pub(crate) fn random() -> Result<Self> {
         Ok(Self(hex(&nonce()?)))
     }
 
-    /// The line that [`JobSecret::of_line`] reads.
+    /// Returns the line that [`JobSecret::of_line`] reads.
     pub(crate) fn line(&self) -> String {
         format!("{}\n", self.0)
     }
 
-    /// The key for one purpose on one connection.
+    /// Derives the key for one purpose on one connection.
     pub(super) fn key(&self, purpose: KeyPurpose, first: &HandshakeNonce, host: &HandshakeNonce) -> MacKey {
         let mut mac = keyed(self.0.as_bytes());
         mac.update(purpose.label());
@@ -104,12 +106,12 @@ impl JobSecret {
     }
 }
 
-/// What a key is for: no key is for two purposes, so what one side says is never what the other side has to say.
+/// The purpose of a key. No key has two purposes, so one side's messages are never valid as the other side's.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum KeyPurpose {
     /// A host proves that it knows the secret.
     ProofOfHost,
-    /// The first host does.
+    /// The first host proves that it knows the secret.
     ProofOfFirst,
     /// Messages to the first host.
     ToFirst,
@@ -118,7 +120,7 @@ pub(super) enum KeyPurpose {
 }
 
 impl KeyPurpose {
-    /// All of one length.
+    /// Returns the purpose's label. All labels have the same length.
     fn label(self) -> &'static [u8; 16] {
         match self {
             Self::ProofOfHost => b"candle-zero/1 ph",
@@ -147,21 +149,21 @@ impl MacKey {
         mac
     }
 
-    /// The seal of message `number`, in hexadecimal digits.
+    /// Returns the seal of message `number`, in hexadecimal digits.
     pub(super) fn seal(&self, number: u64, bytes: &[u8]) -> String {
         hex(&self.over(number, bytes).finalize().into_bytes())
     }
 
-    /// Whether `seal` is that of message `number`. Takes as long for each wrong one.
+    /// Returns whether `seal` is that of message `number`, in constant time.
     pub(super) fn is_sealed(&self, number: u64, bytes: &[u8], seal: &[u8]) -> bool {
         of_hex::<32>(seal).is_some_and(|seal| self.over(number, bytes).verify_slice(&seal).is_ok())
     }
 }
 
-/// A number that nobody has had before and nobody can guess.
+/// Returns a random number that is unique and cannot be guessed.
 ///
 /// # Errors
-/// The system has no random numbers.
+/// Fails if the system provides no random numbers.
 pub(super) fn nonce() -> Result<HandshakeNonce> {
     let mut nonce = [0; NONCE];
     let drawn = getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()));
@@ -169,7 +171,7 @@ pub(super) fn nonce() -> Result<HandshakeNonce> {
     Ok(nonce)
 }
 
-/// By which two people can see whether they have the same words, without telling them.
+/// Returns a digest by which two people can compare words without revealing them.
 pub(super) fn digest(words: &[String]) -> String {
     let mut hash = Sha256::new();
     for word in words {
@@ -179,12 +181,12 @@ pub(super) fn digest(words: &[String]) -> String {
     hex(&hash.finalize()[..4])
 }
 
-/// Hexadecimal digits.
+/// Formats bytes as hexadecimal digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The bytes of so many hexadecimal digits.
+/// Parses exactly N bytes from hexadecimal digits.
 pub(super) fn of_hex<const N: usize>(text: &[u8]) -> Option<[u8; N]> {
     let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
     let mut bytes = [0; N];
@@ -230,8 +232,8 @@ mod tests {
         assert_ne!(JobSecret::random().unwrap(), JobSecret::random().unwrap());
     }
 
-    /// HMAC-SHA256 as Python's `hmac` and `hashlib` compute it: no other program has to agree, but a mistake here would hold
-    /// against nothing.
+    /// Compares with HMAC-SHA256 as Python's `hmac` and `hashlib` compute it. No other program has to agree, but a
+    /// mistake here would make the seals worthless.
     #[test]
     fn a_seal_is_the_hmac_of_key_number_and_message() {
         let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();

@@ -1,8 +1,8 @@
-//! `--hostfile`: the launcher is started on each host of the file, by ssh or, on this host, directly.
+//! `--hostfile`: starts the launcher on each host of the file, by ssh or, on this host, directly.
 //!
-//! Each gets the same working directory, program and arguments, so these have to be at the same place everywhere, and
-//! DeepSpeed's choice of variables ([`exports`]). The secret goes over the launcher's standard input, so that no list of processes
-//! shows it; where the user gives none, it is a new one.
+//! Each launcher gets the same working directory, program and arguments, so these must be at the same path on all
+//! hosts, and DeepSpeed's selection of variables ([`exports`]). The secret is passed through the launcher's standard
+//! input, so that no process list shows it. If the user gives none, a new one is created.
 
 use super::listen_address::BIND_ADDR;
 use super::secret::JobSecret;
@@ -27,17 +27,18 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// The option by which a launcher takes the secret from its standard input, and ends with it.
+/// The option that makes a launcher read the secret from its standard input and end with it.
 pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
-/// Exit code of ssh where it cannot reach a host.
+/// The exit code of ssh if it cannot reach a host.
 const UNREACHABLE: u8 = 255;
-/// How often it is looked whether a launcher has ended.
+/// The interval at which ended launchers are detected.
 const TICK: Duration = Duration::from_millis(300);
-/// How long the launchers may take to end after the one of the first host has, and that one after another has failed.
+/// The time limit for the other launchers to end after that of the first host has, and for that one to end after
+/// another has failed.
 const LAST: Duration = Duration::from_secs(20);
-/// How long a host is left alone before its launcher is started again.
+/// The pause before a host's launcher is started again.
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// The hosts that the user asks for.
@@ -46,25 +47,25 @@ pub(crate) struct MultiHostOptions {
     /// The hostfile.
     pub(crate) file: PathBuf,
     pub(crate) selection: HostSelection,
-    /// The fewest hosts to go on with after a failure; `None`: all.
+    /// The minimum number of hosts to continue with after a failure; `None`: all.
     pub(crate) min_nodes: Option<usize>,
-    /// `None`: the first host's name.
+    /// The first host's address; `None`: its name.
     pub(crate) master_addr: Option<String>,
-    /// The address at which the first one listens; `None`: `master_addr`.
+    /// The address at which the first host listens; `None`: `master_addr`.
     pub(crate) bind_addr: Option<String>,
-    /// `None`: ssh's own choice.
+    /// The port of ssh; `None`: ssh's default.
     pub(crate) ssh_port: Option<u16>,
-    /// Whether a single host is reached by ssh too.
+    /// Whether a single host is also reached by ssh.
     pub(crate) force_multi: bool,
-    /// What starts the ranks in place of a launcher on each host.
+    /// The `mpirun` that starts the ranks in place of a launcher on each host.
     pub(crate) mpirun: Option<MpirunOptions>,
 }
 
 impl MultiHostOptions {
-    /// The hosts and slots that are used.
+    /// Returns the hosts and slots that are used.
     ///
     /// # Errors
-    /// The file cannot be read or is wrong; a filter names what is not there; nothing is left.
+    /// Fails if the file cannot be read or is wrong, a filter names an unknown host or slot, or no slot is left.
     pub(crate) fn world(&self) -> Result<WorldInfo> {
         let text = std::fs::read_to_string(&self.file)
             .map_err(|source| HostsError::NoHostfile { path: self.file.clone(), why: source.to_string() })?;
@@ -72,7 +73,7 @@ impl MultiHostOptions {
         Ok(WorldInfo::new(hosts)?)
     }
 
-    /// The number of ranks, where all of them are on this host.
+    /// Returns the number of ranks if all of them are on this host.
     pub(crate) fn only_here(&self, world: &WorldInfo) -> Option<usize> {
         match world.hosts() {
             [host] if !self.force_multi && is_here(&host.name) => Some(host.slots.len()),
@@ -81,7 +82,7 @@ impl MultiHostOptions {
     }
 }
 
-/// What every host's launcher is told of the whole job.
+/// The options of the job for every host's launcher.
 pub(crate) struct JobWideOptions<'a> {
     pub(crate) max_restarts: u32,
     pub(crate) binding: Option<&'a CoreBinding>,
@@ -90,20 +91,21 @@ pub(crate) struct JobWideOptions<'a> {
 /// One host's launcher.
 struct HostLauncher<'a> {
     host: &'a HostSlots,
-    /// Whether it is on this host, and not behind ssh.
+    /// Whether it runs on this host instead of behind ssh.
     local: bool,
     command: Command,
     /// The line with the secret.
     secret: String,
     child: Option<Child>,
-    /// When it ended.
+    /// The time at which it ended.
     ended: Option<Instant>,
 }
 
-/// Runs the program of `job` on the hosts, through a launcher on each; the result is the exit code. Call it on the main thread.
+/// Runs the program of `job` on the hosts, through a launcher on each, and returns the exit code. Must be called on the
+/// main thread.
 ///
 /// # Errors
-/// A launcher cannot be started, a variable cannot be passed on.
+/// Fails if a launcher cannot be started or a variable cannot be passed on.
 pub(crate) fn run(
     job: &LocalJob,
     hosts: &MultiHostOptions,
@@ -118,7 +120,7 @@ pub(crate) fn run(
         let host = &world.hosts()[node];
         let words = words(job, hosts, world, node, job_wide)?;
         let local = is_here(&host.name) && !hosts.force_multi;
-        // The GPUs are those of the slots, whatever the variable is here.
+        // The GPUs are those of the slots, whatever the variable's value is here.
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
         exports.push((DEVICES.into(), world.devices(node)));
         let command = command(host, local, &words, &exports, hosts.ssh_port);
@@ -130,15 +132,15 @@ pub(crate) fn run(
     let code = supervise(&mut launchers, &events, job_wide.max_restarts > 0)?;
     wait_all(&mut launchers);
     launchers.iter_mut().filter_map(|launcher| launcher.child.as_mut()).for_each(|child| {
-        // One that is on a host that cannot be reached.
+        // It may be on a host that cannot be reached.
         let _ = child.kill();
         let _ = child.wait();
     });
     Ok(code)
 }
 
-/// Waits for the launcher of the first host, whose exit code is the job's; starts those of other hosts again if the job may go
-/// on with them.
+/// Waits for the launcher of the first host, whose exit code is the job's. Restarts those of other hosts if the job may
+/// continue with them.
 fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, again: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {
@@ -162,7 +164,7 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
                 0 => None,
                 // ssh's own code for a host that it cannot reach.
                 UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
-                // After a failure of the job that of the first host ends too.
+                // After a failure of the job, the launcher of the first host ends too.
                 code if since >= LAST => Some(format!(
                     "zerorun: the launcher of host {host} has ended with exit code {code}, and the others wait for it; see \
                      what it has said above"
@@ -195,7 +197,7 @@ impl HostLauncher<'_> {
             let program = self.command.get_program().to_string_lossy().into_owned();
             HostsError::NotReached { host: self.host.name.clone(), program, why: source.to_string() }
         })?;
-        // A pipe has room for it. One that has ended already says why by its exit code.
+        // The pipe has room for it. If the launcher has already ended, its exit code gives the reason.
         let _ = child.stdin.as_mut().map(|stdin| stdin.write_all(self.secret.as_bytes()));
         (self.child, self.ended) = (Some(child), None);
         Ok(())
@@ -209,24 +211,24 @@ impl HostLauncher<'_> {
         running
     }
 
-    /// Its exit code, once it has ended.
+    /// Returns its exit code, once it has ended.
     fn code(&mut self) -> u8 {
         let status = self.child.as_mut().and_then(|child| child.wait().ok());
         status.map_or(UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
-    /// Asks it to end. On another host that is a SIGTERM at first, whatever the signal; ssh stays for what it has to say.
+    /// Asks it to end. On another host this is SIGTERM at first, whatever the signal; ssh stays for the output.
     fn signal(&mut self, signal: Signal) {
         if let Some(child) = &mut self.child
             && (self.local || child.stdin.take().is_none())
         {
-            // One that has ended needs no signal.
+            // A process that has ended needs no signal.
             let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
         }
     }
 }
 
-/// The words that start a host's launcher.
+/// Returns the words that start a host's launcher.
 fn words(
     job: &LocalJob,
     hosts: &MultiHostOptions,
@@ -269,7 +271,7 @@ fn words(
     Ok(words)
 }
 
-/// The command that runs `words` on a host.
+/// Returns the command that runs `words` on a host.
 fn command(
     host: &HostSlots,
     local: bool,
@@ -294,7 +296,7 @@ fn command(
         command.args([host.name.clone(), remote_line(words, exports, &working_directory())]);
         command
     };
-    // Its end tells the launcher to end, also where the other host's processes would not notice that ssh does.
+    // Its end asks the launcher to end, even if the other host's processes would not notice that ssh has ended.
     command.stdin(Stdio::piped());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     die_with_parent(&mut command, Signal::TERM);
@@ -305,7 +307,7 @@ fn working_directory() -> PathBuf {
     std::env::current_dir().unwrap_or_else(|_| Path::new("/").into())
 }
 
-/// What the other host's shell runs.
+/// Returns the line that the other host's shell runs.
 fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) -> String {
     let variables: Vec<String> =
         exports.iter().map(|(name, value)| format!("{name}={}", literal_word(value))).collect();
@@ -314,7 +316,7 @@ fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) ->
     format!("cd {folder} && exec env {} {}", variables.join(" "), words.join(" "))
 }
 
-/// Whether a name stands for this host: one can listen at its address.
+/// Returns whether a name belongs to this host: it is possible to listen at its address.
 fn is_here(name: &str) -> bool {
     name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }

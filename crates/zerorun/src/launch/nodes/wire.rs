@@ -1,8 +1,8 @@
-//! What the launchers of a job's hosts tell one another: lines of JSON over TCP, and a sign of life every second.
+//! The messages between the launchers of a job's hosts: lines of JSON over TCP, and a heartbeat every second.
 //!
 //! ```text
-//!   LauncherConnection   whole lines, each with its seal where the hosts share a secret
-//!   LauncherPeer         a connection to a launcher of the job: it is listened to, and gets signs of life
+//!   LauncherConnection   complete lines, each with its seal if the hosts share a secret
+//!   LauncherPeer         a connection to a launcher of the job, with a listening thread and heartbeats
 //! ```
 
 use super::checksums::FileChecksums;
@@ -16,139 +16,139 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// How long a launcher may be silent before its host counts as gone.
+/// The silence after which a launcher's host counts as lost.
 const SILENCE: Duration = Duration::from_secs(8);
-/// How often it gives a sign of life.
+/// The interval between heartbeats.
 const BEAT: Duration = Duration::from_secs(1);
-/// Bytes of the longest message of a launcher that belongs to the job: the values of some ten thousand ranks.
+/// The maximum bytes of a message from a launcher of the job: the values of about ten thousand ranks.
 pub(super) const LONGEST: usize = 64 << 20;
-/// Bytes that are asked for at once.
+/// The number of bytes read at a time.
 const AT_ONCE: usize = 64 << 10;
 
-/// Why nothing more is heard of a launcher that has ended.
+/// The error about a launcher that has ended.
 const CLOSED: &str = "it closed the connection";
-/// Why what is heard is not believed.
+/// The error about a message with a wrong seal.
 const NO_SEAL: &str = "a message has not the seal of its connection: something between the hosts changes what they say";
-/// Why nothing more is waited for.
+/// The error about a message that is too late.
 const LATE: &str = "it did not answer in time";
-/// Why nothing is made of what another program says.
+/// The error about messages of another program.
 const NO_MESSAGE: &str = "what it sends is no message of this version of zerorun: another program is on this port";
 
-/// A message. Those about an attempt name it: what comes late belongs to an earlier one.
+/// A message. Messages about an attempt name it, so that late ones for an earlier attempt are recognized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum LauncherMessage {
     /// A host asks to take part.
     Hello(HostHello),
-    /// It cannot, for this reason.
+    /// The host is refused, for this reason.
     Refused(String),
-    /// It does.
+    /// The host is admitted.
     Joined,
-    /// The ranks shall be started.
+    /// Start the ranks.
     Start(StartCommand),
-    /// What ranks have put for their MPI libraries: of one host on the way to the first, of all on the way back.
+    /// Values that ranks have put for their MPI libraries: to the first host those of one host, from it those of all.
     Values { attempt: u32, values: PmiValues },
-    /// This rank is on a host that is gone or has failed.
+    /// This rank has failed, or is on a host that is lost or has failed.
     Failed { attempt: u32, rank: usize, why: String },
     /// The launcher got this signal, which is for all ranks.
     Signal(i32),
-    /// The ranks shall end in good order, as after SIGTERM: they will be started again on other hosts.
+    /// Ask the ranks to end gracefully, as after SIGTERM: they will be started again on other hosts.
     Regroup { attempt: u32 },
     /// All ranks of a host have ended.
     Ended { attempt: u32, how: HostOutcome },
     /// The job is over.
     Finish { code: u8, text: Option<String>, culprit: Option<usize> },
-    /// A sign of life.
+    /// A heartbeat.
     Beat,
 }
 
 /// A host that asks to take part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct HostHello {
-    /// `--nnodes` there.
+    /// The host's `--nnodes`.
     pub(super) nodes: usize,
-    /// `--node_rank` there.
+    /// The host's `--node_rank`.
     pub(super) node: usize,
-    /// How many ranks it starts.
+    /// The number of ranks that it starts.
     pub(super) ranks: usize,
-    /// Its name.
+    /// The name of the host.
     pub(super) host: String,
     /// The program's arguments.
     pub(super) words: Vec<String>,
-    /// Checksums of the program and of the files that its arguments name.
+    /// The checksums of the program and of the files that its arguments name.
     pub(super) files: FileChecksums,
-    /// The same of the files in folders that its arguments name.
+    /// The checksums of the files in folders that its arguments name.
     pub(super) folders: BTreeMap<String, FileChecksums>,
-    /// Its clock, in seconds since 1970.
+    /// The host's clock, in seconds since 1970.
     pub(super) clock: u64,
-    /// A number of the launcher's own.
+    /// A number that identifies the launcher.
     pub(super) launcher: u64,
 }
 
-/// A start of the ranks, as one host is told of it.
+/// The command to start ranks, for one host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct StartCommand {
-    /// 0 for the first.
+    /// The number of the attempt, 0 for the first.
     pub(super) attempt: u32,
-    /// How often ranks were started again after a failure.
+    /// The number of restarts after a failure so far.
     pub(super) restart: u32,
-    /// The host's place among those that take part.
+    /// The index of the host among those that take part.
     pub(super) place: usize,
-    /// The numbers of ranks of all of these.
+    /// The number of ranks on each of these.
     pub(super) ranks: Vec<usize>,
-    /// A port that was free on the first host, for the program's own use.
+    /// A port that was free on the first host, for use by the program.
     pub(super) port: u16,
-    /// A name that no other start has, of this job or another.
+    /// A name that is unique among all starts of all jobs.
     pub(super) space: String,
-    /// What there is to say before.
+    /// A message to print before the start.
     pub(super) note: Option<String>,
 }
 
-/// How the ranks of one host have ended.
+/// The way in which the ranks of one host have ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostOutcome {
-    /// All with 0.
+    /// All ranks ended with 0.
     Well,
-    /// All with 0, but not all of their output could be passed on.
+    /// All ranks ended with 0, but some of their output could not be passed on.
     Unwritten,
-    /// After a signal to the launcher, or to regroup.
+    /// The ranks ended after a signal to the launcher, or to regroup.
     Interrupted(i32),
-    /// Because of another host.
+    /// The ranks ended because of another host.
     Elsewhere,
-    /// By themselves.
+    /// The ranks failed on their own.
     Failed {
-        /// The rank that failed first, and after how long.
+        /// The rank that failed first, and the time until then.
         rank: usize,
         after: Duration,
         headline: String,
         code: u8,
-        /// The rank that its own words blame.
+        /// The rank that its own error output blames.
         blames: Option<usize>,
     },
 }
 
-/// What is heard of a peer.
+/// An event of a connection to a peer.
 #[derive(Debug)]
 pub(super) enum PeerEvent {
     Message(LauncherMessage),
-    /// Nothing more will be heard, for this reason.
+    /// The connection is lost, for this reason.
     Lost(String),
 }
 
-/// How long is waited for a line.
+/// How long to wait for a line.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ReadDeadline {
-    /// Until then, however much comes.
+    /// Until this time, however much arrives.
     Until(Instant),
-    /// For so long each time nothing comes.
+    /// Until nothing arrives for this long.
     Silence(Duration),
 }
 
 /// Seals the messages of one direction of a connection, and counts them.
 #[derive(Debug)]
 struct MessageSeal {
-    /// `None`: the hosts share no secret.
+    /// The key; `None`: the hosts share no secret.
     key: Option<MacKey>,
-    /// Of the next message.
+    /// The number of the next message.
     number: u64,
 }
 
@@ -160,14 +160,14 @@ impl MessageSeal {
         self.number - 1
     }
 
-    /// A line for this message.
+    /// Returns the line for this message.
     fn line(&mut self, message: &[u8]) -> Vec<u8> {
         let number = self.next();
         let seal = self.key.as_ref().map_or(String::new(), |key| key.seal(number, message) + " ");
         [seal.as_bytes(), message, b"\n"].concat()
     }
 
-    /// The message of a line; `None` where it has another seal than that of the next message.
+    /// Returns the message of a line, or `None` if its seal is not that of the next message.
     fn message<'a>(&mut self, line: &'a [u8]) -> Option<&'a [u8]> {
         let number = self.next();
         let Some(key) = &self.key else { return Some(line) };
@@ -177,25 +177,25 @@ impl MessageSeal {
     }
 }
 
-/// What comes of a connection, line by line.
+/// Reads a connection line by line.
 #[derive(Debug)]
 struct SealedReader {
     stream: Arc<TcpStream>,
-    /// What has come and was not taken, in the beginning of which is no end of a line.
+    /// The bytes received but not returned yet. The first `searched` of them contain no line end.
     held: Vec<u8>,
     searched: usize,
     seal: MessageSeal,
 }
 
 impl SealedReader {
-    /// The next message, of at most `longest` bytes, or why there is none.
+    /// Returns the next message, of at most `longest` bytes, or the reason why there is none.
     fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
         let line = self.line(longest, wait)?;
         let message = self.seal.message(&line).ok_or(NO_SEAL)?;
         serde_json::from_slice(message).map_err(|_| NO_MESSAGE.into())
     }
 
-    /// The next line of at most `longest` bytes, or why there is none.
+    /// Returns the next line of at most `longest` bytes, or the reason why there is none.
     fn line(&mut self, longest: usize, wait: ReadDeadline) -> Result<Vec<u8>, String> {
         loop {
             if let Some(at) = self.held[self.searched..].iter().position(|byte| *byte == b'\n') {
@@ -213,7 +213,7 @@ impl SealedReader {
                 ReadDeadline::Until(end) => end.saturating_duration_since(Instant::now()),
                 ReadDeadline::Silence(patience) => patience,
             };
-            // Zero stands for no limit there.
+            // Zero would mean no limit.
             let timeout = Some(patience.max(Duration::from_millis(1)));
             self.stream.set_read_timeout(timeout).map_err(|error| broken(&error))?;
             let (before, most) = (self.held.len(), AT_ONCE.min(longest - self.held.len()));
@@ -244,7 +244,7 @@ fn broken(error: &io::Error) -> String {
     format!("the connection broke: {error}")
 }
 
-/// What goes over a connection.
+/// Writes sealed messages to a connection.
 #[derive(Debug)]
 struct SealedWriter {
     stream: Arc<TcpStream>,
@@ -258,7 +258,7 @@ impl SealedWriter {
     }
 }
 
-/// One connection, on which the two sides speak in turn. It ends when this is dropped.
+/// A connection on which the two sides take turns. Dropping it closes the connection.
 #[derive(Debug)]
 pub(super) struct LauncherConnection {
     incoming: SealedReader,
@@ -266,8 +266,10 @@ pub(super) struct LauncherConnection {
 }
 
 impl LauncherConnection {
+    /// Creates a connection over a stream.
+    ///
     /// # Errors
-    /// The system's.
+    /// Fails if the system does.
     pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(SILENCE))?;
@@ -275,34 +277,35 @@ impl LauncherConnection {
         Ok(Self { incoming, outgoing: SealedWriter { stream, seal: MessageSeal::NONE } })
     }
 
-    /// From now on each line has its seal.
+    /// Seals each line from now on.
     pub(super) fn seal(&mut self, incoming: MacKey, outgoing: MacKey) {
         self.incoming.seal = MessageSeal { key: Some(incoming), number: 0 };
         self.outgoing.seal = MessageSeal { key: Some(outgoing), number: 0 };
     }
 
-    /// Sends a message. One that cannot be sent is noticed where an answer is awaited.
+    /// Sends a message. A failure is noticed when the answer is awaited.
     pub(super) fn send(&mut self, message: &impl Serialize) {
         let _ = self.outgoing.write(message);
     }
 
-    /// The next message, of at most `longest` bytes, or why there is none.
+    /// Returns the next message, of at most `longest` bytes, or the reason why there is none.
     pub(super) fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: ReadDeadline) -> Result<T, String> {
         self.incoming.next(longest, wait)
     }
 }
 
-/// Whether this is why nothing is made of what another program says.
+/// Returns whether this error means that the other side is another program.
 pub(super) fn is_another_program(why: &str) -> bool {
     why == NO_MESSAGE
 }
 
-/// A connection to a launcher that belongs to the job. It ends when this is dropped.
+/// A connection to a launcher that belongs to the job. Dropping it closes the connection.
 #[derive(Debug)]
 pub(super) struct LauncherPeer(Arc<Mutex<SealedWriter>>);
 
 impl LauncherPeer {
-    /// Begins to listen, on a thread that calls `hear`, and to give signs of life. A message has at most `longest` bytes.
+    /// Starts a thread that listens and calls `hear`, and one that sends heartbeats. A message has at most `longest`
+    /// bytes.
     pub(super) fn over(
         session: LauncherConnection,
         longest: usize,
@@ -325,7 +328,7 @@ impl LauncherPeer {
         Ok(Self(outgoing))
     }
 
-    /// Sends a message. One that cannot be sent is noticed where this peer is listened to.
+    /// Sends a message. A failure is noticed by the listening thread.
     pub(super) fn send(&self, message: &LauncherMessage) {
         let _ = lock(&self.0).write(message);
     }
@@ -343,14 +346,14 @@ fn beat(outgoing: &Weak<Mutex<SealedWriter>>) {
     }
 }
 
-/// Ends of connections, for tests of this module and of those above it.
+/// The ends of connections, for tests of this module and of those that use it.
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod ends {
     use super::*;
     use std::net::TcpListener;
 
-    /// The two ends of a connection.
+    /// Returns the two ends of a connection.
     pub fn pair() -> [TcpStream; 2] {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -434,7 +437,7 @@ mod tests {
         };
         let all = heard(&lines.concat(), 3);
         assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(LauncherMessage::Signal(at as i32))), "{all:?}");
-        // Twice, out of turn, changed, of the other way, without a seal.
+        // Repeated, out of order, changed, in the other direction, and without a seal.
         let changed = String::from_utf8(lines[0].clone()).unwrap().replace("Signal\":0", "Signal\":9").into_bytes();
         let mut other = MessageSeal { key: Some(keys()[1].clone()), number: 0 };
         let other = other.line(&serde_json::to_vec(&LauncherMessage::Signal(0)).unwrap());

@@ -1,4 +1,4 @@
-//! The flags of `zerorun finetune`, and the options that they make.
+//! The flags of `zerorun finetune`, and their conversion to options.
 
 use crate::error::Result;
 use crate::tools::resolve_model::{HELP, ResolvedModel};
@@ -13,34 +13,34 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// What is fine-tuned, on what, and how.
+/// The flags for model, data and training.
 #[derive(Debug, Args)]
 pub(super) struct FinetuneFlags {
     #[arg(value_name = "MODEL", help = HELP)]
     pub(super) model: PathBuf,
 
-    /// Training data: files, each perhaps with a weight behind a colon
+    /// Training data: files, each optionally followed by a colon and a weight
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     data: Vec<String>,
 
-    /// Folder for the result; it must be absent or empty
+    /// Output folder; must be absent or empty
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 
-    /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
+    /// Task: text generation, or text classification (BERT models)
     #[arg(long, value_enum, default_value_t)]
     task: FinetuneTaskFlag,
 
-    /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
-    /// [default: r=16,alpha=32,targets=all-linear]
+    /// Adapter settings: r, alpha, dropout, targets (all-linear, or names joined by +), rslora, dora [default:
+    /// r=16,alpha=32,targets=all-linear]
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
-    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    /// Continue training this adapter, a folder in PEFT format, with its settings
     #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
     adapter: Option<PathBuf>,
 
-    /// Train adapters beside weights in NF4
+    /// Train adapters on top of NF4 weights
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
@@ -48,51 +48,52 @@ pub(super) struct FinetuneFlags {
     #[arg(long)]
     full: bool,
 
-    /// Learn preferences (chosen and rejected answers), against the model without its adapters
+    /// Train on preferences (chosen and rejected answers), with the model without adapters as the reference
     #[arg(long, value_name = "beta=B", value_parser = beta)]
     dpo: Option<f64>,
 
-    /// A DeepSpeed configuration [default: stage and offload are chosen by the memory at hand]
+    /// DeepSpeed configuration [default: stage and offload are chosen from the available memory]
     #[arg(long = "ds_config", aliases = ["deepspeed_config", "ds-config"], value_name = "FILE")]
     ds_config: Option<PathBuf>,
 
-    /// The model's numbers while it is trained
+    /// Number format of the model during training
     #[arg(long, value_enum, default_value_t)]
     dtype: FinetuneDtype,
 
-    /// Optimizer steps
+    /// Number of optimizer steps
     #[arg(long, value_name = "N", conflicts_with = "epochs")]
     steps: Option<u64>,
 
-    /// Times through the data [default: 3, and up to 10 with fewer than 267 samples]
+    /// Number of epochs [default: 3, and up to 10 with fewer than 267 samples]
     #[arg(long, value_name = "E")]
     epochs: Option<f64>,
 
-    /// Highest learning rate [default: for adapters 2e-4 at a width of 4096, more for narrower models in proportion, up to 1e-3;
-    /// 2e-5 with --full; a tenth of it with --dpo]
+    /// Peak learning rate [default: for adapters 2e-4 at a width of 4096, proportionally more for narrower models, up
+    /// to 1e-3; 2e-5 with --full; a tenth of it with --dpo]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
 
-    /// Rows of a step, of all ranks together [default: 8, or with little data 4, 2 or 1, so that an epoch has 30 steps or more]
+    /// Rows per step, over all ranks [default: 8, or with little data 4, 2 or 1, so that an epoch has at least 30
+    /// steps]
     #[arg(long, value_name = "ROWS")]
     batch: Option<usize>,
 
-    /// Rows that a rank computes at once
+    /// Micro batch: rows per rank and forward
     #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
     micro_batch: usize,
 
     #[command(flatten)]
     samples: SampleFlags,
 
-    /// Go on where more than a tenth of a file's records cannot be used
+    /// Continue even if more than a tenth of a file's records cannot be used
     #[arg(long = "allow_skipped", alias = "allow-skipped", conflicts_with = "strict")]
     allow_skipped: bool,
 
-    /// Steps of the learning rate's rise, or a part of all steps
+    /// Warm-up steps of the learning rate, or a percentage of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
     warmup: WarmupLength,
 
-    /// The learning rate after that
+    /// Learning rate schedule after the warm-up
     #[arg(long, value_enum, default_value_t)]
     scheduler: SchedulerFlag,
 
@@ -100,40 +101,40 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_enum, default_value_t)]
     order: OrderFlag,
 
-    /// Whether a row holds as many samples as fit in it
+    /// Pack as many samples into a row as fit
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     packing: bool,
 
-    /// Validation data: files, or a part of the training data as 5%
+    /// Validation data: files, or a percentage of the training data, such as 5%
     #[arg(long, value_name = "FILE|P%", num_args = 1..)]
     val: Vec<String>,
 
-    /// Steps between validations [default: a tenth of all]
+    /// Steps between validations [default: a tenth of all steps]
     #[arg(long = "eval_every", alias = "eval-every", value_name = "N")]
     eval_every: Option<u64>,
 
-    /// End the training after so many validations without a better one
+    /// Early stopping: end after N validations without improvement
     #[arg(long, value_name = "N")]
     patience: Option<u64>,
 
-    /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
+    /// Checkpoint folder; a checkpoint is saved at the end, and on SIGTERM or SIGINT, which end the training
     #[arg(long, value_name = "DIR")]
     pub(super) save: Option<PathBuf>,
 
-    /// Also save a checkpoint every N steps, while training goes on
+    /// Also save a checkpoint every N steps, in the background
     #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
           value_parser = value_parser!(u64).range(1..))]
     save_every: Option<u64>,
 
-    /// Number of newest checkpoints that stay in the folder, or all [default: 2 of adapters, all with --full]
+    /// Number of newest checkpoints to keep, or all [default: 2 for adapters, all with --full]
     #[arg(long, value_name = "K|all", requires = "save")]
     keep: Option<KeepCheckpoints>,
 
-    /// Go on from the newest checkpoint in the folder of --save, or start if there is none
+    /// Resume from the newest checkpoint in the folder of --save, or start if there is none
     #[arg(long, requires = "save")]
     resume: bool,
 
-    /// Continue from it also with other settings than it was saved with, and report them
+    /// Resume even if settings differ from those of the checkpoint, and report the differences
     #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
     resume_anyway: bool,
 
@@ -141,15 +142,15 @@ pub(super) struct FinetuneFlags {
     #[arg(long, default_value_t = 42)]
     seed: u64,
 
-    /// Where to write one JSON line per step, whose steps are counted from 0
+    /// Write one JSON line per step to this file; steps are counted from 0
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
-    /// Answer this at the end, and after each validation; may be given several times
+    /// Answer this prompt at the end and after each validation; repeatable
     #[arg(long, value_name = "TEXT")]
     pub(super) prompt: Vec<String>,
 
-    /// Tokens of such an answer at most
+    /// Maximum number of tokens of such an answer
     #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
     pub(super) max_tokens: usize,
 
@@ -189,15 +190,15 @@ enum OrderFlag {
     Sequential,
 }
 
-/// Checkpoints that stay.
+/// The number of checkpoints to keep.
 #[derive(Debug, Clone, Copy)]
 enum KeepCheckpoints {
     Newest(NonZeroUsize),
     All,
 }
 
-/// Newest checkpoints that stay of a run that trains an adapter, unless more are asked for: the last one, and one for the case
-/// that it cannot be read. Each has the optimizer's states, so it is three times as large as the adapter.
+/// The default number of newest checkpoints that a run keeps if it trains an adapter: the last one, and one in case
+/// the last cannot be read. Each contains the optimizer state, so it is three times as large as the adapter.
 const KEPT: usize = 2;
 
 impl FromStr for KeepCheckpoints {
@@ -211,14 +212,14 @@ impl FromStr for KeepCheckpoints {
     }
 }
 
-/// `beta=0.1`, or `0.1`.
+/// Parses `beta=0.1` or `0.1`.
 fn beta(text: &str) -> std::result::Result<f64, String> {
     let number = text.strip_prefix("beta=").unwrap_or(text);
     number.parse().map_err(|_| "give beta and a number, as beta=0.1".to_string())
 }
 
 impl FinetuneFlags {
-    /// The problem of the flags with one another, if any.
+    /// Returns the conflict between flags, if any.
     pub(super) fn check(&self) -> std::result::Result<(), String> {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
@@ -232,7 +233,7 @@ impl FinetuneFlags {
         Ok(())
     }
 
-    /// The options of the run, with the model where it was found.
+    /// Returns the options of the run, with the resolved model.
     pub(super) fn options(&self, model: ResolvedModel) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
         let classify = self.task == FinetuneTaskFlag::Classify;

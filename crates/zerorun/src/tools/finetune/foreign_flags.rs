@@ -1,9 +1,9 @@
-//! Flags of other trainers (Transformers' Trainer, TRL, axolotl, unsloth, LLaMA-Factory), and what they are called here.
+//! Maps flags of other trainers (Transformers' Trainer, TRL, axolotl, unsloth, LLaMA-Factory) to their names here.
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{Error, error::ErrorKind};
 
-/// What is written here in place of flags that other trainers have.
+/// The flags of other trainers, each with its replacement here.
 const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"], "--epochs E"),
     (&["max_steps", "max_train_steps", "num_steps", "iters"], "--steps N"),
@@ -125,7 +125,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["overwrite_output_dir", "overwrite", "force"], "another --out, or remove the folder: it is not written over"),
 ];
 
-/// An unknown flag's error with what the flag is called here, if another trainer has it.
+/// Adds this tool's flag to the error about an unknown flag, if another trainer has that flag.
 pub(super) fn explained(mut error: Error) -> Error {
     if error.kind() != ErrorKind::UnknownArgument {
         return error;
@@ -133,14 +133,14 @@ pub(super) fn explained(mut error: Error) -> Error {
     let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return error };
     let Some(here) = written_here(found) else { return error };
     let tip = format!("write {here}");
-    // What clap thinks is near would lead astray.
+    // Clap's own suggestion would mislead.
     error.remove(ContextKind::SuggestedArg);
     error.remove(ContextKind::TrailingArg);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     error
 }
 
-/// What is written here in place of a flag of another trainer.
+/// Returns the replacement for a flag of another trainer.
 fn written_here(flag: &str) -> Option<&'static str> {
     let name = flag.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_").to_lowercase();
     ELSEWHERE.iter().find(|(names, _)| names.contains(&name.as_str())).map(|(_, here)| *here)

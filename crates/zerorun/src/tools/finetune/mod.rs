@@ -1,7 +1,7 @@
 //! `zerorun finetune`: fine-tunes a model's folder on data files.
 //!
-//! The process that is started looks at everything once, and tokenizes; its ranks, started from the same executable with the
-//! same arguments and `--as_rank=MODEL`, train (`rank`).
+//! The initial process checks everything once and tokenizes the data. Its ranks train (`rank`). They are started from
+//! the same executable with the same arguments and `--as_rank=MODEL`.
 
 mod flags;
 mod foreign_flags;
@@ -32,21 +32,22 @@ Examples:
   zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
   zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
 
-/// How long a step and what is written after it may take, once a signal has asked for the end. A second signal ends the ranks
+/// How long a step and the writes after it may take once a signal has requested the end. A second signal ends the ranks
 /// at once.
 const GRACE: Duration = Duration::from_secs(600);
 const ON_SIGNAL: &str = "zerorun: the step that runs is finished and kept first; a second signal (Ctrl-C) stops at once, and \
                          what was trained since the last checkpoint is lost";
 
-/// Fine-tunes a model in Hugging Face's format, or a GGUF file, on conversations, prompts with completions, or text.
+/// Fine-tune a model in Hugging Face format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
-/// Data are JSON lines, JSON, CSV or plain text, as messages, prompt and completion, instruction and output, sharegpt's
-/// conversations, or text; `zerorun data show` prints what is made of them. What the assistant says is learned, and the end
-/// of its turn.
+/// Data files are JSON lines, JSON, CSV or plain text. Records are messages, prompt and completion, instruction and
+/// output, ShareGPT conversations, or text; `zerorun data show` prints how they are read. The model learns the
+/// assistant's messages and the ends of its turns.
 ///
-/// The result is an adapter in PEFT's files, or with --full a model's folder.
+/// The result is an adapter in PEFT format, or with --full a model folder.
 ///
-/// With --task classify a BERT learns to tell the labels of texts (columns text and label); the result is a model's folder.
+/// With --task classify, a BERT model learns to predict the labels of texts (columns text and label); the result is a
+/// model folder.
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
 struct FinetuneArguments {
@@ -55,19 +56,19 @@ struct FinetuneArguments {
           default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// How often the job is started again after a rank has failed; with --save and --resume it goes on
+    /// Maximum number of job restarts after a rank failure; with --save and --resume, training resumes
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
     #[command(flatten)]
     flags: FinetuneFlags,
 
-    /// The argument with which a rank is started: the model where it was found
+    /// Start as a rank, with the model at this path
     #[arg(long = "as_rank", value_name = "MODEL", hide = true)]
     as_rank: Option<PathBuf>,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments =
         FinetuneArguments::try_parse_from(&words).map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
@@ -91,7 +92,7 @@ impl FinetuneArguments {
         }
     }
 
-    /// Looks at everything, fetches the model where it is not here, and starts the ranks. Gives their exit code.
+    /// Checks everything, downloads the model if needed, and starts the ranks. Returns their exit code.
     fn launch(&self, words: Vec<OsString>) -> Result<u8> {
         if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
@@ -107,11 +108,11 @@ impl FinetuneArguments {
         self.start(words, &path)
     }
 
-    /// Starts the ranks, and gives their exit code.
+    /// Starts the ranks and returns their exit code.
     fn start(&self, mut words: Vec<OsString>, model: &Path) -> Result<u8> {
         let mut as_rank = OsString::from("--as_rank=");
         as_rank.push(model);
-        // Behind the name of the tool: at the end it could stand behind `--`.
+        // Directly after the name of the tool: at the end it could follow a `--`.
         words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
@@ -136,14 +137,14 @@ impl FinetuneArguments {
     }
 }
 
-/// How many processes of this command a launcher of MPI has started, if more than one.
+/// Returns the number of processes of this command that an MPI launcher has started, if more than one.
 fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
-    // In a batch script of Slurm the number of the whole job's tasks is set too: that of the step counts.
+    // In a Slurm batch script the task count of the complete job is also set; the count of the step applies.
     let names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
     names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
 }
 
-/// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
+/// Checks everything that can be wrong before a rank is started, tokenizes the data, and reports the findings.
 fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = PreparedRun::new(options, &mut |at| progress.tell(at));

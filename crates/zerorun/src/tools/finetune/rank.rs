@@ -1,4 +1,4 @@
-//! A rank of `zerorun finetune`: makes the steps; the first one shows them.
+//! A rank of `zerorun finetune`: runs the steps. The first rank prints them.
 
 use super::flags::FinetuneFlags;
 use crate::error::{FinetuneError, Result};
@@ -13,11 +13,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Trains to the end, and writes the result.
+/// Trains to the end and writes the result.
 pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(StopReason::Asked) => ExitCode::FAILURE,
-        // As the launcher of several ranks, whose output it is, has it.
+        // The same as in the launcher of several ranks, to which this output belongs.
         Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
@@ -28,7 +28,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     let comm = comm::from_env(&RankEnv::from_env()?)?;
     let first = comm.rank() == 0;
     let prepared = PreparedRun::new(options, &mut |_| ()).inspect_err(|error| comm.abort(&error.to_string()))?;
-    // The process that has started this one keeps other jobs from them.
+    // The process that started this one locks the folders against other jobs.
     let prepared = prepared.claimed();
     let mut run = FineTune::start(prepared, comm)?;
     if first {
@@ -80,7 +80,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<StopReason> {
     Ok(ended)
 }
 
-/// The end that a signal asked for: what is kept, and what is lost.
+/// Ends the run on a signal's request: reports what is saved and what is lost.
 fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
     if flags.save.is_some() {
@@ -107,7 +107,7 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     Ok(())
 }
 
-/// What is trained, and how.
+/// Prints the model, the data and the settings of the training.
 fn introduce(run: &mut FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
     let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
@@ -147,7 +147,7 @@ fn introduce(run: &mut FineTune) {
     }
 }
 
-/// The warning about a run that is too short to learn much, with what to do.
+/// Returns a warning with a remedy if a run is too short to learn much.
 fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
     if steps >= ENOUGH {
         return None;
@@ -162,10 +162,10 @@ fn few_steps(steps: u64, rows: usize, batch: usize) -> Option<String> {
     ))
 }
 
-/// Steps in which a model begins to learn.
+/// The number of steps after which a model begins to learn.
 const ENOUGH: u64 = 30;
 
-/// `once`, `3 times`, `2.5 times`.
+/// Formats a number of epochs as `once`, `3 times` or `2.5 times`.
 fn times(epochs: f64) -> String {
     let rounded = (epochs * 100.0).round() / 100.0;
     if rounded == 1.0 { "once".into() } else { format!("{rounded} times") }
@@ -175,7 +175,7 @@ fn open_metrics(path: &Path, run: &FineTune) -> Result<MetricsWriter> {
     if run.resumed().is_some() { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 
-/// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
+/// Writes a line of metrics. Training matters more than its log: if the log cannot be written, it ends with a message.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
         eprint(&format!("{error}: training goes on, and the metrics end here"));
@@ -183,13 +183,13 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     }
 }
 
-/// Answers the user's prompts: with the likeliest tokens, on all ranks alike.
+/// Answers the user's prompts by greedy decoding, identically on all ranks.
 fn answer(run: &mut FineTune, flags: &FinetuneFlags, first: bool) -> Result<()> {
     let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
     for prompt in &flags.prompt {
         let text = match run.answer(prompt, &sampling) {
             Ok(answer) => format!("{:?}", answer.text),
-            // Of 16 bits, perhaps: training judges its own loss. All ranks have the same logits.
+            // Possible in 16 bits, for example; training checks its own loss. All ranks have the same logits.
             Err(error) if matches!(error.downcast_ref(), Some(FinetuneError::LogitsNotFinite)) => error.to_string(),
             Err(error) => return Err(error),
         };
@@ -206,13 +206,13 @@ fn line(step: &StepReport) -> String {
     format!("loss {loss:.4}{rewards} lr {lr:.3e} {tokens_per_s:.0} tokens/s")
 }
 
-/// The rewards of pairs.
+/// Formats the rewards of preference pairs.
 fn rewarded(rewards: &Rewards) -> String {
     let Rewards { chosen, rejected, margin, accuracy } = rewards;
     format!("rewards {chosen:.3} and {rejected:.3}, margin {margin:.3}, accuracy {:.0}%", 100.0 * accuracy)
 }
 
-/// A line about a validation.
+/// Formats the line about a validation.
 fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
     let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();

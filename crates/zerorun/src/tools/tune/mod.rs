@@ -1,8 +1,8 @@
-//! `zerorun tune`: short runs of a script with different settings, and the fastest configuration.
+//! `zerorun tune`: runs a script briefly with different settings, and writes the fastest configuration.
 //!
 //! ```text
-//!   stages x offload x micro batches    short runs, those left out that the estimate or a smaller batch rules out
-//!   the fastest of them                 its buckets and overlaps, one key after the other
+//!   stages x offload x micro batches    short runs, except those that the estimate or a smaller batch rules out
+//!   the fastest of these                its buckets and overlaps, one key after another
 //!   results.jsonl                       finished runs; a second search resumes from them
 //! ```
 
@@ -34,17 +34,18 @@ use trial::TrialRunner;
 use trial_outcome::{RepeatedTrials, TrialOutcome};
 use trial_record::{TrialRecord, TrialRow, write_whole};
 
-/// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages,
-/// micro batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
+/// Find the fastest configuration of a training script on this machine. Runs the script for a few steps with different
+/// stages, micro batches and offload, then with different buckets, and writes the fastest configuration within the
+/// memory limit.
 ///
 /// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
-/// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect:
-/// fast, results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where
-/// it is given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
+/// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect: fast,
+/// results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (if given),
+/// tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
 /// num_tuning_micro_batch_sizes.
 ///
-/// Exit code: 0 the fastest configuration is written, 1 none ran or a file cannot be written, 2 the configuration, the
-/// script or the command line is wrong.
+/// Exit code: 0 if the fastest configuration is written, 1 if no run succeeded or a file cannot be written, 2 if the
+/// configuration, the script or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(
     name = "tune",
@@ -52,17 +53,18 @@ use trial_record::{TrialRecord, TrialRow, write_whole};
     override_usage = "zerorun tune [OPTIONS] SCRIPT --ds_config FILE [ARGS]..."
 )]
 struct TuneArguments {
-    /// Ranks of each run
+    /// Number of ranks of each run
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
 
-    /// Memory that a rank may use: 512MiB, 4GiB; a bare number is bytes [default: its part of what is available now]
+    /// Memory that a rank may use: 512MiB, 4GiB; a bare number is bytes [default: its share of the memory available
+    /// now]
     #[arg(long = "memory_limit", alias = "memory-limit", value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
 
-    /// Optimizer steps of each run; those from autotuning.start_profile_step (3) on are measured
-    /// [default: autotuning.end_profile_step, 5]
+    /// Optimizer steps of each run; measurement begins at autotuning.start_profile_step (3) [default:
+    /// autotuning.end_profile_step, 5]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=100_000))]
     steps: Option<u64>,
 
@@ -71,7 +73,7 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u8).range(0..=3))]
     stages: Vec<u8>,
 
-    /// Micro batches to try [default: the configuration's own, and doubled]
+    /// Micro batches to try [default: that of the configuration, and its doublings]
     #[arg(long = "micro_batches", alias = "micro-batches", value_name = "LIST", value_delimiter = ',',
           value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: Vec<u32>,
@@ -80,25 +82,25 @@ struct TuneArguments {
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
     nvme_path: Option<PathBuf>,
 
-    /// Stages, offload and micro batches only, no buckets
+    /// Try only stages, offload and micro batches, not buckets
     #[arg(long)]
     fast: bool,
 
-    /// How often the runs of those close to the fastest are repeated, before the fastest is chosen: one run says little
-    /// on a machine that does other things too
+    /// Number of repeated runs for configurations close to the fastest, before it is chosen: a single run is unreliable
+    /// on a busy machine
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(..=100))]
     repeats: u32,
 
-    /// How long a run may take, in seconds
+    /// Time limit of a run, in seconds
     #[arg(long = "run_limit", alias = "run-limit", value_name = "SECONDS", default_value = "600",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     run_limit: u64,
 
-    /// Where the results are kept [default: autotuning.results_dir, autotuning_results]
+    /// Folder for the results [default: autotuning.results_dir, autotuning_results]
     #[arg(long = "results_dir", alias = "results-dir", value_name = "DIR")]
     results_dir: Option<PathBuf>,
 
-    /// Where to write the fastest configuration [default: best.json in the folder of results]
+    /// File for the fastest configuration [default: best.json in the results folder]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
@@ -106,12 +108,12 @@ struct TuneArguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// A Rust file or an executable, then its own arguments
+    /// A Rust file or an executable, followed by its arguments
     #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
     let typed = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;
     Ok(match TuneSearch::new(typed) {
@@ -120,31 +122,31 @@ pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Command
     })
 }
 
-/// A search under way.
+/// A search in progress.
 struct TuneSearch {
     settings: TuneSettings,
     space: SearchSpace,
     trial: TrialRunner,
     record: TrialRecord,
-    /// The script's model, where it is one of this library's.
+    /// The script's model, if it is one of this library's.
     shapes: Option<Shapes>,
     ranks: usize,
     limit: u64,
     out: PathBuf,
-    /// What earlier searches have written there.
+    /// The digests of what earlier searches have written there.
     written: OutputDigests,
-    /// No other job writes there.
+    /// Locks that keep other jobs from writing there.
     _claims: OutputLocks,
-    /// Further runs of those close to the fastest.
+    /// The number of further runs of the configurations close to the fastest.
     repeats: u32,
     rows: Vec<TrialRow>,
 }
 
-/// What `--out` is called where a search remembers what it has written.
+/// The name of the file of `--out` in a search's record of what it has written.
 const BEST: &str = "best";
-/// Candidates whose first run is slower than the fastest by more than this part are not repeated.
+/// Candidates whose first run is slower than the fastest by more than this fraction are not repeated.
 const CLOSE: f64 = 0.15;
-/// The most candidates that are repeated.
+/// The maximum number of candidates that are repeated.
 const MOST_REPEATED: usize = 4;
 
 impl TuneSearch {
@@ -157,9 +159,9 @@ impl TuneSearch {
         let file = trial::take_config(&mut args)?;
         let original = candle_zero::config::read_value(&file.1)?;
         let settings = TuneSettings::read(&original, typed.steps, typed.fast)?;
-        // What the script says of "auto" too.
+        // The same values as the script's for "auto".
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
-        // Without a configuration that loads there is nothing to vary.
+        // Without a valid configuration there is nothing to vary.
         let config = Config::load_for(file.1.clone(), ranks, &run)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
@@ -252,12 +254,13 @@ impl TuneSearch {
         Ok(if printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
-    /// The better ones first.
+    /// Sorts the rows, the better ones first.
     fn sort(&mut self) {
         self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
     }
 
-    /// Runs those close to the fastest again, in turns: what disturbs the machine for a while disturbs them alike.
+    /// Runs the candidates close to the fastest again, in turns, so that a temporary disturbance of the machine affects
+    /// them equally.
     fn repeat_the_fastest(&mut self) -> Result<()> {
         self.sort();
         let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
@@ -266,7 +269,7 @@ impl TuneSearch {
         if well < 2 {
             return Ok(());
         }
-        // One that is far ahead may have been lucky, or all others disturbed: it is compared with the next one.
+        // A candidate far ahead may have been lucky, or all others disturbed, so it is compared with the next one.
         let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count().max(2);
         let mut runs: Vec<Vec<TrialOutcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
         for round in 1..=self.repeats {
@@ -297,7 +300,7 @@ impl TuneSearch {
         Ok(())
     }
 
-    /// The candidates that differ from the fastest by no more than runs of one of the two differ among themselves.
+    /// Returns the candidates that differ from the fastest by no more than repeated runs of one of the two differ.
     fn within_noise(&self) -> Option<String> {
         let (best, others) = self.rows.split_first()?;
         let speed = best.outcome.throughput()?;
@@ -311,14 +314,14 @@ impl TuneSearch {
         (!names.is_empty()).then(|| names.join("; "))
     }
 
-    /// Stages, offload and micro batches; false if the search ends with them.
+    /// Searches stages, offload and micro batches. Returns false if the search ends with them.
     fn search_batches(&mut self) -> Result<bool> {
         let mut without_gain = 0;
         for sizes in self.space.ladders() {
             for candidate in sizes {
                 let before = self.best();
                 let outcome = self.try_out(&candidate)?;
-                // Before anything ran well there is nothing to gain on.
+                // Before the first successful run there is nothing to improve on.
                 if outcome.has_run() && before.is_some() {
                     without_gain = if self.best() == before { without_gain + 1 } else { 0 };
                 }
@@ -334,7 +337,7 @@ impl TuneSearch {
         Ok(true)
     }
 
-    /// Searches further keys of the fastest so far, one after the other.
+    /// Searches further keys of the fastest candidate so far, one after another.
     fn search_keys(&mut self) -> Result<()> {
         for key in 0.. {
             let Some(best) = self.best() else { return Ok(()) };
@@ -346,7 +349,7 @@ impl TuneSearch {
         Ok(())
     }
 
-    /// Runs a candidate, or takes what is known of it.
+    /// Runs a candidate, or returns its known outcome.
     fn try_out(&mut self, candidate: &TuneCandidate) -> Result<TrialOutcome> {
         if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
             return Ok(row.outcome.clone());
@@ -382,10 +385,10 @@ impl TuneSearch {
         Ok(outcome)
     }
 
-    /// Bytes of the model's state, if they alone are over the limit.
+    /// Returns the bytes of the model's state if they alone exceed the limit.
     fn too_much(&self, config: &Config) -> Option<u64> {
         let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
-        // Peaks of two kinds need not be at the same time, but what is held between steps is there at each of them.
+        // The peaks of two kinds need not coincide, but the state held between steps is part of each peak.
         let state = estimate.memory.rows.iter().filter(|row| row.formula.is_some()).map(|row| row.bytes);
         let held: usize = state.clone().map(|bytes| bytes.held).sum();
         let more = state.map(|bytes| bytes.peak - bytes.held).max().unwrap_or(0);
@@ -399,7 +402,7 @@ impl TuneSearch {
     }
 }
 
-/// The model that the script's arguments name and its width, if it is one of this library's.
+/// Returns the model that the script's arguments name and its width, if it is one of this library's.
 fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
     struct ScriptModelFlags {

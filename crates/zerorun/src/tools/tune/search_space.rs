@@ -1,4 +1,4 @@
-//! Which settings are tried.
+//! The settings to try.
 
 use super::settings::TuneSettings;
 use crate::error::{Result, ToolError};
@@ -7,20 +7,20 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::path::PathBuf;
 
-/// A configuration by what is different from the original: keys by path, with their values; null takes a key away.
+/// A configuration as its differences from the original: keys by path, with their values. Null removes a key.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct TuneCandidate(pub(super) Map<String, Value>);
 
-/// All of them.
+/// The space of all candidates.
 pub(super) struct SearchSpace {
     original: Value,
     ranks: usize,
     run: RunValues,
-    /// Samples of a step of the original, where it says them.
+    /// The samples per step of the original, if it gives them.
     batch: Option<usize>,
     stages: Vec<u8>,
     micro_batches: Vec<usize>,
-    /// Where offload may go.
+    /// The folder that offload may use.
     nvme_path: Option<PathBuf>,
 }
 
@@ -31,15 +31,15 @@ const ACCUMULATION: &str = "gradient_accumulation_steps";
 const OPTIMIZER: &str = "zero_optimization.offload_optimizer";
 const PARAM: &str = "zero_optimization.offload_param";
 
-/// Keys, and their old forms, beside which they are refused.
+/// Keys and their old forms. A key is refused if its old form is also present.
 const OLD_FORMS: [(&str, &str); 2] =
     [(OPTIMIZER, "zero_optimization.cpu_offload"), (PARAM, "zero_optimization.cpu_offload_param")];
 
-/// DeepSpeed's sizes of buckets, in elements.
+/// DeepSpeed's bucket sizes, in elements.
 const BUCKETS: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
 
 impl SearchSpace {
-    /// `config` is the `original` loaded for `run`; `stages` and `micro_batches` as typed.
+    /// Creates the space. `config` is the `original` loaded for `run`; `stages` and `micro_batches` are as typed.
     pub(super) fn new(
         original: &Value,
         (config, run): (&Config, RunValues),
@@ -57,7 +57,7 @@ impl SearchSpace {
         } else {
             micro_batches.into_iter().map(|size| size as usize).collect()
         };
-        // A batch that the original names stays as it is: it is part of what is learned.
+        // A batch size that the original gives stays fixed, because it affects what is learned.
         let is_fixed = names(original, TRAIN);
         let fits = |micro: &usize| {
             let step = micro.saturating_mul(config.world_size);
@@ -93,12 +93,12 @@ impl SearchSpace {
         Config::load_for(config.clone(), self.ranks, &self.run)
     }
 
-    /// Samples of a step of the original, where those of `config` are others.
+    /// Returns the samples per step of the original if `config` has a different number.
     pub(super) fn original_batch(&self, config: &Config) -> Option<usize> {
         self.batch.filter(|samples| *samples != config.batch.train_batch_size)
     }
 
-    /// The configuration of a candidate: all keys of the original that it does not change are there.
+    /// Returns the configuration of a candidate, including all keys of the original that it does not change.
     pub(super) fn config(&self, candidate: &TuneCandidate) -> Value {
         let mut config = self.original.clone();
         for (path, value) in &candidate.0 {
@@ -110,7 +110,7 @@ impl SearchSpace {
         config
     }
 
-    /// For each stage and offload, the micro batches from the smallest on.
+    /// Returns the micro batches for each stage and offload, in ascending order.
     pub(super) fn ladders(&self) -> Vec<Vec<TuneCandidate>> {
         let mut sizes = self.micro_batches.clone();
         sizes.sort_unstable();
@@ -123,7 +123,7 @@ impl SearchSpace {
                     changes.0.insert(STAGE.into(), json!(stage));
                     changes.0.insert(MICRO.into(), json!(size));
                     if names(&self.original, TRAIN) && !self.original[ACCUMULATION].is_null() {
-                        // It follows from the two others.
+                        // It follows from the other two.
                         changes.0.insert(ACCUMULATION.into(), Value::Null);
                     }
                     changes.0.extend(offload.clone());
@@ -135,7 +135,7 @@ impl SearchSpace {
         ladders
     }
 
-    /// The choices of offload at a stage; with a folder to offload to, also none.
+    /// Returns the choices of offload at a stage. With a folder to offload to, no offload is also a choice.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
         let section = |path: &str, place: &str| {
@@ -156,7 +156,7 @@ impl SearchSpace {
         all
     }
 
-    /// The values of the `key`-th key that is tried on the best candidate; nothing after the last key.
+    /// Returns the values to try for the `key`-th key of the best candidate, or `None` after the last key.
     pub(super) fn variations(&self, best: &TuneCandidate, key: usize) -> Option<Vec<TuneCandidate>> {
         let switch = || vec![json!(true), json!(false)];
         let buckets = || BUCKETS.iter().map(|elements| json!(elements)).collect();
@@ -167,7 +167,7 @@ impl SearchSpace {
             3 => ("zero_optimization.reduce_scatter", switch()),
             _ => return None,
         };
-        // What it is without being named, where it is not.
+        // The value that applies now, given or by default.
         let resolved = self.load(&self.config(best)).map(|config| config.to_deepspeed_json());
         let now = resolved.map_or(Value::Null, |config| get(&config, key).clone());
         let is_same = |value: &Value| *value == now || value.as_f64().is_some_and(|v| now.as_f64() == Some(v));
@@ -180,7 +180,7 @@ impl SearchSpace {
     }
 }
 
-/// Whether a key has a value of its own.
+/// Returns whether a key has an explicit value.
 fn names(config: &Value, key: &str) -> bool {
     !config[key].is_null() && config[key] != "auto"
 }
@@ -197,12 +197,12 @@ fn with_section(mut config: Value) -> Value {
     config
 }
 
-/// The value at a path of keys; null where there is none.
+/// Returns the value at a path of keys, or null if there is none.
 pub(super) fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
     path.split('.').fold(config, |value, key| &value[key])
 }
 
-/// Sets the value at a path of keys, or takes the key away.
+/// Sets the value at a path of keys, or removes the key.
 fn set(config: &mut Value, path: &str, value: Value) {
     let (section, key) = path.rsplit_once('.').map_or((None, path), |(section, key)| (Some(section), key));
     let place = section.iter().flat_map(|section| section.split('.')).try_fold(config, |place, key| {
@@ -219,7 +219,7 @@ fn set(config: &mut Value, path: &str, value: Value) {
 }
 
 impl fmt::Display for TuneCandidate {
-    /// `stage 2, micro batch 4, overlap_comm false`.
+    /// Formats a candidate as `stage 2, micro batch 4, overlap_comm false`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let on_disk = |path: &str| self.0.get(path).is_some_and(|section| section["device"] == "nvme");
         let mut words = Vec::new();
@@ -333,7 +333,7 @@ mod tests {
         let space = space(original(), vec![1], None).unwrap();
         let best = space.ladders()[0][0].clone();
         let values = space.variations(&best, 0).unwrap();
-        // 5e7 is what it has.
+        // 5e7 is its current value.
         assert_eq!(
             values.iter().map(TuneCandidate::to_string).collect::<Vec<_>>(),
             [

@@ -6,17 +6,18 @@ use serde_json::Value;
 use std::cmp::Ordering;
 use std::path::PathBuf;
 
-/// The criterion.
+/// The criterion of the search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TuneMetric {
-    /// Most samples or tokens per second. DeepSpeed's `flops` orders runs of one model in the same way.
+    /// The highest throughput in samples or tokens per second. DeepSpeed's `flops` ranks runs of one model in the same
+    /// way.
     Throughput,
     /// The shortest step.
     Latency,
 }
 
 impl TuneMetric {
-    /// The better one first, those that did not end well last.
+    /// Orders the better outcome first, and unsuccessful ones last.
     pub(super) fn order(self, a: &TrialOutcome, b: &TrialOutcome) -> Ordering {
         let cost = |outcome: &TrialOutcome| match (self, outcome) {
             (Self::Throughput, TrialOutcome::Ran { throughput, .. }) => -throughput,
@@ -27,23 +28,23 @@ impl TuneMetric {
     }
 }
 
-/// How to search.
+/// The settings of a search.
 #[derive(Debug, Clone)]
 pub(super) struct TuneSettings {
     pub(super) fast: bool,
     pub(super) results_dir: PathBuf,
     pub(super) exps_dir: Option<PathBuf>,
-    /// Number, from 1, of the first step that is measured.
+    /// The number, from 1, of the first step that is measured.
     pub(super) first_measured: u64,
     pub(super) steps: u64,
     pub(super) metric: TuneMetric,
-    /// Keys of the configuration, and the flags by which the script wants to hear their values too.
+    /// Keys of the configuration, and the script's flags that also receive their values.
     pub(super) mappings: Vec<(String, String)>,
     pub(super) early_stopping: Option<usize>,
     pub(super) trials: usize,
-    /// Least and most samples of a step.
+    /// The minimum and the maximum number of samples per step.
     pub(super) batch: (usize, usize),
-    /// Least, where it is given, and most samples of a micro batch.
+    /// The minimum, if given, and the maximum number of samples of a micro batch.
     pub(super) micro_batch: (Option<usize>, usize),
     pub(super) micro_batches: usize,
     /// The notes about keys that have no effect.
@@ -51,14 +52,14 @@ pub(super) struct TuneSettings {
 }
 
 impl TuneSettings {
-    /// Reads the section of `config`; what was typed wins.
+    /// Reads the section of `config`. Values from the command line take precedence.
     pub(super) fn read(config: &Value, steps: Option<u64>, fast: bool) -> Result<Self> {
         let section = AutotuningSection(&config["autotuning"]);
         let steps = match steps {
             Some(steps) => steps,
             None => section.number("end_profile_step")?.unwrap_or(5).clamp(2, 100_000) as u64,
         };
-        // Of a run that is too short for that, the last step counts.
+        // If the run is too short for that, the last step is measured.
         let first_measured = (section.number("start_profile_step")?.unwrap_or(3).max(1) as u64).min(steps);
         let count = |key| Ok::<_, Error>(section.number(key)?.filter(|n| *n > 0));
         Ok(Self {
@@ -87,7 +88,7 @@ impl TuneSettings {
 }
 
 impl TuneSettings {
-    /// The keys that `arg_mappings` names are keys of the `original` configuration, or of what it is `resolved` to.
+    /// Checks that `arg_mappings` names only keys of the `original` configuration, or of its `resolved` form.
     pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
         let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
         let allowed = "a key of the configuration, as \"train_micro_batch_size_per_gpu\" or \"optimizer.params.lr\"";
@@ -100,7 +101,7 @@ impl TuneSettings {
     }
 }
 
-/// Keys that count.
+/// The keys that have an effect.
 const COUNT: [&str; 15] = [
     "enabled",
     "fast",
@@ -119,7 +120,7 @@ const COUNT: [&str; 15] = [
     "num_tuning_micro_batch_sizes",
 ];
 
-/// Keys that do not, and why.
+/// The keys that have no effect, and the reasons.
 const UNUSED: [(&str, &str); 6] = [
     ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
     ("metric_path", "the measure comes from the script's --metrics"),
@@ -129,7 +130,7 @@ const UNUSED: [(&str, &str); 6] = [
     ("mp_size", "there is no model parallelism"),
 ];
 
-/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+/// The minimum likeness of two names, from 0 to 1, for one to be suggested for the other.
 const ALIKE: f64 = 0.5;
 
 struct AutotuningSection<'a>(&'a Value);
@@ -177,13 +178,13 @@ impl AutotuningSection<'_> {
         map.iter().map(flag).collect()
     }
 
-    /// The notes about keys that have no effect.
+    /// Returns the notes about keys that have no effect.
     fn unused(&self) -> Vec<String> {
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
         let unused = UNUSED.iter().filter(|(key, _)| is_set(key));
         let known = || COUNT.into_iter().chain(UNUSED.map(|(key, _)| key));
         let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
-        // A name that starts so is a comment.
+        // A name with this prefix is a comment.
         let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
         let advice = |key: &String| {
             let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
@@ -198,7 +199,7 @@ impl AutotuningSection<'_> {
     }
 }
 
-/// The whole number that a float is.
+/// Returns the integer that a float represents, if any.
 fn whole(value: &Value) -> Option<u64> {
     value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=u64::MAX as f64).contains(n)).map(|n| n as u64)
 }

@@ -1,4 +1,4 @@
-//! One candidate: a short run of the script by the launcher, and what its metrics say.
+//! One trial of a candidate: a short run of the script by the launcher, and its metrics.
 
 use super::search_space::get;
 use super::trial_outcome::TrialOutcome;
@@ -17,21 +17,21 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How often the end of a run is looked for.
+/// The interval at which the end of a run is checked.
 const TICK: Duration = Duration::from_millis(20);
-/// The time from a run's SIGTERM to its SIGKILL.
+/// The time between a run's SIGTERM and its SIGKILL.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How candidates are run.
+/// The settings with which candidates are run.
 #[derive(Debug)]
 pub(super) struct TrialRunner {
     pub(super) program: PathBuf,
-    /// The script's arguments, without those that a trial gives.
+    /// The script's arguments, without those that a trial adds.
     pub(super) args: Vec<OsString>,
-    /// Where among them the trial's come.
+    /// The index at which the trial's arguments are inserted.
     pub(super) at: usize,
     pub(super) ranks: usize,
-    /// A folder for each experiment.
+    /// The folder that gets a subfolder for each experiment.
     pub(super) folder: PathBuf,
     pub(super) first_measured: u64,
     pub(super) steps: u64,
@@ -39,7 +39,7 @@ pub(super) struct TrialRunner {
     pub(super) limit: Duration,
 }
 
-/// Takes a flag and its value (`--flag value`, `--flag=value`) out of arguments, and says where it stood.
+/// Removes a flag and its value (`--flag value`, `--flag=value`) from arguments, and returns its position.
 pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, OsString)> {
     let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
     for at in 0..end {
@@ -57,7 +57,7 @@ pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, O
     None
 }
 
-/// Takes the configuration file out of the script's arguments, and what the trials give instead of the user.
+/// Removes the configuration file from the script's arguments, and the flags that trials set instead of the user.
 pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> {
     let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
     for name in ["--save", "--export"] {
@@ -74,17 +74,17 @@ pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> 
 }
 
 impl TrialRunner {
-    /// A name for the run of `config` that no other run has.
+    /// Returns a unique name for the run of `config`.
     pub(super) fn id(&self, config: &Value) -> String {
         let Self { program, args, ranks, first_measured, steps, mappings, .. } = self;
-        // A script that has been built anew is another one.
+        // A rebuilt script is a different one.
         let built = std::fs::metadata(program).ok().map(|m| (m.len(), m.modified().ok()));
         let all = format!("{program:?} {built:?} {args:?} {ranks} {first_measured} {steps} {mappings:?} {config}");
         format!("{:016x}", fnv1a(all.as_bytes()))
     }
 
-    /// Runs the script with `config`, which is `resolved` here. What goes wrong in the run is an outcome; an error is
-    /// what keeps it from beginning.
+    /// Runs the script with `config`, whose resolved form is `resolved`. A failure of the run is an outcome. An error
+    /// means that the run could not begin.
     pub(super) fn run(&self, id: &str, config: &Value, resolved: &Config) -> Result<TrialOutcome> {
         let folder = self.folder.join(id);
         let io = |action, path: &Path| {
@@ -96,7 +96,7 @@ impl TrialRunner {
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
         write_whole(&file, &format!("{:#}\n", quiet(config)))?;
-        // Of a run that was stopped.
+        // Left by a run that was stopped.
         _ = std::fs::remove_file(&metrics);
         let out = File::create(&log).map_err(io("create", &log))?;
         let err = out.try_clone().map_err(io("open", &log))?;
@@ -105,7 +105,7 @@ impl TrialRunner {
         let mut command = Command::new(launcher);
         command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
-        // These are the user's, for runs of their own.
+        // The user sets these for other runs.
         [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::null()).stdout(out).stderr(err);
         die_with_parent(&mut command, Signal::TERM);
@@ -121,7 +121,7 @@ impl TrialRunner {
         }))
     }
 
-    /// The script's arguments. The mapped ones have values of the `resolved` configuration, never `"auto"`.
+    /// Returns the script's arguments. Mapped flags get values of the `resolved` configuration, never `"auto"`.
     fn arguments(&self, resolved: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
         let mut args = self.args.clone();
         let mut own: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
@@ -130,7 +130,7 @@ impl TrialRunner {
         for (key, flag) in &self.mappings {
             let value = get(resolved, key);
             let before = args.len();
-            // What the user gave goes in any case: it is that of another configuration.
+            // The user's flag is removed in any case, because it belongs to another configuration.
             if take(&mut args, &[flag]).is_some_and(|(place, _)| place < at) {
                 at -= before - args.len();
             }
@@ -144,12 +144,12 @@ impl TrialRunner {
         args
     }
 
-    /// Waits for a run to end; nothing if it took too long and was ended.
+    /// Waits for a run to end. Returns `None` if it took too long and was stopped.
     fn wait(&self, command: &mut Command) -> Result<Option<ExitStatus>> {
         let failed = |source| Error::from(LaunchError::Setup { what: "running an experiment", source });
         let mut child = command.spawn().map_err(failed)?;
         let start = Instant::now();
-        // The launcher ends its ranks; where it does not, they end with it.
+        // The launcher ends its ranks; if it is killed, they end with it.
         let mut signals = [(self.limit, Signal::TERM), (self.limit + PATIENCE, Signal::KILL)].into_iter().peekable();
         let mut asked = false;
         loop {
@@ -166,7 +166,7 @@ impl TrialRunner {
     }
 }
 
-/// A configuration for a short run: nothing is written into the user's files of monitoring, or logged in between.
+/// Returns a configuration for a short run, which neither logs nor writes to the user's monitoring files.
 fn quiet(config: &Value) -> Value {
     const LOUD: [&str; 9] = [
         "tensorboard",
@@ -186,9 +186,9 @@ fn quiet(config: &Value) -> Value {
     config
 }
 
-/// A run that ended with an error.
+/// Returns the outcome of a run that ended with an error.
 fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
-    // As the launcher and shells say it of a process that was killed, by the kernel if by nobody else.
+    // The launcher and shells report this code for a killed process, here usually killed by the kernel.
     const KILLED: i32 = 128 + 9;
     let said = reason.to_lowercase();
     match status.code() == Some(KILLED) || said.contains("memory") || said.contains("alloc") {
@@ -197,8 +197,8 @@ fn failed(status: ExitStatus, reason: String) -> TrialOutcome {
     }
 }
 
-/// Why a run failed, by its log: what the launcher repeats of the rank that failed first; else the last line about an
-/// error; else the last line.
+/// Returns the reason why a run failed, from its log: the lines that the launcher repeats from the first failed rank,
+/// else the last line about an error, else the last line.
 fn last_words(log: &Path) -> String {
     let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
     reason_in(&text)
@@ -208,7 +208,7 @@ fn reason_in(text: &str) -> String {
     const LONGEST: usize = 300;
     let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
     let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
-    // The words behind the place of a panic stand in the next line.
+    // The message of a panic follows in the line after its location.
     let repeated = match repeated.as_slice() {
         [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
         [first, ..] => (*first).to_string(),
@@ -221,7 +221,7 @@ fn reason_in(text: &str) -> String {
     found.unwrap_or("it said nothing").chars().take(LONGEST).collect()
 }
 
-/// The figures of the metrics file from step `first` (counted from 1) on, of steps of `samples`.
+/// Returns the measurements of the metrics file from step `first` (counted from 1) on, for steps of `samples`.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
@@ -236,7 +236,7 @@ fn measured(path: &Path, first: u64, samples: usize) -> Option<TrialOutcome> {
         return None;
     }
     let step_ms = of_phases? / count;
-    // Each step has as many tokens as the others.
+    // Every step has the same number of tokens.
     let seconds_a_token = sum(&|line| line["tokens_per_s"].as_f64().filter(|n| *n > 0.0).map(f64::recip));
     let (throughput, unit) = match seconds_a_token {
         Some(seconds) => (count / seconds, "tokens"),
@@ -332,7 +332,7 @@ mod tests {
             step_ms: 4.0,
             memory_bytes: Some(102),
         };
-        // Two steps of the same tokens, one at a third of the time.
+        // Two steps with the same number of tokens, one in a third of the time.
         let TrialOutcome::Ran { throughput, .. } = found else { panic!() };
         assert!((throughput - 150.0).abs() < 1e-9, "{throughput}");
         write(&[line(1, None), line(2, None)]);

@@ -1,4 +1,4 @@
-//! How a candidate's run ended.
+//! The outcomes of a candidate's run.
 
 use candle_zero::util::binary;
 use serde::{Deserialize, Serialize};
@@ -8,33 +8,33 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "outcome")]
 pub(super) enum TrialOutcome {
-    /// It ran to its end.
+    /// The run succeeded.
     Ran {
-        /// Throughput of the measured steps together.
+        /// The throughput over all measured steps.
         throughput: f64,
         /// The counted unit: tokens or samples.
         unit: String,
-        /// A step on average.
+        /// The average time of a step.
         step_ms: f64,
-        /// Peak memory of the rank that used most.
+        /// The peak memory of the rank that used the most.
         memory_bytes: Option<u64>,
     },
-    /// It ran to its end with more memory than allowed.
+    /// The run succeeded, but with more memory than allowed.
     OverLimit { memory_bytes: u64 },
-    /// It did not.
+    /// The run failed.
     Failed { reason: String },
-    /// It did not, for want of memory.
+    /// The run failed for lack of memory.
     OutOfMemory { reason: String },
-    /// It was ended.
+    /// The run took too long and was stopped.
     TimedOut { seconds: u64 },
-    /// It need not be run: the model's state alone does not fit.
+    /// The run was skipped because the model's state alone does not fit.
     TooLarge { needs: u64 },
-    /// It need not be run.
+    /// The run was skipped.
     NotRun { reason: String },
 }
 
 impl TrialOutcome {
-    /// The same under a limit of memory.
+    /// Applies a memory limit to the outcome.
     pub(super) fn within(self, limit: u64) -> Self {
         match self {
             Self::Ran { memory_bytes: Some(memory_bytes), .. } if memory_bytes > limit => {
@@ -52,7 +52,7 @@ impl TrialOutcome {
         !matches!(self, Self::NotRun { .. } | Self::TooLarge { .. })
     }
 
-    /// Whether a larger micro batch, which needs more memory, can only do worse.
+    /// Returns whether a larger micro batch, which needs more memory, can only do worse.
     pub(super) fn is_too_large(&self) -> bool {
         matches!(self, Self::OverLimit { .. } | Self::OutOfMemory { .. } | Self::TooLarge { .. })
     }
@@ -61,16 +61,16 @@ impl TrialOutcome {
 /// Several runs of one candidate.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RepeatedTrials {
-    /// The run in the middle, with the largest memory of all.
+    /// The median run, with the largest memory of all runs.
     pub(super) middle: TrialOutcome,
-    /// Between the best and the worst throughput, as a part of the middle one.
+    /// The difference between the best and the worst throughput, as a fraction of the median.
     pub(super) spread: f64,
-    /// How many went well.
+    /// The number of successful runs.
     pub(super) count: usize,
 }
 
 impl RepeatedTrials {
-    /// Those of the runs that went well; nothing if none did.
+    /// Summarizes the successful runs. Returns `None` if there are none.
     pub(super) fn of(runs: &[TrialOutcome]) -> Option<Self> {
         let mut well: Vec<(f64, &TrialOutcome)> =
             runs.iter().filter_map(|run| Some((run.throughput()?, run))).collect();
@@ -86,7 +86,7 @@ impl RepeatedTrials {
 }
 
 impl TrialOutcome {
-    /// Tokens or samples per second of a run that went well.
+    /// Returns the tokens or samples per second of a successful run.
     pub(super) fn throughput(&self) -> Option<f64> {
         match self {
             Self::Ran { throughput, .. } => Some(*throughput),

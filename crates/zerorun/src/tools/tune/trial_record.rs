@@ -1,4 +1,4 @@
-//! The finished experiments: one JSON line for each experiment, in a file that is always whole.
+//! The finished experiments, one JSON line each, in a file that is always complete.
 
 use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
@@ -13,13 +13,13 @@ use std::fs::File;
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-/// A candidate and what became of it.
+/// A candidate and its outcome.
 pub(super) struct TrialRow {
     pub(super) candidate: TuneCandidate,
     pub(super) outcome: TrialOutcome,
-    /// Samples of a step, where the original has others.
+    /// The samples per step, if different from the original's.
     pub(super) other_batch: Option<usize>,
-    /// Several runs of it, the outcome being their middle one.
+    /// The summary of repeated runs. The outcome is the median run.
     pub(super) runs: Option<RepeatedTrials>,
 }
 
@@ -32,24 +32,24 @@ struct TrialRecordLine {
     outcome: TrialOutcome,
 }
 
-/// What every line begins with.
+/// The beginning of every line.
 const BEGIN: &str = "{\"id\":\"";
 
-/// The file.
+/// The file of finished experiments.
 pub(super) struct TrialRecord {
     path: PathBuf,
     lines: Vec<TrialRecordLine>,
-    /// Held as long as the search goes on.
+    /// The lock, held until the search ends.
     _lock: File,
 }
 
 impl TrialRecord {
-    /// Reads `results.jsonl` in `folder`, which is created where it is not there, and locks the folder.
+    /// Reads `results.jsonl` in `folder`, which is created if it does not exist, and locks the folder.
     pub(super) fn open(folder: &Path) -> Result<Self> {
         let io = |action| move |source| Error::Io { action, path: folder.to_owned(), source };
         std::fs::create_dir_all(folder).map_err(io("create"))?;
         let lock = File::open(folder).map_err(io("open"))?;
-        // Where the file system knows no locks, nobody asks for them either.
+        // If the file system does not support locks, the search runs without one.
         if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
             let folder = folder.display();
             let problem = format!(
@@ -66,13 +66,13 @@ impl TrialRecord {
         let mut lines = Vec::new();
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         let (whole, rest) = text.split_at(whole);
-        // A disk may lose the end of the last line: its experiment is made again.
+        // A disk may lose the end of the last line. Its experiment is run again.
         let is_ours = rest.starts_with(BEGIN) || (!whole.is_empty() && BEGIN.starts_with(rest));
         let is_cut = rest.is_empty() || (is_ours && serde_json::from_str::<Value>(rest).is_err());
         for line in whole.lines().chain((!is_cut).then_some(rest)) {
             match serde_json::from_str(line) {
                 Ok(line) => lines.push(line),
-                // An experiment of another version is made again; what is none is nothing to be written over.
+                // An experiment of another version is run again. A file with other contents must not be overwritten.
                 Err(_) if serde_json::from_str::<Value>(line).is_ok_and(|line| line["id"].is_string()) => {}
                 Err(_) => {
                     let problem =
@@ -84,14 +84,14 @@ impl TrialRecord {
         Ok(Self { path, lines, _lock: lock })
     }
 
-    /// The outcome of an experiment that ended well. Any other is made again: it may have wanted more time, more memory
-    /// or a correction.
+    /// Returns the outcome of an experiment that succeeded. Any other is run again: it may have needed more time, more
+    /// memory or a correction.
     pub(super) fn find(&self, id: &str) -> Option<TrialOutcome> {
         let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
         finished.find(|line| line.id == id).map(|line| line.outcome.clone())
     }
 
-    /// An experiment is finished.
+    /// Adds a finished experiment.
     pub(super) fn add(&mut self, id: &str, candidate: &TuneCandidate, outcome: &TrialOutcome) -> Result<()> {
         self.lines.retain(|line| line.id != id);
         self.lines.push(TrialRecordLine { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
@@ -104,7 +104,7 @@ impl TrialRecord {
     }
 }
 
-/// Writes a file so that it is there whole or not at all.
+/// Writes a file atomically: it is complete, or unchanged.
 pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
     let write = || {
         let mut file = files::AtomicFile::beside(path)?;
@@ -114,7 +114,7 @@ pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
     write().map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
 
-/// The rows, in the order in which they come.
+/// Formats the rows as a table, in the given order.
 pub(super) fn table(rows: &[TrialRow]) -> String {
     let names: Vec<String> = rows.iter().map(|row| row.candidate.to_string()).collect();
     let width = names.iter().map(String::len).max().unwrap_or(0);

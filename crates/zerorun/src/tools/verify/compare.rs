@@ -1,4 +1,4 @@
-//! The losses and parameters of each rank while it trains, and the first difference between two jobs.
+//! The losses and parameters of each rank during training, and the first difference between two jobs.
 
 use candle_zero::files::{folder_of, new_beside};
 use candle_zero::{Error, Result};
@@ -7,24 +7,24 @@ use serde_json::{Value, json};
 use std::fmt;
 use std::path::Path;
 
-/// Losses, parameters, time and memory of one rank.
+/// The losses, parameters, time and memory of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankLog {
-    /// Names of the parameters.
+    /// The names of the parameters.
     pub names: Vec<String>,
     /// The bits of the losses: for each step, those of its micro steps.
     pub losses: Vec<Vec<u32>>,
-    /// For each step, a hash of each whole parameter after it.
+    /// For each step, a hash of each complete parameter after the step.
     pub parameters: Vec<Vec<u64>>,
-    /// Median.
+    /// The median time of a step.
     pub ms_per_step: f64,
-    /// Peak of parameters, gradients, master weights and optimizer states in memory, counted from allocations.
+    /// The peak of parameters, gradients, master weights and optimizer states in memory, counted from allocations.
     pub peak_bytes: usize,
-    /// Bytes of model state in files.
+    /// The bytes of model state in files.
     pub file_bytes: usize,
 }
 
-/// The first thing that is not the same.
+/// The first difference between two jobs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FirstDifference {
     /// The step, from 1.
@@ -35,11 +35,11 @@ pub(super) struct FirstDifference {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum DifferingValue {
-    /// Micro step of the step, from 1.
+    /// A loss. The micro step is counted from 1 within the step.
     Loss { micro_step: usize },
-    /// The parameter of that name, after the step.
+    /// The parameter with this name, after the step.
     Parameter(String),
-    /// One job has more of something: it was another training.
+    /// The number of values: the trainings are not the same.
     Amount,
 }
 
@@ -66,7 +66,8 @@ impl FirstDifference {
     }
 }
 
-/// Where `other` is first not as `reference`, step by step; within a step losses come first, then parameters.
+/// Returns the first difference of `other` from `reference`, step by step. Within a step, losses come before
+/// parameters.
 pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<FirstDifference> {
     let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
     (0..steps).find_map(|step| {
@@ -89,7 +90,7 @@ pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Opti
     })
 }
 
-/// `None`: equal; `Some(None)`: not as many.
+/// Returns `None` if both are equal, `Some(None)` if their lengths differ.
 fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option<Option<usize>> {
     match (a, b) {
         (Some(a), Some(b)) if a.len() == b.len() => a.iter().zip(b).position(|(a, b)| a != b).map(Some),
@@ -130,7 +131,7 @@ mod tests {
         vec![log(0), log(1)]
     }
 
-    /// The message about a job that was changed.
+    /// Returns the message about a job that was changed.
     fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
         let mut other = job();
         change(&mut other);

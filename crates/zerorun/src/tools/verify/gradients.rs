@@ -1,4 +1,5 @@
-//! `zerorun verify SCRIPT`: a script's first step, with the gradient of every parameter compared with differences of the loss.
+//! `zerorun verify SCRIPT`: runs a script's first step, and compares every parameter's gradient with differences of the
+//! loss.
 
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{eprint, print};
@@ -10,10 +11,10 @@ use std::fs::File;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-/// Lines of the script's own that are shown if there is no report.
+/// The number of lines of the script's own output that are shown if there is no report.
 const LAST_LINES: usize = 12;
 
-/// Runs the script until its engine has checked its gradients, and prints what it found.
+/// Runs the script until its engine has checked its gradients, and prints the results.
 pub(super) fn run(script: &Path, args: &[OsString], ranks: u16, json: bool) -> Result<ExitCode> {
     let folder = tempfile::tempdir().map_err(|source| Error::Io {
         action: "make a folder in",

@@ -1,7 +1,8 @@
 //! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
 //!
-//! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from
-//! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
+//! Each row is a separate job, run as `zerorun` runs any job: ranks are processes that share memory. They are started
+//! from this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two
+//! rows.
 
 mod compare;
 mod gradients;
@@ -24,36 +25,36 @@ use std::process::ExitCode;
 use std::sync::mpsc::Receiver;
 use verify_rows::{ROWS, VerifyDtype, VerifyRow};
 
-/// Trains a small GPT at stages 0, 1, 2 and 3 and at stage 3 with offload to host memory and to files, in f32, bf16 and
-/// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
+/// Train a small GPT at stages 0, 1, 2 and 3, and at stage 3 with offload to host memory and to files, in f32, bf16 and
+/// fp16, with accumulation and clipping. Compares the bits of every loss and every parameter after every step with
 /// those of stage 0.
 ///
-/// With a SCRIPT: runs its first step, and compares the gradient of every parameter that is trained with how the loss changes
-/// when that parameter is moved a little up and down; prints a table. The script ends after that step.
+/// With a SCRIPT: run its first step, and compare every trained parameter's gradient with the change of the loss when
+/// that parameter is moved slightly up and down; print a table. The script ends after that step.
 ///
-/// Exit code: 0 all are the same, or right, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such
-/// folder.
+/// Exit code: 0 if everything is equal, or correct; 1 if something differs or a rank failed; 2 if the command line is
+/// wrong or the folder does not exist.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct VerifyArguments {
-    /// A script whose gradients are checked, as zerorun runs it
+    /// Script whose gradients are checked, run by zerorun
     #[arg(value_name = "SCRIPT")]
     script: Option<PathBuf>,
 
-    /// Its arguments
+    /// Arguments of the script
     #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true, requires = "script")]
     args: Vec<OsString>,
 
-    /// Ranks of each job
+    /// Number of ranks of each job
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "2",
           value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
 
-    /// Optimizer steps of each job
+    /// Number of optimizer steps of each job
     #[arg(long, value_name = "N", default_value = "6", value_parser = clap::value_parser!(u32).range(1..=1000))]
     steps: u32,
 
-    /// Folder for offloaded state [default: that of temporary files]
+    /// Folder for offloaded state [default: the system's temporary folder]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 
@@ -61,22 +62,21 @@ struct VerifyArguments {
     #[arg(long)]
     json: bool,
 
-    /// The argument with which a rank of these jobs is started
+    /// Start as a rank of such a job
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }
 
-/// How the name of the folder begins that jobs and logs are in. What a verification that was killed has left is removed by the next
-/// one there.
+/// The prefix of the folder for jobs and logs. Leftovers of a killed verification are removed by the next one there.
 const PREFIX: &str = "candle-zero-verify-";
 
-/// Why there is no verdict.
+/// The reason why there is no verdict.
 enum VerifyStop {
     /// An error that the user must fix.
     SetUp(Error),
-    /// A rank failed; this is the report on it.
+    /// A rank failed; the text is the report about it.
     Failed(String),
-    /// A signal asked for the end.
+    /// A signal requested the end.
     Interrupted(Signal),
 }
 
@@ -86,7 +86,7 @@ impl From<Error> for VerifyStop {
     }
 }
 
-/// The tool.
+/// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(VerifyArguments::try_parse_from(words).map_err(CommandLineError)?.run())
 }
@@ -118,7 +118,7 @@ impl VerifyArguments {
         }
     }
 
-    /// Reports all rows one by one; true if all are as they must be and could be reported.
+    /// Reports all rows one by one. Returns true if all are as expected and could be reported.
     fn compare_all(&self) -> Result<bool, VerifyStop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
@@ -168,7 +168,7 @@ impl VerifyArguments {
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
-        // As a restart of the first job: what the launcher has to say about the number of ranks, it says once.
+        // Counted as a restart of the first job, because the launcher reports on the number of ranks only once.
         let restart = u32::try_from(number).unwrap_or(u32::MAX);
         let job = LocalJob {
             program,

@@ -11,17 +11,17 @@ use twox_hash::XxHash3_64;
 
 /// The configuration in a row's folder.
 pub(super) const CONFIG: &str = "ds_config.json";
-/// Tokens of a sample.
+/// The number of tokens per sample.
 const TOKENS: usize = 48;
 
-/// The file of a rank's log.
+/// Returns the file of a rank's log.
 pub(super) fn file(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}.json"))
 }
 
-/// Trains by the configuration in `folder` for `steps` optimizer steps, on this library's own sources.
+/// Trains with the configuration in `folder` for `steps` optimizer steps, on this library's own sources.
 pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
-    // What an engine says to its user would stand between the lines of the table.
+    // Engine messages would appear between the lines of the table.
     let _ = tracing::subscriber::set_global_default(tracing::subscriber::NoSubscriber::default());
     let sizes = GptConfig::preset("nano")?;
     let mut engine = Engine::initialize(|vb| Gpt::new(&sizes, vb), folder.join(CONFIG))?;

@@ -4,18 +4,18 @@ use super::compare::{FirstDifference, RankLog};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Where states are.
+/// The place of the model state in a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum VerifyRow {
     /// All states are in memory, at this stage.
     Stage(u8),
-    /// Stage 3, parameters and optimizer states in the host's memory.
+    /// Stage 3, with parameters and optimizer states in host memory.
     Cpu,
-    /// Stage 3, parameters and optimizer states in files.
+    /// Stage 3, with parameters and optimizer states in files.
     Nvme,
 }
 
-/// The first is what the others are compared with.
+/// The rows. The others are compared with the first.
 pub(super) const ROWS: [VerifyRow; 6] = [
     VerifyRow::Stage(0),
     VerifyRow::Stage(1),
@@ -61,7 +61,7 @@ impl VerifyRow {
         }
     }
 
-    /// `None`: nothing is offloaded.
+    /// Returns the offload device, or `None` if nothing is offloaded.
     fn device(self) -> Option<&'static str> {
         match self {
             Self::Stage(_) => None,
@@ -71,9 +71,9 @@ impl VerifyRow {
     }
 }
 
-/// The configuration of a row, whose files go to `folder`.
+/// Returns the configuration of a row, whose files are written to `folder`.
 pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> Value {
-    // Buckets and sub-groups far smaller than the model: several of each are under way.
+    // Buckets and sub-groups are far smaller than the model, so that several of each are in use.
     let mut zero = json!({
         "stage": row.stage(), "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
         "sub_group_size": 100_000, "stage3_prefetch_bucket_size": 300_000,
@@ -94,7 +94,7 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
     match precision {
         VerifyDtype::F32 => {}
         VerifyDtype::Bf16 => config["bf16"] = json!({"enabled": true}),
-        // A scale at which nothing overflows: stage 0 has a rule of its own for that, which is DeepSpeed's.
+        // A scale without overflow: stage 0 has its own overflow rule, as in DeepSpeed.
         VerifyDtype::Fp16 => config["fp16"] = json!({"enabled": true, "initial_scale_power": 8}),
     }
     config
@@ -104,7 +104,7 @@ pub(super) fn config(row: VerifyRow, precision: VerifyDtype, folder: &Path) -> V
 pub(super) const HEAD: &str = "precision  states in        losses            parameters        ms/step  MiB memory  MiB files  \
                                the bits of stage 0";
 
-/// A row's line.
+/// Formats a row as a line.
 pub(super) fn line(
     row: VerifyRow,
     precision: VerifyDtype,
@@ -129,7 +129,7 @@ pub(super) fn line(
     line.trim_end().to_string()
 }
 
-/// A row as part of an object.
+/// Returns a row as part of a JSON object.
 pub(super) fn json(
     row: VerifyRow,
     precision: VerifyDtype,
@@ -145,7 +145,7 @@ pub(super) fn json(
     })
 }
 
-/// Fingerprints of all losses of all ranks, and of the final parameters.
+/// Returns fingerprints of all losses of all ranks, and of the final parameters.
 fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     let hash = |numbers: Vec<u64>| {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
@@ -156,7 +156,7 @@ fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
-/// The bytes of the rank that has most.
+/// Returns the bytes of the rank with the largest number.
 fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
     logs.iter().map(bytes).max().unwrap_or(0)
 }
