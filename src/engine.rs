@@ -28,6 +28,7 @@ mod step_clock;
 mod trainable;
 mod training_output;
 
+#[doc(inline)]
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 #[doc(hidden)]

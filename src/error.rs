@@ -20,13 +20,16 @@ pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
 pub use crate::estimate::error::EstimateError;
+#[doc(inline)]
 pub use crate::files::error::OutputError;
+#[doc(inline)]
 pub use crate::kernels::error::KernelError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
 pub use crate::nn::error::LoraError;
 pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
+#[doc(inline)]
 pub use crate::param::error::ParamError;
 use std::path::PathBuf;
 

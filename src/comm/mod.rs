@@ -53,13 +53,17 @@ pub use join::from_env;
 pub use mpi::found_library as mpi_library;
 pub(crate) use mpi::{InterHostTransfer, UniformHosts};
 pub use pending::Pending;
+#[doc(inline)]
 pub use rank_env::RankEnv;
 #[doc(hidden)]
 pub use shm::rank_state::RankFault;
 pub use solo::SoloCommunicator;
+#[doc(inline)]
 pub use stats::bandwidth::Bandwidth;
 pub(crate) use stats::bandwidth::{size_text, trimmed_mean};
+#[doc(inline)]
 pub use stats::comm_log::{CommLog, CommLogRow, CommSummary};
+#[doc(inline)]
 pub use stats::counters::{CollectiveKindReport, CommReport};
 pub use wire::format::WireFormat;
 pub use wire::inter_host::InterHostFormat;

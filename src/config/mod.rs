@@ -27,6 +27,7 @@ mod suggest;
 mod value_conversion;
 mod walk;
 
+#[doc(inline)]
 pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, ConfigRule, TextPosition};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};

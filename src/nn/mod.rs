@@ -84,6 +84,7 @@ pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
 pub use key_value_cache::KeyValueCache;
 pub use linear::{Conv1D, Linear, linear, linear_then};
+#[doc(inline)]
 pub use linear_options::{Activation, LinearEpilogue, WeightLayout};
 pub use lora::without_adapters;
 #[doc(hidden)]

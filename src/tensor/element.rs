@@ -48,21 +48,21 @@ element!(f16, F16);
 /// `$op`, and a SIMD level that kernels cannot run at is an error too.
 macro_rules! with_element {
     ($dtype:expr, $op:expr, $E:ident => $body:expr) => {
-        match $dtype {
-            _ if let Err(error) = $crate::kernels::checked_level() => Err(candle_core::Error::wrap(error)),
-            candle_core::DType::F32 => {
+        match ($crate::kernels::checked_level(), $dtype) {
+            (Err(error), _) => Err(candle_core::Error::wrap(error)),
+            (Ok(_), candle_core::DType::F32) => {
                 type $E = f32;
                 $body
             }
-            candle_core::DType::BF16 => {
+            (Ok(_), candle_core::DType::BF16) => {
                 type $E = half::bf16;
                 $body
             }
-            candle_core::DType::F16 => {
+            (Ok(_), candle_core::DType::F16) => {
                 type $E = half::f16;
                 $body
             }
-            other => Err(candle_core::Error::UnsupportedDTypeForOp(other, $op).bt()),
+            (Ok(_), other) => Err(candle_core::Error::UnsupportedDTypeForOp(other, $op).bt()),
         }
     };
 }

@@ -34,5 +34,6 @@ pub(crate) mod share;
 pub(crate) mod step;
 pub(crate) mod transfer;
 
+#[doc(inline)]
 pub use crate::param::BufferSync;
 pub use gather::unit::{Unit, unit};

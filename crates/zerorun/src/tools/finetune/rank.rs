@@ -216,13 +216,13 @@ fn rewarded(rewards: &Rewards) -> String {
 fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
     let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
-    match step.val_accuracy {
-        Some(_) if let Some(rewards) = &step.val_rewards => {
+    match (step.val_accuracy, &step.val_rewards) {
+        (Some(_), Some(rewards)) => {
             format!("step {}: validation loss {loss:.4}, {}{best}", step.step + 1, rewarded(rewards))
         }
-        Some(accuracy) => {
+        (Some(accuracy), None) => {
             format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)
         }
-        None => format!("step {}: validation loss {loss:.4}, perplexity {:.3}{best}", step.step + 1, loss.exp()),
+        (None, _) => format!("step {}: validation loss {loss:.4}, perplexity {:.3}{best}", step.step + 1, loss.exp()),
     }
 }

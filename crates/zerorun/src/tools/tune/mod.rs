@@ -356,13 +356,14 @@ impl TuneSearch {
         }
         let config = self.space.config(candidate);
         let resolved = self.space.load(&config);
-        let outcome = match &resolved {
-            Err(error) => {
+        let too_much = resolved.as_ref().ok().and_then(|resolved| self.too_much(resolved));
+        let outcome = match (&resolved, too_much) {
+            (Err(error), _) => {
                 let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
                 TrialOutcome::NotRun { reason }
             }
-            Ok(resolved) if let Some(needs) = self.too_much(resolved) => TrialOutcome::TooLarge { needs },
-            Ok(resolved) => {
+            (Ok(_), Some(needs)) => TrialOutcome::TooLarge { needs },
+            (Ok(resolved), None) => {
                 let id = self.trial.id(&config);
                 match self.record.find(&id) {
                     Some(outcome) => outcome,
