@@ -20,7 +20,7 @@ impl Conversation {
     /// Creates messages from roles (`system`, `user`, `assistant`) and contents.
     ///
     /// ```
-    /// use candle_zero::finetune::Conversation;
+    /// use candle_zero_finetune::Conversation;
     ///
     /// let conversation = Conversation::new([("user", "What is 2+2?"), ("assistant", "4")]);
     /// assert_eq!(conversation.len(), 2);

@@ -85,7 +85,7 @@ const ROLES: [&str; 15] = [
 /// The roles of the columns of data files that have different names.
 ///
 /// ```
-/// use candle_zero::finetune::Columns;
+/// use candle_zero_finetune::Columns;
 ///
 /// let columns: Columns = "prompt=question,completion=answer,ignore=label".parse()?;
 /// assert!("prompt".parse::<Columns>().is_err());

@@ -1,4 +1,4 @@
-//! Returns the keys of a GGUF file that describe a tokenizer, built from Hugging Face's files.
+//! Builds the keys of a GGUF file that describe a tokenizer, built from Hugging Face's files.
 
 use super::tokenizer::{LLAMA3, QWEN2};
 use super::writer::GgufValue;

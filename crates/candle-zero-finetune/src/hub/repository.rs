@@ -27,7 +27,7 @@ impl Repository {
     /// Returns the repository that a text names, or `None` if the text can only be a path.
     ///
     /// ```
-    /// use candle_zero::hub::Repository;
+    /// use candle_zero_finetune::hub::Repository;
     ///
     /// let repository = Repository::parse("HuggingFaceTB/SmolLM2-135M-Instruct@v1").unwrap();
     /// assert_eq!((repository.name(), repository.revision()), ("HuggingFaceTB/SmolLM2-135M-Instruct", "v1"));

@@ -20,7 +20,7 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero::finetune::BaseModel;
+/// use candle_zero_finetune::BaseModel;
 /// use candle_zero::models::Decoder;
 ///
 /// let base = BaseModel::open("SmolLM2-135M-Instruct")?;

@@ -12,7 +12,7 @@ use std::path::Path;
 /// other texts.
 ///
 /// ```no_run
-/// let classifier = candle_zero::finetune::Classifier::open("model")?;
+/// let classifier = candle_zero_finetune::Classifier::open("model")?;
 /// let told = classifier.classify("a fine film")?;
 /// println!("{} with probability {:.3}", told.labels[0].0, told.labels[0].1);
 /// # Ok::<(), candle_zero::Error>(())

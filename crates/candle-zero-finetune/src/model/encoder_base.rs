@@ -22,7 +22,7 @@ use std::sync::Arc;
 ///
 /// ```no_run
 /// use candle_zero::Engine;
-/// use candle_zero::finetune::{Columns, DataOptions, EncoderBase, Source, Task, labels_of};
+/// use candle_zero_finetune::{Columns, DataOptions, EncoderBase, Source, Task, labels_of};
 /// use candle_zero::models::Bert;
 ///
 /// let base = EncoderBase::open("bert-base-uncased", &labels_of(&[Source::parse("reviews.csv")?], &Columns::default())?)?;

@@ -67,7 +67,7 @@ pub struct GeneratedText {
 /// Converts prompts to ids and the model's output to text.
 ///
 /// ```no_run
-/// use candle_zero::finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
+/// use candle_zero_finetune::{BaseModel, Conversation, Generator, Sampling, Template, Tokenizer};
 /// use candle_zero::models::Decoder;
 /// use std::ops::ControlFlow;
 ///

@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// tensor by tensor and read piece by piece, so it is never completely in memory.
 ///
 /// ```no_run
-/// use candle_zero::finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
+/// use candle_zero_finetune::{Adapter, BaseModel, GgufFormat, MergedModel};
 ///
 /// let base = BaseModel::open("SmolLM2-135M-Instruct")?;
 /// let adapter = Adapter::read("adapter")?;

@@ -138,7 +138,7 @@ pub struct CheckpointOptions {
 /// All options of a fine-tuning run. Options that are not set have suitable defaults.
 ///
 /// ```
-/// use candle_zero::finetune::{TrainingLength, Options};
+/// use candle_zero_finetune::{TrainingLength, Options};
 ///
 /// let options = Options { length: TrainingLength::Steps(100), ..Options::new("SmolLM2-135M-Instruct", "adapter") };
 /// assert!(options.method.lora().is_some_and(|lora| lora.r == 16));
