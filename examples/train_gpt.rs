@@ -405,7 +405,7 @@ fn train<A: Architecture>(
         }
         let step_start = Instant::now();
         let files_before = engine.offload_report();
-        let (lr, loss_scale) = (engine.get_lr()[0], engine.loss_scale());
+        let (lr, loss_scale) = (engine.lr()[0], engine.loss_scale());
         let mut loss_sum = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
             let batch = loader.next().context("the data ended")??;
@@ -421,7 +421,7 @@ fn train<A: Architecture>(
             step,
             loss: over_ranks.loss,
             lr,
-            grad_norm: engine.get_global_grad_norm(),
+            grad_norm: engine.global_grad_norm(),
             loss_scale,
             skipped: !engine.was_step_applied(),
             tokens_per_s: tokens_per_step / step_start.elapsed().as_secs_f64(),

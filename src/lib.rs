@@ -113,6 +113,10 @@ pub mod timeline;
 pub mod util;
 pub mod zero;
 
+/// The version of Candle that the signatures of this crate use.
+pub use candle_core;
+/// The version of candle-nn that the signatures of this crate use.
+pub use candle_nn;
 pub use config::Config;
 pub use engine::{Engine, EngineBuilder, GradientReport, GradientRow, GradientVerdict};
 pub use error::{Error, Result};

@@ -131,7 +131,7 @@ impl<M> Engine<M> {
     /// [`EngineError::LearningRate`] if it is negative or not finite; [`EngineError::ArgumentsDiffer`] between ranks.
     /// In both cases nothing has changed.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
-        let groups = self.get_lr().len();
+        let groups = self.lr().len();
         self.set_lr_of("set_lr", &vec![lr; groups])
     }
 
@@ -146,7 +146,7 @@ impl<M> Engine<M> {
 
     fn set_lr_of(&mut self, call: &'static str, lr: &[f64]) -> Result<()> {
         self.same_on_all_ranks(call, lr)?;
-        let groups = self.get_lr().len();
+        let groups = self.lr().len();
         if lr.len() != groups {
             return Err(EngineError::LearningRates { found: lr.len(), groups }.into());
         }

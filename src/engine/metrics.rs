@@ -72,20 +72,38 @@ impl<M> Engine<M> {
     /// Returns the learning rates of the coming optimizer step, one per param group: first the groups given to the
     /// [builder](super::EngineBuilder::parameter_groups) that have parameters, in their order, then the group of all
     /// other parameters. With Muon each group counts as two: its matrices and its other parameters.
-    pub fn get_lr(&self) -> Vec<f64> {
+    #[doc(alias = "get_lr")]
+    pub fn lr(&self) -> Vec<f64> {
         self.trainer.lr()
     }
 
     /// Returns the momentum of the coming optimizer step, one per param group, in the order of
-    /// [`get_lr`](Self::get_lr).
-    pub fn get_mom(&self) -> Vec<Momentum> {
+    /// [`lr`](Self::lr).
+    #[doc(alias = "get_mom")]
+    pub fn momentum(&self) -> Vec<Momentum> {
         self.trainer.momentum()
     }
 
     /// Returns the global L2 norm of the last optimizer step's gradients, before clipping and with the loss scale
     /// divided out. It is infinite after an overflow, and `None` before the first step.
-    pub fn get_global_grad_norm(&self) -> Option<f64> {
+    #[doc(alias = "get_global_grad_norm")]
+    pub fn global_grad_norm(&self) -> Option<f64> {
         self.grad_norm
+    }
+
+    /// The name of [`lr`](Self::lr) in DeepSpeed.
+    pub fn get_lr(&self) -> Vec<f64> {
+        self.lr()
+    }
+
+    /// The name of [`momentum`](Self::momentum) in DeepSpeed.
+    pub fn get_mom(&self) -> Vec<Momentum> {
+        self.momentum()
+    }
+
+    /// The name of [`global_grad_norm`](Self::global_grad_norm) in DeepSpeed.
+    pub fn get_global_grad_norm(&self) -> Option<f64> {
+        self.global_grad_norm()
     }
 
     /// Returns the loss scale of the coming backward; 1 without fp16.

@@ -143,8 +143,8 @@ impl<M> Engine<M> {
             Momentum::Betas(a, b) => format!("[{a:?}, {b:?}]"),
             Momentum::Factor(factor) => format!("{factor:?}"),
         };
-        let mom: Vec<String> = self.get_mom().iter().map(momentum).collect();
-        let (step, skipped, lr) = (self.global_steps, self.skipped_steps, self.get_lr());
+        let mom: Vec<String> = self.momentum().iter().map(momentum).collect();
+        let (step, skipped, lr) = (self.global_steps, self.skipped_steps, self.lr());
         format!("step={step}, skipped={skipped}, lr={lr:?}, mom=[{}]", mom.join(", "))
     }
 
@@ -159,7 +159,7 @@ impl<M> Engine<M> {
 
     /// Returns the optimizer step's events under DeepSpeed's tags.
     fn events(&self) -> Vec<MonitorEvent> {
-        let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.get_lr()[0])];
+        let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.lr()[0])];
         if let Precision::Fp16(_) = self.config.precision {
             values.push(("loss_scale", self.loss_scale()));
         }

@@ -87,7 +87,7 @@ pub enum Momentum {
 /// let loss = engine.forward(|model| model.weight().sqr()?.sum_all()? + model.bias().unwrap().sqr()?.sum_all()?)?;
 /// engine.backward(&loss)?;
 /// engine.step()?;
-/// assert_eq!(engine.get_lr(), [1e-3]);
+/// assert_eq!(engine.lr(), [1e-3]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait Optimizer: Send + Sync {

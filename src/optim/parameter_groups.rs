@@ -30,7 +30,7 @@ use std::sync::Arc;
 /// let builder = Engine::builder().parameter_groups(groups);
 /// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
 /// // The second group is empty (the one vector is in the first), so it is dropped.
-/// assert_eq!(engine.get_lr(), [2e-3, 1e-3]);
+/// assert_eq!(engine.lr(), [2e-3, 1e-3]);
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default)]

@@ -38,11 +38,11 @@ use std::sync::Arc;
 ///
 /// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}"#;
 /// let engine = Engine::builder().schedule(Stairs).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
-/// assert_eq!(engine.get_lr(), [1e-2]);
+/// assert_eq!(engine.lr(), [1e-2]);
 ///
 /// let rsqrt = |applied: u64| 1e-2 / ((applied + 1) as f64).sqrt();
 /// let engine = Engine::builder().schedule(rsqrt).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
-/// assert_eq!(engine.get_lr(), [1e-2]);
+/// assert_eq!(engine.lr(), [1e-2]);
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
 pub trait LrSchedule: Send + Sync {

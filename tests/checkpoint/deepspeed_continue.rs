@@ -82,7 +82,7 @@ fn follow(folder: &Path, tokens: &Path) {
         loader.resume(loaded.global_samples);
         let mut measured = vec![];
         for _ in &rows {
-            let (lr, scale) = (engine.get_lr()[0], engine.loss_scale());
+            let (lr, scale) = (engine.lr()[0], engine.loss_scale());
             let batch = loader.next().unwrap()?;
             let loss = engine.forward(|gpt| gpt.loss(&batch.inputs, &batch.targets))?;
             engine.backward(&loss)?;
@@ -90,7 +90,7 @@ fn follow(folder: &Path, tokens: &Path) {
             let own = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
             let losses = engine.gather_f64(&[own])?;
             let loss = losses.iter().map(|l| l[0]).sum::<f64>() / losses.len() as f64;
-            measured.push([loss, lr, scale, engine.get_global_grad_norm().unwrap()]);
+            measured.push([loss, lr, scale, engine.global_grad_norm().unwrap()]);
         }
         Ok(measured)
     });

@@ -225,7 +225,7 @@ fn a_run_that_goes_on_has_the_bits_of_one_that_never_stopped_also_in_the_backgro
             }
             while engine.global_steps() < 6 {
                 step(engine)?;
-                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+                norms.push(engine.global_grad_norm().unwrap().to_bits());
                 if from == 0 && engine.global_steps() <= 3 {
                     let options = SaveOptions { in_background: true, keep: Some(2), ..SaveOptions::default() };
                     engine.save_checkpoint_with(dirs[host].path(), None, Value::Null, &options)?;

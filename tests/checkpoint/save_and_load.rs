@@ -51,7 +51,7 @@ fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) 
                 seen.losses.extend(losses.into_iter().map(|l| l[0].to_bits()));
                 engine.step()?;
             }
-            seen.norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+            seen.norms.push(engine.global_grad_norm().unwrap().to_bits());
             seen.scales.push(engine.loss_scale().to_bits());
         }
         engine.export_safetensors(&file)?;
@@ -295,7 +295,7 @@ fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<
         engine.step()?;
         engine.load_checkpoint(dir, None, &options)?.unwrap();
         engine.save_checkpoint(again.path(), None, Value::Null)?;
-        Ok((engine.global_steps(), engine.get_lr()[0]))
+        Ok((engine.global_steps(), engine.lr()[0]))
     });
     let (steps, rate): (u64, f64) = ranks.unwrap().remove(0).unwrap();
     (steps, rate, states(again.path()))

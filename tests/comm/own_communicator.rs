@@ -208,7 +208,7 @@ fn train(world: World, config: &Value) -> Run {
             losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
             engine.backward(&loss)?;
             engine.step()?;
-            norms.extend(engine.get_global_grad_norm().map(f64::to_bits));
+            norms.extend(engine.global_grad_norm().map(f64::to_bits));
         }
         let memory = engine.memory_report();
         engine.export_safetensors(&file)?;

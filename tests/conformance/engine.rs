@@ -128,7 +128,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
                         engine.step()?;
                     }
                     assert_eq!(engine.was_step_applied(), !overflows);
-                    let scheduler_steps = rates.iter().position(|lr| *lr == engine.get_lr()[0]);
+                    let scheduler_steps = rates.iter().position(|lr| *lr == engine.lr()[0]);
                     after.push(json!({
                         "global_steps": engine.global_steps(), "skipped_steps": engine.skipped_steps(),
                         "scheduler_steps": scheduler_steps, "micro_steps": engine.micro_steps(),

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 /// The sources of tests that may hold a case, as one text.
 fn sources() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let files = ["crates/zerorun/src/launch/hosts", "tests/launch"].map(|folder| std::fs::read_dir(root.join(folder)).unwrap());
+    let files =
+        ["crates/zerorun/src/launch/hosts", "tests/launch"].map(|folder| std::fs::read_dir(root.join(folder)).unwrap());
     let files = files.into_iter().flatten().map(|file| file.unwrap().path()).filter(|path| path.is_file());
     let files: Vec<PathBuf> = files.chain([root.join("crates/zerorun/src/args.rs")]).collect();
     files.into_iter().map(|file| std::fs::read_to_string(file).unwrap()).collect()

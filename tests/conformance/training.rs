@@ -173,7 +173,7 @@ fn train(input: &Value) -> Trace {
         let (rows, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
         let mut trace = Trace { losses: vec![vec![]], ..Trace::default() };
         for step in 0..steps {
-            trace.lr.push(engine.get_lr()[0]);
+            trace.lr.push(engine.lr()[0]);
             let mut sum = 0.0;
             for micro in 0..accumulation {
                 let at = [step, rank, micro];
@@ -189,7 +189,7 @@ fn train(input: &Value) -> Trace {
                 engine.step()?;
             }
             trace.losses[0].push(sum / accumulation as f64);
-            trace.norms.push(engine.get_global_grad_norm().unwrap());
+            trace.norms.push(engine.global_grad_norm().unwrap());
             trace.skipped.push(engine.skipped_steps() as f64);
             trace.global.push(engine.global_steps() as f64);
             trace.scales.push(engine.loss_scale());

@@ -50,7 +50,7 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
         let mut engine = builder.initialize(|vb| Gpt::new(&config, vb), ds_config.clone())?;
         let mut measured = vec![];
         for step in 0..rows.len() {
-            let lr = engine.get_lr()[0];
+            let lr = engine.lr()[0];
             let mut loss_sum = 0.0;
             for acc in 0..gas {
                 let first = step * micro * gas * world + acc * micro * world + rank * micro;
@@ -64,7 +64,7 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
             }
             let losses = engine.gather_f64(&[loss_sum / gas as f64])?;
             let loss = losses.iter().map(|l| l[0]).sum::<f64>() / world as f64;
-            measured.push((loss, lr, engine.get_global_grad_norm().unwrap()));
+            measured.push((loss, lr, engine.global_grad_norm().unwrap()));
         }
         let files = engine.offload_report();
         assert_eq!(files.bytes_read > 0 && files.bytes_written > 0, in_files, "{files}");

@@ -519,7 +519,7 @@ fn reading_between_all_calls_of_a_micro_step_changes_no_bit() {
                 look(&mut engine, false)?;
                 engine.step()?;
             }
-            Ok((bits(&engine.safe_get_full_fp32_param(NAMES[0])?), engine.get_global_grad_norm().unwrap().to_bits()))
+            Ok((bits(&engine.safe_get_full_fp32_param(NAMES[0])?), engine.global_grad_norm().unwrap().to_bits()))
         })
     };
     assert_eq!(train(false), train(true));

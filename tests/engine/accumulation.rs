@@ -37,7 +37,7 @@ fn pass(engine: &mut Engine<Tiny>, sample: usize) -> candle_zero::Result<()> {
 fn state(engine: &mut Engine<Tiny>) -> candle_zero::Result<[u64; 2]> {
     let (ids, targets) = batch(99);
     let loss = engine.eval(|model| model.loss(&ids, &targets))?.to_scalar::<f32>()?;
-    Ok([engine.get_global_grad_norm().unwrap_or(-1.0).to_bits(), u64::from(loss.to_bits())])
+    Ok([engine.global_grad_norm().unwrap_or(-1.0).to_bits(), u64::from(loss.to_bits())])
 }
 
 // ---- no_sync ---------------------------------------------------------------------------------------------------
@@ -321,14 +321,14 @@ fn an_engine_whose_batch_size_was_set_trains_as_one_that_was_configured_so() {
 fn ranks_that_set_different_values_are_told_and_nothing_changes() {
     on_ranks(3, |comm| {
         let mut engine = tiny(comm, &config(1, 1, json!({}), json!({})))?;
-        let (rank, lr) = (engine.rank(), engine.get_lr());
+        let (rank, lr) = (engine.rank(), engine.lr());
         let differ = |result: candle_zero::Result<()>, name: &str| match result {
             Err(Error::Engine(EngineError::ArgumentsDiffer { call, .. })) => assert_eq!(call, name),
             other => panic!("{other:?}"),
         };
         differ(engine.set_lr(if rank == 1 { 0.5 } else { 0.25 }), "set_lr");
         differ(engine.set_train_batch_size(if rank == 2 { 12 } else { 6 }), "set_train_batch_size");
-        assert_eq!((engine.get_lr(), engine.config().batch.train_batch_size), (lr, 6));
+        assert_eq!((engine.lr(), engine.config().batch.train_batch_size), (lr, 6));
         pass(&mut engine, rank)?;
         engine.step()
     });
@@ -344,11 +344,11 @@ fn a_rate_that_was_set_holds_until_the_schedule_goes_on() {
         let mut engine = tiny(comm, &config(2, 1, json!({}), json!({})))?;
         step(&mut engine)?;
         step(&mut engine)?;
-        let scheduled = engine.get_lr();
+        let scheduled = engine.lr();
         engine.set_lr(0.5)?;
-        assert_eq!(engine.get_lr(), [0.5]);
+        assert_eq!(engine.lr(), [0.5]);
         step(&mut engine)?;
-        assert!(engine.get_lr()[0] > scheduled[0] && engine.get_lr()[0] <= 1e-2);
+        assert!(engine.lr()[0] > scheduled[0] && engine.lr()[0] <= 1e-2);
         insta::allow_duplicates! {
             insta::assert_snapshot!(engine.set_lr(-1.0).unwrap_err(), @"a learning rate of -1 is not possible; give a finite number of at least 0");
             insta::assert_snapshot!(engine.set_lr_of_groups(&[0.1, 0.2]).unwrap_err(), @"2 learning rates were given for 1 parameter groups; give one for each, in get_lr's order");
@@ -371,7 +371,7 @@ fn without_a_schedule_a_rate_that_was_set_holds_and_is_what_trains() {
                 pass(&mut engine, sample)?;
                 engine.step()?;
             }
-            assert_eq!(engine.get_lr(), [set.unwrap_or(configured)]);
+            assert_eq!(engine.lr(), [set.unwrap_or(configured)]);
             state(&mut engine)
         })
     };
@@ -418,15 +418,15 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             engine.set_lr_of_groups(&rates)?;
             engine.save_checkpoint(folder.path(), None, Value::Null)?;
             train(&mut engine, 2, 5)?;
-            Ok((engine.get_lr(), state(&mut engine)?))
+            Ok((engine.lr(), state(&mut engine)?))
         });
         // Whatever rate the file contains now.
         let resumed = on_ranks(2, |comm| {
             let mut engine = in_groups(comm, &with_rate(3, 0.7, scheduled))?;
             engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
-            assert_eq!(engine.get_lr(), rates);
+            assert_eq!(engine.lr(), rates);
             train(&mut engine, 2, 5)?;
-            Ok((engine.get_lr(), state(&mut engine)?))
+            Ok((engine.lr(), state(&mut engine)?))
         });
         assert_eq!(resumed, whole, "scheduled {scheduled}");
         assert_eq!(whole[0].0 == rates, !scheduled, "a schedule goes on by its own law");
@@ -436,7 +436,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             on_ranks(world, |comm| {
                 let mut engine = in_groups(comm, &with_rate(0, 0.7, scheduled))?;
                 engine.load_checkpoint(from.path(), None, &LoadOptions::default())?.unwrap();
-                assert_eq!(engine.get_lr(), rates, "world {world}");
+                assert_eq!(engine.lr(), rates, "world {world}");
                 to.map_or(Ok(()), |to| engine.save_checkpoint(to.path(), None, Value::Null).map(drop))
             });
         }
@@ -457,7 +457,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
         // A run that loads an earlier checkpoint gets the rate of that time.
         let (dir, tag) = at("configured");
         engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
-        assert_eq!(engine.get_lr(), [0.3]);
+        assert_eq!(engine.lr(), [0.3]);
         Ok(())
     });
     let rate = |tag, options: LoadOptions| {
@@ -465,7 +465,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
             let mut engine = tiny(comm, &with_rate(0, 0.007, false))?;
             let (dir, tag) = at(tag);
             engine.load_checkpoint(dir, tag, &options)?;
-            Ok(engine.get_lr()[0])
+            Ok(engine.lr()[0])
         })[0]
     };
     assert_eq!(rate("configured", LoadOptions::default()), 0.007);
@@ -490,7 +490,7 @@ fn rates_that_were_set_for_other_groups_are_an_error_and_nothing_changes() {
         let told = "it has learning rates that set_lr gave to 1 parameter groups, and this engine has 2; train with the \
                     parameter groups that were saved, or load with load_optimizer_states false";
         assert!(error.ends_with(told), "{error}");
-        assert_eq!((engine.get_lr(), state(&mut engine)?), (vec![0.3, 0.3], before));
+        assert_eq!((engine.lr(), state(&mut engine)?), (vec![0.3, 0.3], before));
         train(&mut engine, 1, 2)
     });
 }

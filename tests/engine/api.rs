@@ -106,7 +106,7 @@ fn probed(config: &Value, shape: Shape, probe: impl Fn(&mut Engine<Tiny>, u32) -
             engine.backward(&loss)?;
             probe(&mut engine, bits(&loss))?;
             engine.step()?;
-            losses.push(engine.get_global_grad_norm().map_or(0, |norm| (norm as f32).to_bits()));
+            losses.push(engine.global_grad_norm().map_or(0, |norm| (norm as f32).to_bits()));
         }
         Ok(losses)
     })
@@ -121,7 +121,7 @@ fn eval_gives_forwards_values_and_leaves_no_trace_wherever_it_is_called() {
                 let plain = probed(&config, shape, |_, _| Ok(()));
                 let evaluated = probed(&config, shape, |engine, _| {
                     let counters = (engine.global_steps(), engine.micro_steps(), engine.skipped_steps());
-                    let (lr, norm) = (engine.get_lr(), engine.get_global_grad_norm());
+                    let (lr, norm) = (engine.lr(), engine.global_grad_norm());
                     for sample in [0, 7] {
                         let (ids, targets) = batch(sample);
                         let output = engine.eval(|model| model.loss(&ids, &targets)).unwrap();
@@ -130,7 +130,7 @@ fn eval_gives_forwards_values_and_leaves_no_trace_wherever_it_is_called() {
                         assert_eq!(bits(&output), bits(&again));
                     }
                     assert_eq!(counters, (engine.global_steps(), engine.micro_steps(), engine.skipped_steps()));
-                    assert_eq!((lr, norm), (engine.get_lr(), engine.get_global_grad_norm()));
+                    assert_eq!((lr, norm), (engine.lr(), engine.global_grad_norm()));
                     let report = engine.memory_report();
                     assert_eq!(report.row(MemoryKind::Gathered).bytes.held, 0, "eval leaves nothing gathered");
                     Ok(())

@@ -78,7 +78,7 @@ fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_
                 engine.step()?;
                 losses += f64::from(loss.to_scalar::<f32>()?);
             }
-            told.push((losses / 2.0, engine.get_lr()[0], engine.get_global_grad_norm().unwrap()));
+            told.push((losses / 2.0, engine.lr()[0], engine.global_grad_norm().unwrap()));
         }
         engine.write_events(&[MonitorEvent::new("Own/value", rank as f64 + 0.5, engine.global_samples())]);
         Ok(told)

@@ -127,7 +127,7 @@ fn start(builder: EngineBuilder, stage: u8) -> Result<Engine<Tiny>> {
 fn each_group_has_two_halves_of_which_empty_ones_do_not_count() {
     let rates = |groups: Vec<ParameterGroup>| {
         let engine = start(Engine::builder().parameter_groups(groups), 0).unwrap();
-        (engine.get_lr(), engine.get_mom())
+        (engine.lr(), engine.momentum())
     };
     let (sgd, adam) = (Momentum::Factor(0.95), Momentum::Betas(0.9, 0.95));
     assert_eq!(rates(vec![]), (vec![0.02, 1e-3], vec![sgd, adam]));

@@ -40,7 +40,7 @@ fn bf16_skips_and_counts_every_bad_step_and_keeps_the_weights() {
                 // One rank's overflow affects all ranks.
                 step(engine, rank == 1)?;
                 assert!(!engine.was_step_applied());
-                assert_eq!(engine.get_global_grad_norm(), Some(f64::INFINITY));
+                assert_eq!(engine.global_grad_norm(), Some(f64::INFINITY));
                 skipped.push(engine.skipped_steps());
             }
             engine.export_safetensors(&after)?;
@@ -73,7 +73,7 @@ fn the_schedule_stands_still_while_steps_are_skipped() {
             .into_iter()
             .map(|overflows| {
                 step(engine, overflows)?;
-                Ok((engine.get_lr()[0], engine.loss_scale(), engine.skipped_steps()))
+                Ok((engine.lr()[0], engine.loss_scale(), engine.skipped_steps()))
             })
             .collect::<Result<Vec<_>>>()
     });

@@ -157,13 +157,13 @@ fn it_wins_over_the_configuration_and_its_rate_is_what_the_schedule_starts_from(
         let builder = Engine::builder().device(Device::Cpu).optimizer(Own::new());
         builder.initialize(|vb| Tiny::new(SHAPE, vb), config(0, 1, json!({}), keys)).unwrap()
     };
-    assert_eq!(engine(Value::Null).get_lr(), [LR]);
-    assert_eq!(engine(Value::Null).get_mom(), [Momentum::Factor(0.9)]);
+    assert_eq!(engine(Value::Null).lr(), [LR]);
+    assert_eq!(engine(Value::Null).momentum(), [Momentum::Factor(0.9)]);
     let params = json!({"total_num_steps": 10, "warmup_num_steps": 2, "warmup_type": "linear"});
     let mut engine = engine(json!({"type": "WarmupCosineLR", "params": params}));
     let lrs: Vec<f64> = (0..4)
         .map(|_| {
-            let lr = engine.get_lr()[0];
+            let lr = engine.lr()[0];
             step(&mut engine).unwrap();
             lr
         })

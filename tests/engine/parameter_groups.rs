@@ -125,14 +125,14 @@ fn rates_of_each_group_are_those_that_deepspeed_recorded() {
         let (builder, config) = of_two_groups(&json!({"type": case["type"], "params": case["params"]}), lrs);
         let mut engine = start(builder, config).unwrap();
         for n in 0..case["lr"][0].as_array().unwrap().len() {
-            let found = engine.get_lr();
+            let found = engine.lr();
             assert_eq!(found.len(), 2);
             for (group, found) in found.into_iter().enumerate() {
                 let expected = case["lr"][group][n].as_f64().unwrap();
                 assert!((found - expected).abs() <= 1e-9 * expected, "{} group {group} step {n}", case["type"]);
                 if let Some(betas) = case["betas"].as_array() {
                     let [beta1, beta2] = [0, 1].map(|i| betas[n][i].as_f64().unwrap());
-                    let Momentum::Betas(found1, found2) = engine.get_mom()[group] else { panic!("Adam has betas") };
+                    let Momentum::Betas(found1, found2) = engine.momentum()[group] else { panic!("Adam has betas") };
                     assert!((found1 - beta1).abs() < 1e-9 && (found2 - beta2).abs() < 1e-9, "{found1} {beta1}");
                 }
             }
@@ -159,9 +159,9 @@ fn lists_need_a_number_for_each_group() {
         "scheduler": warmup(json!({"warmup_max_lr": [1, 2]}))});
     let groups = vec![ParameterGroup::new().names(["nobody"]), ParameterGroup::new().names(["b"]).lr(3.0)];
     let engine = start(Engine::builder().parameter_groups(groups.clone()), config).unwrap();
-    assert_eq!(engine.get_lr(), [0.0, 0.0]);
+    assert_eq!(engine.lr(), [0.0, 0.0]);
     let config = json!({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}});
-    assert_eq!(start(Engine::builder().parameter_groups(groups), config).unwrap().get_lr(), [3.0, 0.5]);
+    assert_eq!(start(Engine::builder().parameter_groups(groups), config).unwrap().lr(), [3.0, 0.5]);
 }
 
 #[test]
@@ -178,9 +178,9 @@ fn a_schedule_of_ones_own_may_tell_groups_apart() {
     let (builder, config) = of_two_groups(&Value::Null, [0.1, 0.2]);
     let mut engine = start(builder.schedule(Own), config.clone()).unwrap();
     step(&mut engine).unwrap();
-    assert_eq!(engine.get_lr(), [2.0, 20.0]);
+    assert_eq!(engine.lr(), [2.0, 20.0]);
     let engine = start(of_two_groups(&Value::Null, [0.1, 0.2]).0.schedule(|_| 0.5), config).unwrap();
-    assert_eq!(engine.get_lr(), [0.5, 0.5]);
+    assert_eq!(engine.lr(), [0.5, 0.5]);
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn a_checkpoint_goes_on_with_the_groups_of_the_new_run() {
             engine.save_checkpoint(folder.path(), Some("two"), json!({})).unwrap();
         }
         let weights = engine.eval(|[a, b]| Tensor::cat(&[a, b], 0)).unwrap().to_vec1::<f32>().unwrap();
-        (engine.get_lr(), weights)
+        (engine.lr(), weights)
     };
     let (_, saved) = run([0.1, 0.2], 2, false);
     let (lr, on) = run([0.0, 0.2], 2, true);

@@ -77,8 +77,8 @@ fn adam_takes_the_betas_that_deepspeed_recorded() {
             let mut engine = start(Engine::builder().communicator(comm), &config)?;
             for (lr, beta1, beta2) in &steps {
                 let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b;
-                assert!(near(engine.get_lr()[0], *lr));
-                let [Momentum::Betas(first, second)] = engine.get_mom()[..] else { panic!("Adam has betas") };
+                assert!(near(engine.lr()[0], *lr));
+                let [Momentum::Betas(first, second)] = engine.momentum()[..] else { panic!("Adam has betas") };
                 assert!(near(first, *beta1) && near(second, *beta2), "{first} {second}");
                 train(&mut engine)?;
             }
@@ -104,7 +104,7 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
     let config = config(0, adam(), scheduler);
     // At the start, during the rise, during the fall, in the decay.
     for saved_at in [0, 2, 5, 9] {
-        let seen = |engine: &Engine<Tensor>| (engine.get_lr(), engine.get_mom());
+        let seen = |engine: &Engine<Tensor>| (engine.lr(), engine.momentum());
         let mut whole = start(Engine::builder(), &config).unwrap();
         (0..saved_at).for_each(|_| train(&mut whole).unwrap());
         whole.save_checkpoint(folder.path(), Some(&format!("at{saved_at}")), Value::Null).unwrap();
@@ -140,17 +140,17 @@ fn a_schedule_of_ones_own_wins_over_the_configuration() {
     let steps: Vec<_> = (0..10).map(|n| (0.001 * f64::from(n + 1), 0.5 + 0.01 * f64::from(n), 0.95)).collect();
     let off = distance(&weights(&mut engine), &reference(&steps));
     assert!(off < 2e-6, "{off}");
-    assert_eq!((engine.get_lr(), engine.get_mom()), (vec![0.001 * 11.0], vec![Momentum::Betas(0.5 + 0.1, 0.95)]));
+    assert_eq!((engine.lr(), engine.momentum()), (vec![0.001 * 11.0], vec![Momentum::Betas(0.5 + 0.1, 0.95)]));
 
     // A closure changes only the rate, and SGD has no betas to change.
     let halves = |applied: u64| 0.5f64.powi(applied as i32 + 1);
     let mut engine = start(Engine::builder().schedule(halves), &config(0, adam(), warm_up.clone())).unwrap();
     train(&mut engine).unwrap();
-    assert_eq!((engine.get_lr(), engine.get_mom()), (vec![0.25], vec![Momentum::Betas(0.9, 0.999)]));
+    assert_eq!((engine.lr(), engine.momentum()), (vec![0.25], vec![Momentum::Betas(0.9, 0.999)]));
     let sgd = json!({"type": "SGD", "params": {"lr": 0.01, "momentum": 0.8}});
     let mut engine = start(Engine::builder().schedule(Rising), &config(0, sgd, warm_up)).unwrap();
     train(&mut engine).unwrap();
-    assert_eq!((engine.get_lr(), engine.get_mom()), (vec![0.002], vec![Momentum::Factor(0.8)]));
+    assert_eq!((engine.lr(), engine.momentum()), (vec![0.002], vec![Momentum::Factor(0.8)]));
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn the_generators_backward_leaves_the_discriminators_gradients_alone() {
                         gan.try_generator(step + 10)?;
                     }
                     gan.judge(step)?;
-                    norms.push(gan.discriminator.get_global_grad_norm().unwrap().to_bits());
+                    norms.push(gan.discriminator.global_grad_norm().unwrap().to_bits());
                 }
                 Ok(norms)
             })

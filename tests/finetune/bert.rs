@@ -145,7 +145,7 @@ fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>)
             engine.step()?;
             let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
             let mean = all.iter().map(|own| own[0]).sum::<f64>() / world as f64;
-            steps.push((mean, engine.get_global_grad_norm().unwrap()));
+            steps.push((mean, engine.global_grad_norm().unwrap()));
         }
         engine.export_safetensors(&file)?;
         Ok(steps)

@@ -100,7 +100,7 @@ fn follow(case: &str) {
                     let own = [f64::from(loss.to_scalar::<f32>()?), metrics[0], metrics[1]];
                     let all = engine.gather_f64(&own)?;
                     let mean = |i: usize| all.iter().map(|own| own[i]).sum::<f64>() / world as f64;
-                    steps.push([mean(0), engine.get_global_grad_norm().unwrap(), mean(1), mean(2)]);
+                    steps.push([mean(0), engine.global_grad_norm().unwrap(), mean(1), mean(2)]);
                 }
                 Ok((steps, Adapter::of_engine(&mut engine, lora, None)?))
             });

@@ -88,7 +88,7 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
             engine.backward(&loss)?;
             engine.step()?;
             losses.push(mean(&mut engine, &loss)?);
-            norms.push(engine.get_global_grad_norm().unwrap());
+            norms.push(engine.global_grad_norm().unwrap());
         }
         let (inputs, targets) = part(&batches[0])?;
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;

@@ -83,7 +83,7 @@ fn packed(name: &str, record: &Value, masked: bool, recomputes: bool) -> (f64, f
         norms.insert(parameter, square.sqrt());
     }
     engine.step().unwrap();
-    (f64::from(loss.to_scalar::<f32>().unwrap()), engine.get_global_grad_norm().unwrap(), norms)
+    (f64::from(loss.to_scalar::<f32>().unwrap()), engine.global_grad_norm().unwrap(), norms)
 }
 
 #[test]

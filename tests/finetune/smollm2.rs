@@ -139,7 +139,7 @@ fn train(engine: &mut Engine<Decoder>, sample: &Value) -> Result<(f64, f64)> {
     let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
     engine.backward(&loss)?;
     engine.step()?;
-    Ok((f64::from(loss.to_scalar::<f32>()?), engine.get_global_grad_norm().unwrap()))
+    Ok((f64::from(loss.to_scalar::<f32>()?), engine.global_grad_norm().unwrap()))
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, re
             engine.backward(&loss)?;
             engine.step()?;
             losses.push(mean(&mut engine, &loss)?);
-            norms.push(engine.get_global_grad_norm().unwrap());
+            norms.push(engine.global_grad_norm().unwrap());
         }
         let (inputs, targets) = part(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;

@@ -45,7 +45,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     engine.step()?;
     Ok((
         loss.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?.to_bits(),
-        engine.get_global_grad_norm().unwrap().to_bits(),
+        engine.global_grad_norm().unwrap().to_bits(),
     ))
 }
 

@@ -183,7 +183,7 @@ fn run_mixed(world: usize, config: &Value, steps: usize) -> (Vec<Vec<u64>>, Vec<
                 seen.push(u64::from(loss.to_scalar::<f32>()?.to_bits()));
             }
             if is_boundary {
-                seen.push(engine.get_global_grad_norm().unwrap().to_bits());
+                seen.push(engine.global_grad_norm().unwrap().to_bits());
                 seen.push(engine.loss_scale().to_bits());
                 seen.push(engine.skipped_steps());
             }

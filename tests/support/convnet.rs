@@ -131,7 +131,7 @@ pub fn steps(engine: &mut Engine<Net>, from: usize, steps: usize) -> candle_zero
         let boundary = engine.is_gradient_accumulation_boundary();
         engine.step()?;
         if boundary {
-            norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+            norms.push(engine.global_grad_norm().unwrap().to_bits());
         }
     }
     Ok(Outcome { losses, norms, statistics: engine.model().statistics() })

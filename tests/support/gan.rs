@@ -108,7 +108,7 @@ impl Gan {
             for loss in [self.judge(step)?, self.generate(step)?] {
                 bits.push(u64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits()));
             }
-            let norms = [self.discriminator.get_global_grad_norm(), self.generator.get_global_grad_norm()];
+            let norms = [self.discriminator.global_grad_norm(), self.generator.global_grad_norm()];
             bits.extend(norms.map(|norm| norm.unwrap_or(f64::NAN).to_bits()));
         }
         let folder = tempfile::tempdir().unwrap();

@@ -195,7 +195,7 @@ fn train_as(
             let boundary = engine.is_gradient_accumulation_boundary();
             engine.step()?;
             if boundary {
-                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+                norms.push(engine.global_grad_norm().unwrap().to_bits());
             }
         }
         let (memory, comm) = (engine.memory_report(), engine.comm_report());

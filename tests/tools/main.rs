@@ -7,6 +7,7 @@ mod support;
 mod bench_disk;
 mod check;
 mod checkpoint;
+mod commands;
 mod documents;
 mod estimate;
 mod estimate_tool;

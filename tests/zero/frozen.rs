@@ -206,7 +206,7 @@ fn frozen_layers_of_candle_pass_gradients_on_at_every_stage() {
                 let loss = engine.forward(|model| model.loss(&x))?;
                 engine.backward(&loss)?;
                 engine.step()?;
-                losses.push((loss.to_scalar::<f32>()?.to_bits(), engine.get_global_grad_norm().unwrap().to_bits()));
+                losses.push((loss.to_scalar::<f32>()?.to_bits(), engine.global_grad_norm().unwrap().to_bits()));
             }
             Ok(losses)
         });
@@ -239,7 +239,7 @@ fn gradually(world: usize, config: &Value, rules: &[fn(&str, &[usize]) -> bool],
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+            norms.push(engine.global_grad_norm().unwrap().to_bits());
         }
         if let Some(save) = save {
             engine.save_checkpoint(save, Some("end"), Value::Null)?;

@@ -163,7 +163,7 @@ fn train_with(
             let updates = engine.is_gradient_accumulation_boundary();
             engine.step()?;
             if updates {
-                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+                norms.push(engine.global_grad_norm().unwrap().to_bits());
             }
         }
         engine.export_safetensors(&file)?;

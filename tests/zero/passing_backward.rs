@@ -147,7 +147,7 @@ fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Se
                 seen.2.push(bits(late.backward()?.get(&other).unwrap())?);
             }
             engine.step()?;
-            seen.1.push(engine.get_global_grad_norm().unwrap().to_bits());
+            seen.1.push(engine.global_grad_norm().unwrap().to_bits());
         }
         engine.export_safetensors(&file)?;
         Ok(seen)
@@ -259,7 +259,7 @@ fn a_plain_backward_that_fails_half_way_leaves_nothing_behind() {
             }
             engine.backward(&loss)?;
             engine.step()?;
-            Ok(engine.get_global_grad_norm())
+            Ok(engine.global_grad_norm())
         });
         norms.unwrap().remove(0).unwrap()
     };
@@ -282,7 +282,7 @@ fn plain_backwards_on_another_thread_do_not_count_while_the_engine_differentiate
                     engine.backward(&loss)
                 })?;
                 engine.step()?;
-                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+                norms.push(engine.global_grad_norm().unwrap().to_bits());
             }
             Ok(norms)
         });
@@ -342,7 +342,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
             let of_fake = discriminator.forward(|d| d(&fake))?;
             discriminator.backward(&(of_fake.sqr()?.mean_all()? - of_real.mean_all()?)?)?;
             discriminator.step()?;
-            let norm = |engine: &Engine<Model>| engine.get_global_grad_norm().map_or(0, f64::to_bits);
+            let norm = |engine: &Engine<Model>| engine.global_grad_norm().map_or(0, f64::to_bits);
             norms.push([norm(&generator), norm(&discriminator)]);
         }
         generator.export_safetensors(&files[0])?;
@@ -394,7 +394,7 @@ fn an_engine_of_a_transformer_is_not_disturbed_either() {
                 }
                 engine.backward(&loss)?;
                 engine.step()?;
-                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+                norms.push(engine.global_grad_norm().unwrap().to_bits());
             }
             Ok(norms)
         });

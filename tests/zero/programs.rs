@@ -321,7 +321,7 @@ impl Program {
                             engine.step()?;
                             micro += 1;
                         }
-                        seen.push(("norm".to_owned(), vec![engine.get_global_grad_norm().unwrap().to_bits()]));
+                        seen.push(("norm".to_owned(), vec![engine.global_grad_norm().unwrap().to_bits()]));
                     }
                     Call::Eval => {
                         // Between steps each rank has statistics of its own, until a checkpoint or this call.
@@ -341,7 +341,7 @@ impl Program {
                     Call::SaveAndLoad if !saves => {}
                     Call::SaveAndLoad => {
                         engine.save_checkpoint(&checkpoints, None, Value::Null)?;
-                        let lr = engine.get_lr();
+                        let lr = engine.lr();
                         drop(engine);
                         engine = build(*engines.next().unwrap())?;
                         if let Some(rule) = rule {

@@ -165,7 +165,7 @@ fn large_parameters_have_the_same_bits_and_every_group_the_same_weights() {
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            seen.push(engine.get_global_grad_norm().unwrap().to_bits());
+            seen.push(engine.global_grad_norm().unwrap().to_bits());
             let whole = engine.safe_get_full_fp32_param("1.weight")?;
             let own = engine.safe_get_local_fp32_param("1.weight")?;
             Ok((seen, whole.flatten_all()?.to_vec1::<f32>()?, own.to_vec1::<f32>()?))

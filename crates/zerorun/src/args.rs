@@ -289,12 +289,22 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Re
     read_beside(words, &LauncherVariables(&lookup))
 }
 
+/// Returns the command line of `zerorun` without its tools. The help lists these first.
+pub(crate) fn command() -> clap::Command {
+    let template = format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n       zerorun COMMAND [OPTIONS]...\n\n{}\n\
+         {{all-args}}{{after-help}}",
+        tools::help()
+    );
+    ZerorunArguments::command().help_template(template).after_help(EXAMPLES)
+}
+
 /// Parses a command line with the given variables.
 fn read_beside(
     words: impl IntoIterator<Item = OsString>,
     variables: &LauncherVariables<'_>,
 ) -> std::result::Result<LaunchOptions, CommandLineError> {
-    let mut reader = ZerorunArguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let mut reader = command();
     let matches = reader.try_get_matches_from_mut(words).map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
     let typed = ZerorunArguments::from_arg_matches(&matches);

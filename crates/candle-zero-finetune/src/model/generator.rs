@@ -156,7 +156,8 @@ impl<'a> Generator<'a> {
     ///
     /// ```no_run
     /// # use candle_core::{Device, Tensor};
-    /// # use candle_zero::{Engine, Result, finetune::{GeneratedText, Generator, Sampling}, models::Decoder};
+    /// # use candle_zero::{Engine, Result, models::Decoder};
+    /// # use candle_zero_finetune::{GeneratedText, Generator, Sampling};
     /// # use std::ops::ControlFlow;
     /// # fn answer(engine: &mut Engine<Decoder>, generator: &Generator<'_>, prompt: &[u32]) -> Result<GeneratedText> {
     /// generator.answer(

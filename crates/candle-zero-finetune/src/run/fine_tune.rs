@@ -340,7 +340,7 @@ impl FineTune {
         let (begun, step) = (Instant::now(), self.engine.global_steps());
         let (batch, world) = (self.engine.config().batch, self.engine.world_size());
         let files_before = self.engine.offload_report();
-        let (lr, loss_scale) = (self.engine.get_lr()[0], self.engine.loss_scale());
+        let (lr, loss_scale) = (self.engine.lr()[0], self.engine.loss_scale());
         let micro_steps = batch.gradient_accumulation_steps;
         // The engine averages over ranks and micro batches. To get the mean over all targets, each sum is divided by an
         // equal share of their number.
@@ -381,7 +381,7 @@ impl FineTune {
             step,
             loss: sum(0) / world as f64,
             lr,
-            grad_norm: self.engine.get_global_grad_norm(),
+            grad_norm: self.engine.global_grad_norm(),
             loss_scale,
             skipped: !self.engine.was_step_applied(),
             tokens: sum(1) as u64,

@@ -77,6 +77,11 @@ struct DiskBenchArguments {
     json: bool,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <BenchArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(match BenchArguments::try_parse_from(words).map_err(CommandLineError)?.what {

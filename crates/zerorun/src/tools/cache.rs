@@ -29,6 +29,11 @@ struct CacheArguments {
     clear: bool,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <CacheArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let typed = CacheArguments::try_parse_from(words).map_err(CommandLineError)?;

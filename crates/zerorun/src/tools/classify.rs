@@ -35,6 +35,11 @@ struct ClassifyArguments {
 /// The maximum length of a line of standard input, in bytes.
 const MOST_LINE: u64 = 64 << 20;
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <ClassifyArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = ClassifyArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -48,6 +48,11 @@ enum ConsolidateDtype {
     F16,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <ConsolidateArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ConsolidateArguments::try_parse_from(words).map_err(CommandLineError)?.run())

@@ -63,6 +63,11 @@ enum ShowTaskFlag {
     Classify,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <DataArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let DataCommand::Show(show) = DataArguments::try_parse_from(words).map_err(CommandLineError)?.what;

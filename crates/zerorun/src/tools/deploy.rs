@@ -100,6 +100,11 @@ fn plain(text: &str) -> Result<String, String> {
     }
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <DeployArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = DeployArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -113,6 +113,11 @@ impl From<FrozenPacking> for WeightPacking {
     }
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <EstimateArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
     Ok(EstimateArguments::try_parse_from(words).map_err(CommandLineError)?.run())

@@ -94,6 +94,11 @@ const LINE: usize = 1 << 15;
 /// The maximum size of a conversation.
 const MOST_BYTES: u64 = 1 << 28;
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <GenerateArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = GenerateArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -34,6 +34,11 @@ struct ImportArguments {
     name: Option<String>,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <ImportArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ImportArguments::try_parse_from(words).map_err(CommandLineError)?.run())

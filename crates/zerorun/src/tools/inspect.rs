@@ -36,6 +36,11 @@ struct InspectArguments {
     json: bool,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <InspectArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(InspectArguments::try_parse_from(words).map_err(CommandLineError)?.run())

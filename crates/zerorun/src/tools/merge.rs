@@ -70,6 +70,11 @@ impl From<MergeDtype> for ConsolidatedDtype {
     }
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <MergeArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments = MergeArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -9,6 +9,7 @@ mod byte_progress;
 mod cache;
 mod check;
 mod classify;
+mod completions;
 mod config_diagnostic;
 mod consolidate;
 mod data;
@@ -21,6 +22,7 @@ mod gpu_memory;
 mod hosts_forecast;
 mod import;
 mod inspect;
+mod man;
 mod merge;
 mod model_size_flags;
 mod report;
@@ -42,40 +44,122 @@ pub(crate) struct ZerorunTool {
     about: &'static str,
     /// The function that runs the tool. Its argument is the command line from the tool's name on.
     pub(crate) run: fn(Vec<OsString>) -> Result<ExitCode, CommandLineError>,
+    /// The tool's command line, for shell completions and manual pages.
+    command: fn() -> clap::Command,
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 18] = [
-    ZerorunTool { name: "bench", about: "Measure an offload folder, or the network between hosts", run: bench::run },
+const ALL: [ZerorunTool; 20] = [
+    ZerorunTool {
+        name: "bench",
+        about: "Measure an offload folder, or the network between hosts",
+        run: bench::run,
+        command: bench::command,
+    },
     ZerorunTool {
         name: "cache",
-        about: "Show what builds of scripts take on the disk, and remove it",
+        about: "Show the disk space that script builds use, and free it",
         run: cache::run,
+        command: cache::command,
     },
-    ZerorunTool { name: "check", about: "Check a configuration and list every problem", run: check::run },
-    ZerorunTool { name: "classify", about: "Tell the labels of texts with a fine-tuned BERT", run: classify::run },
+    ZerorunTool {
+        name: "check",
+        about: "Check a configuration and list every problem",
+        run: check::run,
+        command: check::command,
+    },
+    ZerorunTool {
+        name: "classify",
+        about: "Predict labels of texts with a fine-tuned BERT",
+        run: classify::run,
+        command: classify::command,
+    },
+    ZerorunTool {
+        name: "completions",
+        about: "Print completions for a shell",
+        run: completions::run,
+        command: completions::command,
+    },
     ZerorunTool {
         name: "consolidate",
         about: "Write a checkpoint's parameters as Hugging Face files",
         run: consolidate::run,
+        command: consolidate::command,
     },
-    ZerorunTool { name: "data", about: "Show what fine-tuning makes of data files", run: data::run },
-    ZerorunTool { name: "deploy", about: "Print what Kubernetes or Slurm need to start a job", run: deploy::run },
-    ZerorunTool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
-    ZerorunTool { name: "finetune", about: "Fine-tune a Hugging Face model or a GGUF file", run: finetune::run },
-    ZerorunTool { name: "generate", about: "Answer prompts with a model and an adapter", run: generate::run },
-    ZerorunTool { name: "import", about: "Convert a DeepSpeed checkpoint", run: import::run },
-    ZerorunTool { name: "inspect", about: "Look into a folder of checkpoints", run: inspect::run },
+    ZerorunTool {
+        name: "data",
+        about: "Show how fine-tuning reads data files",
+        run: data::run,
+        command: data::command,
+    },
+    ZerorunTool {
+        name: "deploy",
+        about: "Print a manifest or batch script for Kubernetes or Slurm",
+        run: deploy::run,
+        command: deploy::command,
+    },
+    ZerorunTool {
+        name: "estimate",
+        about: "Compute memory and traffic before training",
+        run: estimate::run,
+        command: estimate::command,
+    },
+    ZerorunTool {
+        name: "finetune",
+        about: "Fine-tune a Hugging Face model or a GGUF file",
+        run: finetune::run,
+        command: finetune::command,
+    },
+    ZerorunTool {
+        name: "generate",
+        about: "Answer prompts with a model and an adapter",
+        run: generate::run,
+        command: generate::command,
+    },
+    ZerorunTool { name: "import", about: "Convert a DeepSpeed checkpoint", run: import::run, command: import::command },
+    ZerorunTool {
+        name: "inspect",
+        about: "Show the checkpoints in a folder",
+        run: inspect::run,
+        command: inspect::command,
+    },
+    ZerorunTool { name: "man", about: "Print the manual page of a command", run: man::run, command: man::command },
     ZerorunTool {
         name: "merge",
         about: "Merge an adapter into a model, as a Hugging Face folder or GGUF",
         run: merge::run,
+        command: merge::command,
     },
-    ZerorunTool { name: "report", about: "Describe this machine and what it can train", run: report::run },
-    ZerorunTool { name: "schedule", about: "Show learning rate and momentum of each step", run: schedule::run },
-    ZerorunTool { name: "schema", about: "Print a JSON Schema of the configuration, for editors", run: schema::run },
-    ZerorunTool { name: "tune", about: "Find the fastest configuration of a script by short runs", run: tune::run },
-    ZerorunTool { name: "verify", about: "Prove that all stages give the same bits on this machine", run: verify::run },
+    ZerorunTool {
+        name: "report",
+        about: "Describe this machine and what it can train",
+        run: report::run,
+        command: report::command,
+    },
+    ZerorunTool {
+        name: "schedule",
+        about: "Show the learning rate and momentum of each step",
+        run: schedule::run,
+        command: schedule::command,
+    },
+    ZerorunTool {
+        name: "schema",
+        about: "Print a JSON Schema of the configuration, for editors",
+        run: schema::run,
+        command: schema::command,
+    },
+    ZerorunTool {
+        name: "tune",
+        about: "Find a script's fastest configuration with short runs",
+        run: tune::run,
+        command: tune::command,
+    },
+    ZerorunTool {
+        name: "verify",
+        about: "Prove that all stages give the same bits on this machine",
+        run: verify::run,
+        command: verify::command,
+    },
 ];
 
 /// Returns the tool with that name.
@@ -94,10 +178,12 @@ pub(crate) fn nearest(word: &str) -> Option<&'static str> {
 
 /// Returns the part of the help that lists the tools.
 pub(crate) fn help() -> String {
-    let lines =
-        ALL.iter().map(|ZerorunTool { name, about, .. }| format!("  {name:13}{about}: see `zerorun {name} --help`\n"));
-    format!(
-        "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
-        lines.collect::<String>()
-    )
+    let lines = ALL.iter().map(|ZerorunTool { name, about, .. }| format!("  {name:13}{about}\n"));
+    format!("Commands (`zerorun COMMAND --help` describes one):\n{}", lines.collect::<String>())
+}
+
+/// Returns the command line of `zerorun`, given without its tools, with all of them as subcommands.
+fn with_tools(zerorun: clap::Command) -> clap::Command {
+    let tools = ALL.iter().map(|tool| (tool.command)().name(tool.name).bin_name(format!("zerorun {}", tool.name)));
+    zerorun.subcommands(tools)
 }

@@ -29,6 +29,11 @@ struct ReportArguments {
     json: bool,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <ReportArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ReportArguments::try_parse_from(words).map_err(CommandLineError)?.run())

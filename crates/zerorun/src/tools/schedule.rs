@@ -45,6 +45,11 @@ struct ScheduleArguments {
     plot: bool,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <ScheduleArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(ScheduleArguments::try_parse_from(words).map_err(CommandLineError)?.run())

@@ -13,6 +13,11 @@ use std::process::ExitCode;
 #[command(name = "schema", bin_name = "zerorun schema")]
 struct SchemaArguments {}
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <SchemaArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let SchemaArguments {} = SchemaArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -68,6 +68,11 @@ struct FinetuneArguments {
     as_rank: Option<PathBuf>,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <FinetuneArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let arguments =

@@ -113,6 +113,11 @@ struct TuneArguments {
     command: Vec<OsString>,
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <TuneArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, CommandLineError> {
     let typed = TuneArguments::try_parse_from(words).map_err(CommandLineError)?;

@@ -86,6 +86,11 @@ impl From<Error> for VerifyStop {
     }
 }
 
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <VerifyArguments as clap::CommandFactory>::command()
+}
+
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     Ok(VerifyArguments::try_parse_from(words).map_err(CommandLineError)?.run())

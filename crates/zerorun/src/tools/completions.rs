@@ -1,0 +1,37 @@
+//! `zerorun completions`: prints completions for a shell, from the definitions of the command line.
+
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
+use clap::Parser;
+use clap_complete::Shell;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// Print completions for a shell: options, commands and their values.
+///
+/// Exit code: 0 if they are printed, 2 if standard output could not be written or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "completions", bin_name = "zerorun completions", after_help = EXAMPLES)]
+struct CompletionsArguments {
+    /// Shell that reads them
+    #[arg(value_name = "SHELL")]
+    shell: Shell,
+}
+
+const EXAMPLES: &str = "Examples:
+  zerorun completions bash > ~/.local/share/bash-completion/completions/zerorun
+  zerorun completions zsh > \"${fpath[1]}/_zerorun\"
+  zerorun completions fish > ~/.config/fish/completions/zerorun.fish";
+
+/// Returns the tool's command line.
+pub(super) fn command() -> clap::Command {
+    <CompletionsArguments as clap::CommandFactory>::command()
+}
+
+/// Runs the tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+    let CompletionsArguments { shell } = CompletionsArguments::try_parse_from(words).map_err(CommandLineError)?;
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut super::with_tools(crate::args::command()), "zerorun", &mut text);
+    let written = print(format_args!("{}", String::from_utf8_lossy(&text).trim_end()));
+    Ok(if written { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+}
