@@ -12,7 +12,7 @@
 //!
 //! A rank's block is written only by that rank, with an exception: `cause` and the transition from a living state to
 //! DEAD are written by the launcher or, if there is none, by the one rank that has claimed them. This file defines
-//! where each word lies; [`super::pieces`] and [`super::rank_state`] define the order in which words are written and
+//! where each word lies; `super::pieces` and `super::rank_state` define the order in which words are written and
 //! read.
 
 use crate::error::{CommError, Error, Result};
