@@ -4,12 +4,13 @@
     scripts/public_api.py            compares the lists with api/PACKAGE.txt; prints the differences and exits with code 1 if there are any
     scripts/public_api.py --write    writes the lists
 
-Items marked #[doc(hidden)] are for the other packages of this repository, and are not listed. rustdoc writes JSON only as an unstable
+Items marked #[doc(hidden)] are for the other packages of this repository, and are not listed, unless a public re-export names them. rustdoc writes JSON only as an unstable
 option, which RUSTC_BOOTSTRAP allows; the format is the one of Rust 1.95 (FORMAT).
 """
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,10 @@ def function(item, name):
     return f"{unsafe}fn {name}{params}({', '.join(inputs)}){output}{where}"
 
 
+def is_hidden(item):
+    return re.search(r"\bhidden\b", json.dumps(item["attrs"])) is not None
+
+
 class Api:
     """The lines of one crate."""
 
@@ -138,7 +143,7 @@ class Api:
 
     def item(self, id_, path, name=None):
         item = self.index.get(str(id_))
-        if item is None:
+        if item is None or is_hidden(item):
             return
         (kind, inner), = item["inner"].items()
         if kind == "use":
@@ -232,7 +237,7 @@ class Api:
 
     def member(self, id_, at):
         item = self.index.get(str(id_))
-        if item is None:
+        if item is None or is_hidden(item):
             return
         (kind, inner), = item["inner"].items()
         name = f"{at}::{item['name']}"
@@ -247,7 +252,7 @@ class Api:
 
 def lines_of(package, features):
     command = ["cargo", "rustdoc", "--release", "-q", "-p", package, "--lib", "--features", features, "--"]
-    command += ["-Z", "unstable-options", "--output-format", "json", "--cap-lints", "allow"]
+    command += ["-Z", "unstable-options", "--output-format", "json", "--document-hidden-items", "--cap-lints", "allow"]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "RUSTC_BOOTSTRAP": "1"})
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     crate = json.loads((ROOT / target / "doc" / f"{package.replace('-', '_')}.json").read_text())
