@@ -147,8 +147,10 @@ class Api:
             return
         (kind, inner), = item["inner"].items()
         if kind == "use":
-            if inner["is_glob"] or str(inner["id"]) not in self.index:
-                self.lines.append(f"pub use {path}::{inner['name']} = {inner['source']}" + ("::*" if inner["is_glob"] else ""))
+            if str(inner["id"]) not in self.index:
+                self.lines.append(f"pub use {path}::{inner['name']} = {inner['source']}")
+            elif inner["is_glob"]:
+                self.module(self.index[str(inner["id"])], path)
             else:
                 self.item(inner["id"], path, inner["name"])
             return
