@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the Kubernetes manifests of `zerorun deploy` and of deploy/ against published schemas.
+"""Checks the Kubernetes manifests of `zerorun deploy` and of crates/zerorun/deploy/ against published schemas.
 
     scripts/check_manifests.py ZERORUN
 
@@ -156,7 +156,7 @@ SECRET_MISTAKES = [(["stringdata"], {}), (["stringData", "secret"], 7), (["type"
 
 def main(zerorun):
     wrong = 0
-    deploy = pathlib.Path(__file__).parent.parent / "deploy"
+    deploy = pathlib.Path(__file__).parent.parent / "crates/zerorun/deploy"
     for cluster, file in [("k8s", "jobset.yaml"), ("mpijob", "mpijob.yaml")]:
         *secrets, document = yaml.safe_load_all(printed(zerorun, cluster))
         if cluster == "k8s":

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RUST = ("src", "crates/*/src", "examples", "benches", "tests")
 FILES = [
     "README.md", "CHANGELOG.md", "docs/**/*.md", "tests/README.md", *(f"{folder}/**/*.rs" for folder in RUST), "scripts/*.py",
-    "scripts/*.sh", "scripts/*.c", ".ci/run", "build.rs", "deploy/*", "ds_configs/*.json",
+    "scripts/*.sh", "scripts/*.c", ".ci/run", "build.rs", "crates/zerorun/deploy/*", "ds_configs/*.json",
 ]
 TOKEN = re.compile(
     r"""(?P<line>//[^\n]*)|(?P<block>/\*.*?\*/)|\b[bc]?r(?P<hashes>\#*)"(?P<raw>.*?)"(?P=hashes)|"(?P<text>(?:\\.|[^"\\])*)"|"""

@@ -60,7 +60,7 @@ struct DeployArguments {
     #[arg(long, default_value = "train", value_parser = name)]
     name: String,
 
-    /// For Kubernetes: image to run; deploy/Dockerfile is an example
+    /// For Kubernetes: image to run; crates/zerorun/deploy/Dockerfile is an example
     #[arg(long, default_value = "train:latest", value_parser = plain)]
     image: String,
 
