@@ -4,9 +4,11 @@
 //! `launcher_variables` adds the variables of another launcher, and `launch` starts the script.
 
 mod args;
+mod completions;
 mod error;
 mod launch;
 mod launcher_variables;
+mod man;
 mod ranks_per_host;
 mod tools;
 
@@ -14,6 +16,7 @@ use crate::error::{Error, LaunchError};
 use crate::launch::console;
 use candle_zero::kernels::checked_level;
 use candle_zero::sandbox::BoundedAllocator;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -29,12 +32,19 @@ const EXIT_COMPILE: u8 = 101;
 /// setup, 101 for a script that does not compile.
 fn main() -> ExitCode {
     candle_zero::sandbox::explain_limits();
-    let mut words = std::env::args_os().skip(1).peekable();
-    if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+    let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+    match words.first().and_then(|word| word.to_str()) {
+        Some("completions") => return completions::run(words).unwrap_or_else(|refused| refused.print()),
+        Some("man") => {
+            return man::run(words, completions::whole_command_line()).unwrap_or_else(|refused| refused.print());
+        }
+        _ => {}
+    }
+    if let Some(tool) = words.first().and_then(|word| tools::named(word)) {
         if let Err(error) = checked_level() {
             return console::refused(&error.into(), console::EXIT_SETUP);
         }
-        return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
+        return (tool.run)(words).unwrap_or_else(|refused| refused.print());
     }
     let options = match args::read(std::env::args_os()) {
         Ok(options) => options,

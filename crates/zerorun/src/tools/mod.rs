@@ -9,7 +9,6 @@ mod byte_progress;
 mod cache;
 mod check;
 mod classify;
-mod completions;
 mod config_diagnostic;
 mod consolidate;
 mod data;
@@ -22,7 +21,6 @@ mod gpu_memory;
 mod hosts_forecast;
 mod import;
 mod inspect;
-mod man;
 mod merge;
 mod model_size_flags;
 mod report;
@@ -49,7 +47,7 @@ pub(crate) struct ZerorunTool {
 }
 
 /// All tools, in the order of the help.
-const ALL: [ZerorunTool; 20] = [
+const ALL: [ZerorunTool; 18] = [
     ZerorunTool {
         name: "bench",
         about: "Measure an offload folder, or the network between hosts",
@@ -73,12 +71,6 @@ const ALL: [ZerorunTool; 20] = [
         about: "Predict labels of texts with a fine-tuned BERT",
         run: classify::run,
         command: classify::command,
-    },
-    ZerorunTool {
-        name: "completions",
-        about: "Print completions for a shell",
-        run: completions::run,
-        command: completions::command,
     },
     ZerorunTool {
         name: "consolidate",
@@ -123,7 +115,6 @@ const ALL: [ZerorunTool; 20] = [
         run: inspect::run,
         command: inspect::command,
     },
-    ZerorunTool { name: "man", about: "Print the manual page of a command", run: man::run, command: man::command },
     ZerorunTool {
         name: "merge",
         about: "Merge an adapter into a model, as a Hugging Face folder or GGUF",
@@ -176,14 +167,19 @@ pub(crate) fn nearest(word: &str) -> Option<&'static str> {
     Some(nearest.name).filter(|_| likeness(nearest) >= ALIKE)
 }
 
-/// Returns the part of the help that lists the tools.
+/// The commands that describe the whole command line, with the lines about them: `completions` and `man` above.
+pub(crate) const DESCRIBING: [(&str, &str); 2] =
+    [("completions", "Print completions for a shell"), ("man", "Print the manual page of a command")];
+
+/// Returns the part of the help that lists the commands.
 pub(crate) fn help() -> String {
-    let lines = ALL.iter().map(|ZerorunTool { name, about, .. }| format!("  {name:13}{about}\n"));
-    format!("Commands (`zerorun COMMAND --help` describes one):\n{}", lines.collect::<String>())
+    let mut lines: Vec<(&str, &str)> = ALL.iter().map(|tool| (tool.name, tool.about)).chain(DESCRIBING).collect();
+    lines.sort();
+    let lines: String = lines.iter().map(|(name, about)| format!("  {name:13}{about}\n")).collect();
+    format!("Commands (`zerorun COMMAND --help` describes one):\n{lines}")
 }
 
-/// Returns the command line of `zerorun`, given without its tools, with all of them as subcommands.
-fn with_tools(zerorun: clap::Command) -> clap::Command {
-    let tools = ALL.iter().map(|tool| (tool.command)().name(tool.name).bin_name(format!("zerorun {}", tool.name)));
-    zerorun.subcommands(tools)
+/// Returns the command lines of all tools.
+pub(crate) fn commands() -> impl Iterator<Item = clap::Command> {
+    ALL.iter().map(|tool| (tool.command)().name(tool.name).bin_name(format!("zerorun {}", tool.name)))
 }

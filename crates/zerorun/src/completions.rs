@@ -1,7 +1,9 @@
 //! `zerorun completions`: prints completions for a shell, from the definitions of the command line.
 
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
-use clap::Parser;
+use crate::man;
+use crate::tools;
+use clap::{CommandFactory as _, Parser};
 use clap_complete::Shell;
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -22,16 +24,19 @@ const EXAMPLES: &str = "Examples:
   zerorun completions zsh > \"${fpath[1]}/_zerorun\"
   zerorun completions fish > ~/.config/fish/completions/zerorun.fish";
 
-/// Returns the tool's command line.
-pub(super) fn command() -> clap::Command {
-    <CompletionsArguments as clap::CommandFactory>::command()
+/// Returns the command line of `zerorun` with all commands.
+pub(crate) fn whole_command_line() -> clap::Command {
+    crate::args::command()
+        .subcommands(tools::commands())
+        .subcommand(CompletionsArguments::command())
+        .subcommand(man::command())
 }
 
-/// Runs the tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+/// Runs the command.
+pub(crate) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let CompletionsArguments { shell } = CompletionsArguments::try_parse_from(words).map_err(CommandLineError)?;
     let mut text = Vec::new();
-    clap_complete::generate(shell, &mut super::with_tools(crate::args::command()), "zerorun", &mut text);
+    clap_complete::generate(shell, &mut whole_command_line(), "zerorun", &mut text);
     let written = print(format_args!("{}", String::from_utf8_lossy(&text).trim_end()));
     Ok(if written { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
 }

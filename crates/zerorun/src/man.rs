@@ -20,20 +20,19 @@ const EXAMPLES: &str = "Examples:
   zerorun man finetune | man -l -
   zerorun man > ~/.local/share/man/man1/zerorun.1";
 
-/// Returns the tool's command line.
-pub(super) fn command() -> clap::Command {
+/// Returns the command's own command line.
+pub(crate) fn command() -> clap::Command {
     ManArguments::command()
 }
 
-/// Runs the tool.
-pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
+/// Runs the command; `zerorun` is the command line of zerorun with all commands.
+pub(crate) fn run(words: Vec<OsString>, zerorun: clap::Command) -> Result<ExitCode, CommandLineError> {
     let ManArguments { tool } = ManArguments::try_parse_from(words).map_err(CommandLineError)?;
-    let zerorun = super::with_tools(crate::args::command());
     let page = match tool {
         None => clap_mangen::Man::new(zerorun),
         Some(name) => {
             let Some(tool) = zerorun.find_subcommand(&name) else {
-                let names: Vec<&str> = super::ALL.iter().map(|tool| tool.name).collect();
+                let names: Vec<&str> = zerorun.get_subcommands().map(clap::Command::get_name).collect();
                 let text = format!("there is no command {name}; commands are {}", names.join(", "));
                 return Err(CommandLineError(ManArguments::command().error(ErrorKind::InvalidValue, text)));
             };
