@@ -40,9 +40,9 @@ pub struct DsArgs {
 /// arguments, for scripts without clap. All other arguments are left to the script.
 ///
 /// # Errors
-/// The argument is missing, has no file, or is given twice.
+/// Fails if the argument is missing, has no file, or is given twice.
 pub fn ds_config_from_args() -> Result<PathBuf> {
-    // Set by the launcher: the program is in its cache, so its path is not what the user has typed.
+    // Set by the launcher. The program is in the launcher's cache, so its path differs from what the user typed.
     let script = std::env::var_os(crate::comm::rank_env::SCRIPT).filter(|script| !script.is_empty());
     find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }

@@ -91,10 +91,10 @@ pub struct HeldBytes {
 
 /// Counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ledger(Arc<Mutex<LedgerEntries>>);
+pub(crate) struct Ledger(Arc<Mutex<LedgerTotals>>);
 
 #[derive(Debug, Default)]
-struct LedgerEntries {
+struct LedgerTotals {
     tiers: BTreeMap<(MemoryKind, MemoryTier), HeldBytes>,
     /// Device and host together, including page-locked memory: their peaks need not coincide.
     memory: BTreeMap<MemoryKind, HeldBytes>,
@@ -148,7 +148,7 @@ impl Ledger {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, LedgerEntries> {
+    fn lock(&self) -> MutexGuard<'_, LedgerTotals> {
         crate::util::lock(&self.0)
     }
 }

@@ -1,4 +1,4 @@
-//! Messages to the user of a run that continues: warnings, and noteworthy facts.
+//! Messages to the user that do not end a run: warnings and noteworthy facts.
 
 use std::io::Write as _;
 use std::sync::OnceLock;
@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything: the level of progress messages and of notes on a configuration (default).
+    /// Everything (default): the level of progress messages and of notes about a configuration.
     Info,
-    /// Only problems despite which training continues.
+    /// Only problems that do not end the training.
     Warning,
     /// Nothing: a run that ends reports its error.
     Error,
@@ -44,7 +44,7 @@ pub fn say(message: &str) {
     }
 }
 
-/// Reports a problem despite which the run continues, in the same way as [`say`].
+/// Reports a problem that does not end the run, in the same way as [`say`].
 pub(crate) fn warn(message: &str) {
     if !is_said(LogLevel::Warning) {
         return;
@@ -58,7 +58,7 @@ pub(crate) fn warn(message: &str) {
 
 fn print(message: &str) {
     if is_test_program() {
-        // Only output printed this way can be captured by a test that passes.
+        // The test harness captures only output that is printed in this way.
         eprintln!("[candle-zero] {message}");
         return;
     }
@@ -66,7 +66,7 @@ fn print(message: &str) {
     _ = writeln!(std::io::stderr(), "[candle-zero] {message}");
 }
 
-/// Returns whether this program is one of cargo's tests, which are in a separate folder.
+/// Returns whether this program is one of cargo's test programs, which are in the folder `deps`.
 fn is_test_program() -> bool {
     static IS_TEST: OnceLock<bool> = OnceLock::new();
     *IS_TEST.get_or_init(|| {

@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
-/// Locks the mutex, ignoring poison: a panic of another holder has already been reported and leaves no relevant state
-/// half-done.
+/// Locks the mutex, ignoring poison: a panic in another holder has already been reported and leaves no relevant state
+/// half-updated.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
-/// Returns the value of a lock or a condition variable, even after a panic of another holder (see [`lock`]).
+/// Returns the value of a lock or a condition variable, even after a panic in another holder (see [`lock`]).
 pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
 }
@@ -38,7 +38,7 @@ pub fn mix(mut x: u64) -> u64 {
 
 /// Returns the image of `position` in a permutation of `0..len` determined by `key`. Needs no memory: a Feistel network
 /// permutes the next power of four, and a result outside the range is permuted again until it is inside (four times at
-/// most on average, since the range fills a quarter of it or more).
+/// most on average, since the range fills at least a quarter of it).
 pub fn permute(position: u64, len: u64, key: u64) -> u64 {
     /// Enough rounds for every bit of the input to reach every bit of the output several times over.
     const ROUNDS: u64 = 6;
@@ -122,7 +122,7 @@ pub fn binary(bytes: u64) -> String {
 pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };
-    // An end of the name that begins at a character's first byte.
+    // A suffix of the name that begins at a character boundary.
     (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
 }
 

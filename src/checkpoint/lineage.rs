@@ -1,4 +1,4 @@
-//! A run's relation to its folders of checkpoints: the sequence of checkpoints that it saved and resumed from, and its
+//! A run's relation to its checkpoint folders: the sequence of checkpoints that it saved and resumed from, and its
 //! locks on the folders that it saves into.
 
 use super::folder;
@@ -36,7 +36,7 @@ impl LastCheckpoint {
     }
 }
 
-/// The folders that the first rank of a job saves into. No other job saves there as long as this value lives.
+/// The folders that the first rank of a job saves into. No other job saves there as long as this value exists.
 #[derive(Default)]
 pub(crate) struct LockedFolders(Vec<(PathBuf, Arc<FolderLock>)>);
 

@@ -17,7 +17,7 @@ pub(super) const MANIFEST: &str = "manifest.json";
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 
 /// The format version that is written. Version 1 had no buffers, blocks, frozen parameters or predecessors, no learning
-/// rates that were set, and no seed of rounding; its readers reject fields that they do not know.
+/// rates that were set, and no rounding seed; its readers reject fields that they do not know.
 pub(super) const VERSION: u32 = 2;
 
 /// The oldest format version that is read.
@@ -52,7 +52,7 @@ pub struct Manifest {
     pub global_samples: u64,
     /// The state of the loss scale, with fp16.
     pub scaler: Option<crate::precision::ScalerState>,
-    /// The number of updates that the optimizer states have seen.
+    /// The number of updates that the optimizer states have received.
     pub optimizer_steps: u64,
     /// The number of applied optimizer steps - 1, as DeepSpeed's schedulers count.
     pub last_batch_iteration: i64,
@@ -69,7 +69,7 @@ pub struct Manifest {
     pub states: Vec<String>,
     /// The names and shapes of parameters, in the order of the files.
     pub parameters: Vec<Parameter>,
-    /// The file of every rank. Empty until the files are written.
+    /// The files, one for each rank. The list is empty until they are written.
     pub files: Vec<FileEntry>,
     /// The file with the model's buffers, if it has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -88,15 +88,15 @@ pub struct Parameter {
     pub name: String,
     /// The shape.
     pub shape: Vec<usize>,
-    /// The states of the parameter in the files, if these are not all that the manifest names: only weights for a
-    /// frozen parameter, none for a parameter that was left out.
+    /// The states of the parameter in the files, if these are not all states that the manifest names. A frozen
+    /// parameter has only weights, and a parameter that was left out has no states.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
     /// The number of consecutive elements that stay in one file, for states that are quantized in blocks; 0 without
     /// blocks.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub block: u64,
-    /// The number of updates of the weights before this parameter's first one, if it was frozen then.
+    /// The number of updates before the first one of this parameter, if it was frozen until then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
 }
@@ -135,7 +135,7 @@ pub struct BufferFile {
 }
 
 impl FileEntry {
-    /// Returns advice for the case that the file is missing.
+    /// Returns advice for the case in which the file is missing.
     pub(super) fn missing(&self) -> String {
         match &self.host {
             None => "the file is missing; load another tag".into(),
@@ -168,11 +168,11 @@ impl Parameter {
     }
 }
 
-/// The maximum bytes of a header, which is read into memory: more than the header of a 60 TB file has.
+/// The maximum size of a header in bytes. Headers are read into memory. That of a 60 TB file is smaller.
 const MAX_HEADER: u64 = 1 << 30;
 
-/// The maximum bytes of a manifest, which is read into memory: about ten times those of a manifest with 100,000
-/// parameters.
+/// The maximum size of a manifest in bytes: about ten times that of a manifest with 100,000 parameters. Manifests are
+/// read into memory.
 pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 
 /// Returns the name of a checkpoint that was saved without a tag.
@@ -213,12 +213,12 @@ impl Manifest {
         if bytes <= MAX_MANIFEST { Ok(()) } else { Err(problem()) }
     }
 
-    /// Returns whether its tag was named automatically after its step.
+    /// Returns whether the tag was chosen automatically, from the step.
     pub(super) fn is_automatic(&self) -> bool {
         !self.is_named && self.tag == automatic_tag(self.global_steps)
     }
 
-    /// Parses and checks a manifest; as an error, returns the problem.
+    /// Parses and checks a manifest. The error describes the problem.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
         let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;
@@ -239,7 +239,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Checks that the content is plausible: sizes that fit, files inside the folder, one for each rank.
+    /// Checks that the content is plausible: sizes that match, and one file for each rank, all inside the folder.
     fn check(&self) -> std::result::Result<(), String> {
         let say = |ok: bool, what: String| if ok { Ok(()) } else { Err(what) };
         say(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
@@ -250,7 +250,7 @@ impl Manifest {
             self.world_size > 0 && ranks == self.world_size,
             format!("{} of {}", counted(ranks, "file"), counted(self.world_size, "rank")),
         )?;
-        // Counters must be able to increase, and be exact in f64.
+        // Counters must have room to increase, and must be exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
         let are_possible = counters.into_iter().chain([next.unwrap_or(u64::MAX)]).all(|n| n < 1 << 53);
@@ -294,8 +294,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Returns an upper bound of the header of a file with `data` bytes: names, some numbers, and the checksums of its
-    /// blocks.
+    /// Returns an upper bound of the size of a header in bytes, for a file with `data` bytes. A header contains names,
+    /// some numbers, and the checksums of the file's blocks.
     fn most_header_bytes(&self, data: u64) -> u64 {
         // A character of a name takes at most six bytes.
         let names: u64 = self.parameters.iter().map(|p| 6 * p.name.len() as u64 + 200).sum();

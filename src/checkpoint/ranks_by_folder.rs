@@ -1,4 +1,4 @@
-//! The ranks that save into the same folder: all of them, or with `use_node_local_storage` those of each host.
+//! The ranks that save into the same folder: all of them or, with `use_node_local_storage`, those of each host.
 //!
 //! Hosts that see the same folder despite that setting save into it together, whatever its path is on each of them.
 
@@ -22,11 +22,12 @@ pub(super) struct RanksByFolder {
 }
 
 impl RanksByFolder {
-    /// Finds the ranks that see `dir`, which is created: all ranks, or with `on_each_host` those of each host.
+    /// Finds the ranks that see `dir`, which is created: all ranks or, with `on_each_host`, those of each host.
     /// Collective.
     ///
     /// # Errors
-    /// Ranks that see one folder name several; a folder that cannot be written, on all ranks; a failed collective.
+    /// Ranks that must share a folder but name different ones; a folder that cannot be written, on all ranks; a failed
+    /// collective.
     pub fn of(comm: &dyn Communicator, dir: &Path, on_each_host: bool) -> Result<Self, CollectiveFailure> {
         if !on_each_host {
             same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
@@ -48,10 +49,10 @@ impl RanksByFolder {
         Ok(Self { firsts, ..hosts })
     }
 
-    /// Groups the ranks by host; the ranks of a host must name one folder. Collective.
+    /// Groups the ranks by host. All ranks of a host must name the same folder. Collective.
     ///
     /// # Errors
-    /// The ranks of a host name several folders, on all ranks; a failed collective.
+    /// The ranks of a host name different folders (reported on all ranks); a failed collective.
     pub fn by_neighbours(comm: &dyn Communicator, dir: &Path) -> Result<Self, CollectiveFailure> {
         let own = [comm.ranks_here().start as u64, fnv1a(dir.to_string_lossy().as_bytes())];
         let all = gather_u64(comm, &own)?;
@@ -94,7 +95,7 @@ impl RanksByFolder {
     }
 }
 
-/// Creates a file in `dir` that no other save clears away; it is removed when dropped.
+/// Creates a file in `dir` that no other save removes. It is removed when dropped.
 fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
     create_all(dir)?;
     let marker = new_beside(dir, SEEN)?;

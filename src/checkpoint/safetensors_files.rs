@@ -25,7 +25,7 @@ pub(crate) type TensorSink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<()>;
 /// contains a single larger tensor. `give` writes the bytes of the tensor with a given index into a sink.
 ///
 /// # Errors
-/// Those of `give`, and [`Error::Io`].
+/// Returns the errors of `give`, and [`Error::Io`] if a file cannot be written.
 #[doc(hidden)]
 pub fn write_model_files(
     folder: &Path,
@@ -109,7 +109,7 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
             }
         }
     }
-    // A model without parameters also has a file.
+    // A model without parameters also gets a file.
     if files.is_empty() {
         files.push(0..0);
     }

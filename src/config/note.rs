@@ -9,7 +9,7 @@ pub struct ConfigNote {
     pub message: String,
 }
 
-/// Formats text of a file for a message: without control characters, and not longer than a line.
+/// Formats text from a file for a message: without control characters, and no longer than a line.
 pub(crate) fn shown(text: &str) -> String {
     const LONGEST: usize = 60;
     let mut safe: String = text

@@ -48,7 +48,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         walk.set("wall_clock_breakdown", true.into());
     }
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
-        // Problems without a place go last.
+        // Problems without a position go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
         // A refused key was not accepted, so it gets no note.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
@@ -259,7 +259,7 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
     None
 }
 
-/// Checks `torch_autocast.lower_precision_safe_modules`: only classes in DeepSpeed's list, or ones that round here.
+/// Checks `torch_autocast.lower_precision_safe_modules`. Only classes of linear and convolutional layers are accepted.
 fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     const KNOWN: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
     let key = "torch_autocast.lower_precision_safe_modules";
@@ -429,7 +429,7 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     }
 }
 
-/// Checks `vocabulary_size`. DeepSpeed uses it only for this hint.
+/// Checks `vocabulary_size`. As in DeepSpeed, it only causes a hint.
 fn check_vocabulary(walk: &mut ConfigWalk<'_>) {
     const TILE: i64 = 8;
     if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {

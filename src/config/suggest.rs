@@ -1,14 +1,14 @@
-//! Suggests the key that an unknown key may have meant.
+//! Suggests the key that may be meant by an unknown key.
 
 use super::ConfigRule;
 use super::keys::{ConfigSection, ConfigValueKind, sections};
 
-/// The minimum likeness of two names, from 0 to 1, for one to be suggested for the other.
+/// The minimum similarity of two names, from 0 to 1, at which one is suggested for the other.
 const ALIKE: f64 = 0.5;
-/// The minimum for a key of another section. Among so many keys, accidental likeness is more probable.
+/// The minimum for a key of another section. Among so many keys, accidental similarity is more probable.
 const ALIKE_ELSEWHERE: f64 = 0.8;
 
-/// Names longer than this resemble no key and are not compared, because that takes seconds for very long names.
+/// Names longer than this resemble no key and are not compared, because comparing very long names takes seconds.
 const LONGEST: usize = 100;
 
 /// Names in PyTorch, Transformers and Lightning for keys of DeepSpeed.
@@ -82,11 +82,11 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
 fn best<'a>(
     found: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
 ) -> Option<(&'a ConfigSection, &'a str, f64)> {
-    // The first of equals wins: the table lists the important ones first.
+    // Of equally similar names, the first wins: the table lists the important ones first.
     found.reduce(|best, next| if next.2 > best.2 { next } else { best })
 }
 
-/// Returns the keys of all other sections with their likeness. Sections that are not checked offer none.
+/// Returns the keys of all other sections with their similarity. Sections that are not checked contribute none.
 fn elsewhere<'a>(here: &'a ConfigSection, name: &'a str) -> impl Iterator<Item = (&'a ConfigSection, &'a str, f64)> {
     sections()
         .filter(|section| section.path != here.path && section.checked)
@@ -106,14 +106,15 @@ fn names(section: &ConfigSection) -> impl Iterator<Item = &'static str> {
 /// Shorter words (`size`, `data`) are too common to count.
 const TELLING: usize = 5;
 
-/// Returns the larger of edit likeness and the share of common words (`monitor_config`, `csv_monitor`).
+/// Returns the larger of the similarity by edit distance and the share of common words (`monitor_config`,
+/// `csv_monitor`).
 fn likeness(a: &str, b: &str) -> f64 {
     let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
     let (of_a, of_b) = (words(a), words(b));
     let common = of_a.iter().filter(|word| word.len() >= TELLING && of_b.contains(word)).count();
     let words = 2.0 * common as f64 / (of_a.len() + of_b.len()) as f64;
     let letters = strsim::normalized_damerau_levenshtein(&a.to_ascii_lowercase(), &b.to_ascii_lowercase());
-    // Common words alone never make two names equal.
+    // Common words are never enough to make two names equal.
     if a == b { 1.0 } else { letters.max(words).min(0.99) }
 }
 

@@ -21,7 +21,7 @@ pub(super) struct BlockQuantizer {
     sum: KernelFunction,
 }
 
-/// Equal numbers of elements of several ranks, and the codes that represent them.
+/// The elements of several ranks, equally many of each, and the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunks {
     pub number: usize,
@@ -34,6 +34,8 @@ pub(super) struct RankChunks {
 }
 
 impl BlockQuantizer {
+    /// Loads the kernels for one integer format and one dtype, to run on `stream`.
+    ///
     /// # Errors
     /// Returns an error if the driver reports one.
     pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>, ints: IntFormat, dtype: DType) -> Result<Self> {
@@ -47,12 +49,12 @@ impl BlockQuantizer {
         Ok(Self { encode: kernel("encode")?, decode: kernel("decode")?, sum: kernel("sum")? })
     }
 
-    /// Writes the blocks of each part. The elements of the part `without`, if given, are skipped, and that part does
-    /// not count in the number of parts.
+    /// Encodes the elements of each part into blocks. The part `without`, if given, is skipped, and is not included in
+    /// the number of parts.
     ///
     /// # Safety
-    /// The elements exist at `elements`, and `bytes`, a multiple of 4, has room for their codes; nothing else writes
-    /// either.
+    /// `elements` must point to the elements. `bytes`, a multiple of 4, must point to memory with room for their codes.
+    /// Nothing else may write to either.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
@@ -79,7 +81,8 @@ impl BlockQuantizer {
     /// Returns an error if the driver reports one.
     pub unsafe fn decode(&self, parts: RankChunks, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
         let RankChunks { count, elements_apart, bytes_apart, .. } = parts;
-        // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance; as the caller promises.
+        // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance; as the caller
+        // promises.
         unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
     }
 
@@ -87,9 +90,9 @@ impl BlockQuantizer {
     /// f32, and rounds once.
     ///
     /// # Safety
-    /// There are as many elements at `to` and `own`, which are the same or do not overlap. `bytes`, a multiple of 4,
-    /// has the codes of as many elements of each other rank, in rank order and `bytes_apart`, a multiple of 4. Nothing
-    /// else writes them.
+    /// `to` and `own` must each point to `count` elements, and must be equal or not overlap. `bytes`, a multiple of 4,
+    /// must point to the codes of `count` elements of each other rank, in rank order, at a distance of `bytes_apart`,
+    /// which is a multiple of 4. Nothing else may write to any of them.
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
@@ -102,12 +105,15 @@ impl BlockQuantizer {
     ) -> Result<()> {
         let (rank, ranks) = (rank as c_int, ranks as c_int);
         let one = RankChunks { number: 1, count, elements_apart: 0, bytes_apart };
-        // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints; as the caller promises.
+        // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints; as the caller
+        // promises.
         unsafe { one.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
     }
 }
 
 impl RankChunks {
+    /// Runs a kernel with one warp for each block of each part.
+    ///
     /// # Safety
     /// Same as for [`KernelFunction::run`].
     unsafe fn run<const N: usize>(
@@ -136,8 +142,8 @@ mod tests {
 
     const LENGTHS: [usize; 8] = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1041, 65537];
 
-    /// Returns numbers of a different magnitude in each block. Some blocks contain only zeros, and one the smallest
-    /// numbers.
+    /// Returns numbers of a different magnitude in each block. Some blocks contain only zeros, and one block contains
+    /// the smallest numbers.
     fn numbers(seed: usize, len: usize) -> Vec<f32> {
         let number = |i: usize| {
             let bits = crate::util::mix((seed * 1_000_003 + i) as u64);

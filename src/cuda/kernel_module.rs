@@ -1,4 +1,4 @@
-//! Kernels by name, loaded into a device at their first use.
+//! Kernels by name, loaded onto a device at their first use.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;

@@ -1,13 +1,14 @@
 //! This library's code for GPUs: flat buffers in their memory, and the kernels that compute with them.
 //!
 //! ```text
-//!   kernels/*.cu --(build.rs, nvcc)--> PTX in the library --(kernel_module.rs, once per device)--> functions --(kernel_launch.rs)--> stream
+//!   kernels/*.cu --(build.rs, nvcc)--> PTX in the library --(kernel_module.rs, once per device)--> functions
+//!   functions --(kernel_launch.rs)--> stream
 //! ```
 //!
 //! | file | contents | kernels |
 //! | --- | --- | --- |
 //! | `kernel_module.rs`, `kernel_launch.rs` | kernels by name, their arguments and threads | |
-//! | `array.rs` | memory of tensors: allocation of results, elements to read and to write | `element_types.cuh`: f32, bf16, f16 |
+//! | `array.rs` | tensor memory: allocation of results, access to elements | `element_types.cuh`: f32, bf16, f16 |
 //! | `flat_view.rs` | views of elements | |
 //! | `device_flat.rs`, `array_ops.rs` | flat buffers; casts, sums and products | `array_ops.cu` |
 //! | `copy_queue.rs` | concurrent copies between GPU and host | |

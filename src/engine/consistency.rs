@@ -15,7 +15,7 @@ use candle_nn::Init;
 struct EngineFingerprint {
     parameters: u64,
     elements: u64,
-    /// Hashes, from here to the last field.
+    /// This field and all that follow are hashes.
     model: u64,
     config: u64,
     weights: u64,
@@ -98,13 +98,13 @@ pub(super) fn check_same_on_all_ranks(
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
     if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
-        // All ranks get here.
+        // All ranks reach this point.
         return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
     }
     let model = |f: EngineFingerprint| (f.parameters, f.elements, f.model);
     let same_models = all.iter().all(|theirs| model(*theirs) == model(mine));
     if same_models && all.iter().any(|theirs| theirs.config != all[0].config) {
-        // All ranks get here.
+        // All ranks reach this point.
         let other = (0..all.len()).find(|r| all[*r].config != mine.config).unwrap_or(other);
         let config = RankConfig::new(config, custom, trainer, &groups, data);
         return Err(config.differs(core.comm(), other)?);

@@ -178,7 +178,7 @@ fn report_notes(config: &Config, own: CustomComponents) {
     }
 }
 
-/// Returns the optimizer, the user's or that of the configuration, with the user's param groups.
+/// Returns the optimizer, from the user or the configuration, with the user's param groups.
 fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,

@@ -28,13 +28,13 @@ pub(super) struct CurrentForward {
 
 impl CurrentForward {
     pub(super) fn enter<T>(self, run: impl FnOnce() -> T) -> T {
-        struct ResetForward(CurrentForward);
-        impl Drop for ResetForward {
+        struct CurrentForwardGuard(CurrentForward);
+        impl Drop for CurrentForwardGuard {
             fn drop(&mut self) {
                 AROUND.set(self.0);
             }
         }
-        let _reset = ResetForward(AROUND.replace(self));
+        let _reset = CurrentForwardGuard(AROUND.replace(self));
         run()
     }
 }
@@ -45,7 +45,7 @@ pub(super) struct GradientChecker {
     pub(super) phase: CheckPhase,
     /// Whether every parameter is checked separately.
     pub(super) of_each: bool,
-    /// The file that the report is written to once it exists. The run ends after that.
+    /// The file to which the report is written as soon as there is one. The run then ends.
     pub(super) ends_run: Option<PathBuf>,
     pub(super) tries: u32,
     /// The number of directions checked so far.
@@ -64,7 +64,7 @@ pub(super) enum CheckPhase {
     /// Nothing is checked.
     #[default]
     Idle,
-    /// Forwards are repeated until a backward comes.
+    /// Forwards are repeated until a backward follows.
     Armed,
     /// The backward has run; all ranks compare in the coming step. The last field is the factor that gradients contain.
     Measured(Vec<DirectionalChange>, Vec<DirectionalDerivative>, f64),

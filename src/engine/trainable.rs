@@ -16,7 +16,7 @@ impl<M> Engine<M> {
     /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for a rule
     /// that trains a quantized parameter;
     /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules; a
-    /// file for which there is no space. In all these cases nothing has changed. A failed collective.
+    /// file for which there is no space. In all these cases, nothing has changed. Also fails if a collective fails.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
         self.wait_for_checkpoint()?;
         self.between_steps("set_trainable")?;

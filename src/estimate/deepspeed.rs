@@ -32,7 +32,7 @@ impl Machines {
 
 /// The parts that are offloaded to host memory at stage 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Offloaded {
+pub enum Zero3Offload {
     /// Nothing.
     Nothing,
     /// Optimizer states and gradients.
@@ -68,7 +68,7 @@ pub fn zero3(
     parameters: u64,
     largest_layer: u64,
     machines: Machines,
-    offloaded: Offloaded,
+    offloaded: Zero3Offload,
     zero_init: bool,
 ) -> MemoryNeeds {
     let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
@@ -77,9 +77,9 @@ pub fn zero3(
     let copies = 4.0 * machines.gpus_per_node as f64;
     let held = |bytes: f64| if zero_init { bytes * here } else { f64::max(copies, bytes * here) };
     let (cpu, gpu) = match offloaded {
-        Offloaded::OptimizerAndParameters => (p * held(18.0), 0.0),
-        Offloaded::Optimizer => (p * held(16.0), (2.0 * p / all).floor()),
-        Offloaded::Nothing => (if zero_init { layer } else { p } * copies, (18.0 * p / all).floor()),
+        Zero3Offload::OptimizerAndParameters => (p * held(18.0), 0.0),
+        Zero3Offload::Optimizer => (p * held(16.0), (2.0 * p / all).floor()),
+        Zero3Offload::Nothing => (if zero_init { layer } else { p } * copies, (18.0 * p / all).floor()),
     };
     MemoryNeeds { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: (4.0 * layer + gpu) as u64 }
 }

@@ -71,7 +71,7 @@ enum TraceEvent {
 
 /// Events after which no collective is in flight, and the number of times they happen.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct TraceSegment {
+struct SimulatedSegment {
     events: Vec<TraceEvent>,
     launched: usize,
     times: u64,
@@ -80,7 +80,7 @@ struct TraceSegment {
 /// The events of one rank in a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct StepTrace {
-    parts: Vec<TraceSegment>,
+    parts: Vec<SimulatedSegment>,
 }
 
 /// The number of a launched collective.
@@ -92,14 +92,14 @@ pub(super) struct CollectiveId(usize);
 pub(super) struct SimulatedStep {
     /// The time until both threads have finished.
     pub step: f64,
-    /// The time in which the communication thread is busy.
+    /// The time during which the communication thread is busy.
     pub wire: f64,
 }
 
 impl StepTrace {
     /// Begins the next segment. No collective may be in flight at the end of the previous one.
     pub fn begin_part(&mut self) {
-        self.parts.push(TraceSegment { times: 1, ..TraceSegment::default() });
+        self.parts.push(SimulatedSegment { times: 1, ..SimulatedSegment::default() });
     }
 
     /// Repeats the current segment `more` more times.
@@ -108,7 +108,7 @@ impl StepTrace {
         *times = times.saturating_add(more as u64);
     }
 
-    fn part(&mut self) -> &mut TraceSegment {
+    fn part(&mut self) -> &mut SimulatedSegment {
         if self.parts.is_empty() {
             self.begin_part();
         }
@@ -137,7 +137,7 @@ impl StepTrace {
     /// Returns all work that is computed in a step.
     pub fn work(&self) -> PhaseWork {
         let mut all = PhaseWork::default();
-        for TraceSegment { events, times, .. } in &self.parts {
+        for SimulatedSegment { events, times, .. } in &self.parts {
             for event in events {
                 if let TraceEvent::Compute(phase, work) = event {
                     all.add(*phase, work * *times as f64);
@@ -223,7 +223,7 @@ impl SimulatedCommThread {
     }
 }
 
-impl TraceSegment {
+impl SimulatedSegment {
     fn simulate(
         &self,
         computing: &impl Fn(StepPhase, f64) -> f64,

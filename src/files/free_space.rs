@@ -21,13 +21,13 @@ pub fn check_free_space(folder: &Path, bytes: u64) -> Result<()> {
     Err(OutputError::NoSpace { path: folder.to_owned(), needed: bytes, available: free(folder) }.into())
 }
 
-/// Returns whether the file can have `bytes` bytes.
+/// Returns whether the file can grow to `bytes` bytes.
 fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
     /// On tmpfs, reserved pages would be filled with zeros one by one, and the reported free space is exact.
     const TMPFS: i64 = 0x0102_1994;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
     let is_memory = rustix::fs::fstatfs(file).is_ok_and(|s| i64::from(s.f_type) == TMPFS);
-    // A folder needs some space, too.
+    // The folder itself also needs some space.
     let fits = || free(folder).checked_sub(bytes).is_some_and(|left| left > 0);
     if bytes == 0 {
         return true;
@@ -43,7 +43,7 @@ fn reserves(file: &File, folder: &Path, bytes: u64) -> bool {
     }
 }
 
-/// Returns the bytes that this user may still write there; the maximum number if the system does not report them.
+/// Returns the number of bytes that this user may still write there, or the maximum if the system does not report it.
 fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }

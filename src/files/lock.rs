@@ -40,12 +40,12 @@ pub struct FolderLock {
 pub enum FolderLockOutcome {
     /// This process holds the lock.
     Held(FolderLock),
-    /// Another process holds the lock; its id, if the system reports it.
+    /// Another process holds the lock. The value is its id, if the system reports it.
     Busy(Option<u32>),
 }
 
 impl FolderLock {
-    /// Locks `folder`, and waits up to `patience` if another process holds it.
+    /// Locks `folder`, and waits for at most `patience` if another process holds it.
     ///
     /// # Errors
     /// The lock file in it cannot be created or opened.
@@ -108,7 +108,7 @@ impl FolderLock {
 /// The outcome of an attempt to lock a file.
 pub(super) enum FileLockOutcome {
     Held(FileLock),
-    /// Another process holds the lock; the inode of the file.
+    /// Another process holds the lock. The value is the inode of the file.
     Busy(u64),
     /// The file was removed meanwhile.
     Gone,
@@ -134,7 +134,7 @@ impl FileLock {
     /// Tries to lock the file at `path`, which is created if it does not exist.
     ///
     /// # Errors
-    /// The file cannot be created or opened, or is not empty: then it is another file, not a lock.
+    /// The file cannot be created or opened, or is not empty. A file with contents is not a lock.
     pub(super) fn attempt(path: &Path, operation: FlockOperation) -> Result<FileLockOutcome> {
         // A link may belong to another user and is not followed; a pipe is not waited for.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
@@ -161,7 +161,7 @@ impl FileLock {
             Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
             Err(errno) => return Err(errno.into()),
         };
-        // The previous holder may have removed the file: then this lock is worthless.
+        // If the previous holder has removed the file, this lock has no effect.
         match path.symlink_metadata() {
             Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
             _ => return Ok(FileLockOutcome::Gone),

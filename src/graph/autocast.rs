@@ -13,13 +13,13 @@ thread_local! {
 /// Runs `run` with products of linear layers in `format` if their operands are f32. `None`: operands are multiplied as
 /// they are. The thread's previous format is restored afterwards.
 pub(crate) fn autocast<T>(format: Option<DType>, run: impl FnOnce() -> T) -> T {
-    struct AutocastReset(Option<DType>);
-    impl Drop for AutocastReset {
+    struct AutocastGuard(Option<DType>);
+    impl Drop for AutocastGuard {
         fn drop(&mut self) {
             FORMAT.set(self.0);
         }
     }
-    let _reset = AutocastReset(FORMAT.replace(format));
+    let _reset = AutocastGuard(FORMAT.replace(format));
     run()
 }
 

@@ -1,8 +1,8 @@
 //! Parameters and layers in Candle's autograd graph, with gradients that bypass Candle.
 //!
-//! Candle creates a tensor of zeros for every gradient and adds to it, in 16 bits one element after the other.
-//! Therefore the gradients of this library's own operations are passed outside the graph, and the graph only determines
-//! when:
+//! Candle creates a tensor of zeros for every gradient and adds to it, one element at a time in 16-bit formats.
+//! Therefore, the gradients of this library's own operations are passed outside the graph, and the graph only
+//! determines when:
 //!
 //! ```text
 //!   token of a ---+                                   +--> Candle's operations use y; their gradient goes to y's slot
@@ -13,9 +13,9 @@
 //!
 //! A token is a tensor of one element. Candle adds up the tokens' gradients, which costs nothing, and calls the
 //! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter works in the
-//! same way, with nothing before it: when the backward of its token runs, its slot holds the complete gradient.
+//! same way, but has no inputs: when the backward of its token runs, its slot holds the complete gradient.
 //!
-//! Values and gradients of an operation lie on the device of its inputs. On the host a gradient is a flat buffer. On a
+//! Values and gradients of an operation are on the device of its inputs. On the host a gradient is a flat buffer. On a
 //! GPU it is a tensor that is not shared (`gpu_gradients`), and Candle's operations there see tokens and slots as on
 //! the host.
 //!

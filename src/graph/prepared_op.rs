@@ -31,7 +31,7 @@ pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
     Ok((storage_on(device, CpuStorage::F32(vec![0.0]))?, Shape::from(1)))
 }
 
-/// Returns whether parameters may have the type. A loss or an output may have others, such as f64.
+/// Returns whether parameters may have this type. A loss or an output may have other types, such as f64.
 fn is_of_training(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }

@@ -18,13 +18,13 @@ thread_local! {
 
 /// Sets a flag of this thread while `run` runs, and resets it even if that panics.
 fn with_flag<T>(flag: &'static std::thread::LocalKey<Cell<bool>>, run: impl FnOnce() -> T) -> T {
-    struct FlagReset(&'static std::thread::LocalKey<Cell<bool>>, bool);
-    impl Drop for FlagReset {
+    struct ThreadFlagGuard(&'static std::thread::LocalKey<Cell<bool>>, bool);
+    impl Drop for ThreadFlagGuard {
         fn drop(&mut self) {
             self.0.set(self.1);
         }
     }
-    let _reset = FlagReset(flag, flag.replace(true));
+    let _reset = ThreadFlagGuard(flag, flag.replace(true));
     run()
 }
 

@@ -1,7 +1,7 @@
 //! The position of a thread in its random streams: it determines which layer draws which numbers.
 //!
 //! The engine gives each forward of each rank a separate stream ([`stream_of`]). A unit that recomputes its forward
-//! returns to the position where the first one began.
+//! returns to the position where its first forward began.
 
 use crate::util::mix;
 use std::cell::Cell;
@@ -29,13 +29,13 @@ pub(crate) struct RngStreamKey {
     pub rank: u64,
     /// The optimizer step.
     pub step: u64,
-    /// The micro step in it.
+    /// The micro step within the optimizer step.
     pub micro_step: u64,
     /// The number of the forward in the micro step, from 0.
     pub forward: u64,
 }
 
-/// Returns the stream of a forward. It differs for each forward of a run, and for runs with other seeds. It follows
+/// Returns the stream of a forward. It differs for each forward of a run, and for runs with different seeds. It follows
 /// from the position of the forward in its optimizer step, so a run that resumes from a checkpoint uses the same
 /// stream.
 pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
@@ -47,16 +47,16 @@ pub(crate) fn stream_of(key: RngStreamKey) -> u64 {
         ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
-/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on. Afterwards the draws
-/// continue from the previous position. Returns the result of `run`.
+/// Runs `run` as training, with this thread's draws taken from `stream`, starting at number `next`. Afterwards the
+/// draws continue from the previous position. Returns the result of `run`.
 pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
-    struct RngPositionReset(RngPosition);
-    impl Drop for RngPositionReset {
+    struct RngPositionGuard(RngPosition);
+    impl Drop for RngPositionGuard {
         fn drop(&mut self) {
             DRAWS.set(self.0);
         }
     }
-    let _reset = RngPositionReset(DRAWS.replace(RngPosition { stream, next, in_training: true }));
+    let _reset = RngPositionGuard(DRAWS.replace(RngPosition { stream, next, in_training: true }));
     run()
 }
 

@@ -38,14 +38,14 @@ pub use instruction_set::{AUTO, InstructionSet, SIMD, checked_level};
 pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
     let mut buffer = Vec::with_capacity(len);
     let memory: *mut E = buffer.as_mut_ptr();
-    // SAFETY: the vector has this capacity, and any bits are an element ([`Element`] is `Pod`). As far as the compiler
-    // knows, the assembly may write to any memory that its pointer leads to, so the existing bits count as written by
-    // it. Clearing memory that is about to be overwritten costs as much as writing it.
+    // SAFETY: the vector has this capacity, and any bit pattern is a valid element ([`Element`] is `Pod`). As far as
+    // the compiler knows, the assembly may write to the memory behind its pointer, so the existing bits count as
+    // written by it. Clearing memory that is about to be overwritten costs as much as writing it.
     unsafe {
         std::arch::asm!("/* {0} */", in(reg) memory, options(nostack, preserves_flags));
         buffer.set_len(len);
     }
-    // In tests, the buffer is filled with numbers that spoil every result that uses them.
+    // In tests, the buffer is filled with NaN, which spoils every result that uses it.
     #[cfg(test)]
     bytemuck::cast_slice_mut::<E, u8>(&mut buffer).fill(0xff);
     buffer

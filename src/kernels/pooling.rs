@@ -113,15 +113,15 @@ impl PoolingWindows {
 /// The two elements that a result depends on along an axis, and the weight of the second from 0 to 1.
 pub type InterpolationPair = (usize, usize, f32);
 
-/// Resampling of planes of `size[0]` x `size[1]` to as many rows and columns as there are pairs.
+/// Interpolation of planes of `size[0]` x `size[1]` to as many rows and columns as there are pairs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Resampling {
+pub struct InterpolationGrid {
     pub size: [usize; 2],
     pub rows: Vec<InterpolationPair>,
     pub columns: Vec<InterpolationPair>,
 }
 
-impl Resampling {
+impl InterpolationGrid {
     fn results(&self) -> usize {
         self.rows.len() * self.columns.len()
     }

@@ -1,13 +1,13 @@
 //! The distribution of elements among ranks: pure integer arithmetic, without tensors or communication.
 
-mod bucket_fill;
+mod bucket_layout;
 mod shard;
 mod shard_mesh;
 mod share_layout;
 mod stage;
 
-pub use bucket_fill::BucketFill;
-pub(crate) use bucket_fill::{PACKED_BELOW, chunk_offsets};
+pub use bucket_layout::BucketFill;
+pub(crate) use bucket_layout::{PACKED_BELOW, chunk_offsets};
 pub use shard::{ShardCut, SubGroupFill, shard_len, shard_range};
 pub use shard_mesh::ShardMesh;
 pub(crate) use share_layout::{ShareLayout, SharePosition, groups_in_memory};

@@ -21,7 +21,7 @@ use candle_nn::{Module, VarBuilder};
 /// As in transformers, lookups of the padding token add nothing to the table's gradient.
 ///
 /// Rows of a batch are padded after their texts, and the lengths give the ends of the texts. Padding is skipped: it
-/// costs no time, and does not change a bit of a result or a gradient.
+/// costs no time, and does not change a single bit of a result or a gradient.
 #[derive(Debug, Clone)]
 pub struct Bert {
     config: BertConfig,
@@ -137,10 +137,10 @@ impl Bert {
 
     /// Returns the states after the last block, `[batch, time, hidden_size]`, for ids `[batch, time]` (u32). The rows
     /// contain texts of the given lengths, each at least 1, followed by anything. `kinds` `[batch, time]` (u32) is 0
-    /// for a first text and 1 for a second; without it all are 0. States after the end of a text have no meaning.
+    /// for a first text and 1 for a second; without it, all are 0. States after the end of a text have no meaning.
     ///
     /// # Errors
-    /// More tokens than the model has positions, an id outside the vocabulary, lengths that do not fit.
+    /// More tokens than the model has positions, an id outside the vocabulary, or lengths that do not fit.
     pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let states = self.texts(ids, kinds, lengths)?;

@@ -1,7 +1,7 @@
 //! Reads a decoder's configuration from the `config.json` of a Hugging Face model, in the format of transformers 5
 //! (`rope_parameters`, `layer_types`) or 4 (`rope_theta`, `rope_scaling`, `sliding_window_pattern`).
 //!
-//! Keys that a file omits have the default of the model's class in transformers.
+//! For keys that a file omits, the defaults of the model's class in transformers apply.
 
 use super::decoder_config::MOST_BLOCKS;
 use super::json_keys::{JsonKeys, shortened};
@@ -239,7 +239,7 @@ fn decoder(keys: &JsonKeys<'_>, family: &ModelFamily) -> Result<DecoderConfig> {
     let bias = keys.flag("attention_bias", false)?;
     let (qkv_bias, output_bias) = match family.model_type {
         "qwen2" => (true, false),
-        // In transformers these models do not read the key.
+        // In transformers, these models do not read the key.
         "mistral" | "phi3" => (false, false),
         _ => (bias, bias),
     };

@@ -22,7 +22,7 @@ pub trait Architecture: Sized {
     /// Invalid sizes, and any error of the builder about a parameter.
     fn new(config: &Self::Config, vb: VarBuilder<'_>) -> Result<Self>;
 
-    /// Returns the longest input, in tokens.
+    /// Returns the maximum length of an input, in tokens.
     fn ctx(config: &Self::Config) -> usize;
 
     /// Returns the states after the last block and the last norm, `[batch, time, width]`, for ids `[batch, time]`
@@ -36,11 +36,11 @@ pub trait Architecture: Sized {
     /// the keys and values of the earlier ids, equally many in each, and receive those of the new ids. The total is at
     /// most the context length. This is for evaluation: nothing is recorded for a backward.
     ///
-    /// With an empty cache the states are equal to those of [`Architecture::states`], bit for bit.
+    /// With an empty cache, the states are bit-identical to those of [`Architecture::states`].
     ///
     /// # Errors
     /// The errors of [`Architecture::states`]. After an error, some of the caches may hold the keys and values of these
-    /// ids and others not.
+    /// ids, and others may not.
     fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor>;
 
     /// Returns the output projection, `[vocab, width]`.
@@ -94,13 +94,13 @@ impl<A: Architecture> LanguageModel<A> {
     /// Returns the logits `[batch, time, vocab]`, in the parameters' dtype, for ids `[batch, time]` (u32).
     ///
     /// # Errors
-    /// More tokens in a sequence than the context has, an id outside the vocabulary.
+    /// More tokens in a sequence than fit into the context, or an id outside the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.forward_packed(ids, None)
     }
 
-    /// Runs [`LanguageModel::forward`] on rows that contain several texts each, as given by `sequences`. No text sees
-    /// another, and the positions of each begin at 0.
+    /// Runs [`LanguageModel::forward`] on rows that contain several texts each, as given by `sequences`. Texts do not
+    /// attend to one another, and the positions of each begin at 0.
     ///
     /// # Errors
     /// The errors of [`LanguageModel::forward`]; sequences that do not match the rows of `ids`.
@@ -173,14 +173,14 @@ impl<A: Architecture> LanguageModel<A> {
     /// the first tokens of a session, and equal up to rounding for later ones, because attention then sums in a
     /// different order. If the text is longer than the context, only the last tokens count, as in `last_logits`. Each
     /// added token then shifts the positions of all others, so their cached keys and values become useless. Beyond its
-    /// context a model therefore recomputes the full context for each token, and the session keeps only the tokens. To
-    /// continue at the cost of one token each, start a new session with fewer of the last tokens.
+    /// context length, a model therefore recomputes the full context for each token, and the session keeps only the
+    /// tokens. To continue at the cost of one token each, start a new session with fewer of the last tokens.
     ///
     /// If the model's parameters are sharded over several ranks, all ranks must make the same calls, each with its own
     /// session.
     ///
     /// # Errors
-    /// No tokens, an id outside the vocabulary, a session that another model began. The session is then unchanged.
+    /// No tokens, an id outside the vocabulary, or a session that another model began. The session is then unchanged.
     pub fn extend(&self, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
         require_tokens(tokens)?;
         let text = [session.tokens(), tokens].concat();

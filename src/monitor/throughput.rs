@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// The number of optimizer steps that are not timed: the first ones allocate memory, and record what later ones follow.
+/// The number of optimizer steps that are not timed. The first steps allocate memory and record the order of units.
 const WARM_UP: u64 = 2;
 
 /// A timer of micro steps, from the beginning of forward to the end of the step.

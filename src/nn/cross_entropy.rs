@@ -251,7 +251,7 @@ fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
 
 /// The output projection and the rows that count in one application.
 struct LossHead {
-    counting: CountedRows,
+    counting: NonIgnoredRows,
     cap: Option<f32>,
     classes: usize,
     width: usize,
@@ -335,7 +335,7 @@ struct HostTargets {
 }
 
 /// The rows that count.
-struct CountedRows {
+struct NonIgnoredRows {
     rows: Vec<usize>,
     /// The targets of the rows.
     targets: Vec<u32>,
@@ -343,7 +343,7 @@ struct CountedRows {
     all: usize,
 }
 
-impl CountedRows {
+impl NonIgnoredRows {
     /// Returns the rows that count, their targets, and the number of all rows.
     #[cfg(feature = "cuda")]
     fn parts(&self) -> (&[usize], &[u32], usize) {
@@ -376,10 +376,10 @@ impl CountedRows {
 }
 
 impl HostTargets {
-    fn counting(&self) -> CountedRows {
+    fn counting(&self) -> NonIgnoredRows {
         let counts = |(row, target): (usize, &u32)| (*target != IGNORED).then_some((row, *target));
         let (rows, targets) = self.of_rows.iter().enumerate().filter_map(counts).unzip();
-        CountedRows { rows, targets, all: self.of_rows.len() }
+        NonIgnoredRows { rows, targets, all: self.of_rows.len() }
     }
 
     /// Returns the divisor of the sum of the losses: the given number, or the number of rows that count.
@@ -397,7 +397,7 @@ impl HostTargets {
 
     /// Returns the logarithms of the targets' probabilities for the rows that count, composed of Candle's operations.
     fn composed(&self, logits: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
-        let CountedRows { rows, targets, .. } = self.counting();
+        let NonIgnoredRows { rows, targets, .. } = self.counting();
         let rows = rows.into_iter().map(|row| row as u32).collect();
         let of_host = |values: Vec<u32>| Tensor::from_vec(values, self.count, logits.device());
         let logits = logits.reshape(((), logits.dim(D::Minus1)?))?.index_select(&of_host(rows)?, 0)?;

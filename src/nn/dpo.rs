@@ -7,7 +7,7 @@ use serde::Serialize;
 /// The result of [`dpo_loss`].
 #[derive(Debug, Clone)]
 pub struct DpoLoss {
-    /// The mean loss, a scalar of f32 with a graph.
+    /// The mean loss, an f32 scalar with a graph.
     pub loss: Tensor,
     /// The rewards of the answers.
     pub rewards: Rewards,
@@ -46,7 +46,7 @@ impl Rewards {
 /// model with adapters is the model [without](crate::nn::without_adapters) its adapters.
 ///
 /// # Errors
-/// Operands of different shapes, no pairs, a beta that is not positive and finite.
+/// Fails if the operands have different shapes, if there are no pairs, or if beta is not positive and finite.
 pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Result<DpoLoss> {
     let pairs = policy[0].dims1()?;
     if pairs == 0 || [policy[1], reference[0], reference[1]].iter().any(|operand| operand.dims() != [pairs]) {

@@ -123,7 +123,7 @@ fn linear<E: TensorElement>(
     })
 }
 
-/// Calls `look` with a tensor's values in f32, without a copy if they are f32 already.
+/// Calls `look` with a tensor's values in f32, without copying them if they are already f32.
 pub(super) fn with_wide<R>(tensor: &Tensor, look: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     if tensor.dtype() == DType::F32 {
         return with_elements::<f32, _>(tensor, NAME, look);

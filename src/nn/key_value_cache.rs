@@ -12,8 +12,8 @@ use crate::tensor::element::{TensorElement, with_all, with_element};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::fmt::{self, Display, Formatter};
 
-/// The keys and values that one attention layer has computed for a text, or for a batch of texts of one length, so that
-/// the layer only needs to compute those of new positions.
+/// The keys and values that one attention layer has computed for a text, or for a batch of texts of the same length, so
+/// that the layer only needs to compute those of new positions.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -91,7 +91,7 @@ impl KeyValueCache {
         self.len == 0
     }
 
-    /// Returns the bytes allocated for keys and values, including room for more positions.
+    /// Returns the number of bytes allocated for keys and values, including room for more positions.
     pub fn size_in_bytes(&self) -> usize {
         let host = self.host.iter().flat_map(|host| [&host.keys, &host.values]).map(Flat::capacity_in_bytes);
         let device = self.device.iter().flatten().map(|x| x.elem_count() * x.dtype().size_in_bytes());
@@ -115,8 +115,8 @@ impl KeyValueCache {
     /// because sums are taken in a different order.
     ///
     /// # Errors
-    /// The errors without a cache; more positions than the limit; heads, a batch or a dtype different from before; an
-    /// input for which a graph is being recorded.
+    /// Returns the same errors as without a cache. Also fails if there are more positions than the limit, if the heads,
+    /// the batch size or the dtype differ from those in the cache, or if a graph is being recorded for an input.
     pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
         self.fused_attention(qkv, n_head, &AttentionOptions::default())
     }
@@ -124,7 +124,8 @@ impl KeyValueCache {
     /// Computes [`KeyValueCache::causal_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// The errors of [`KeyValueCache::causal_attention`]; options that are not above 0, or bidirectional.
+    /// Returns the errors of [`KeyValueCache::causal_attention`]. Also fails if an option is not above 0, or if the
+    /// attention is bidirectional.
     pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, options: &AttentionOptions) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;
@@ -146,7 +147,7 @@ impl KeyValueCache {
     /// [`KeyValueCache::causal_attention`].
     ///
     /// # Errors
-    /// The errors of [`KeyValueCache::causal_attention`].
+    /// Returns the errors of [`KeyValueCache::causal_attention`].
     pub fn grouped_attention(
         &mut self,
         q: &Tensor,
@@ -161,7 +162,7 @@ impl KeyValueCache {
     /// Computes [`KeyValueCache::grouped_attention`] with options, which must be the same for all positions of a text.
     ///
     /// # Errors
-    /// The errors of [`KeyValueCache::fused_attention`].
+    /// Returns the errors of [`KeyValueCache::fused_attention`].
     pub fn attention(
         &mut self,
         q: &Tensor,
@@ -214,7 +215,7 @@ impl KeyValueCache {
         }
     }
 
-    /// Caches new positions and returns their result, which for the `first` ones is already computed.
+    /// Caches new positions and returns their result. For the first positions, `first` is the result.
     fn attend<E: TensorElement>(
         &mut self,
         (h, rule): (&AttentionShape, &AttentionRule<'_>),
@@ -240,7 +241,7 @@ impl KeyValueCache {
         Ok(result)
     }
 
-    /// Returns the memory, with room for this number of positions.
+    /// Returns the cache's memory, with room for this number of positions.
     fn with_room(&mut self, sizes: CacheSizes, positions: usize) -> &mut HostCache {
         let old = self.host.take().filter(|host| host.sizes == sizes);
         let host = match old {
@@ -272,7 +273,7 @@ impl KeyValueCache {
     }
 }
 
-/// Returns the rule for positions that see no later ones.
+/// Returns the attention rule in which no position sees a later one.
 fn one_way(options: &AttentionOptions, h: &AttentionShape) -> Result<AttentionRule<'static>> {
     if options.bidirectional {
         bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")

@@ -32,13 +32,13 @@ thread_local! {
 /// Calls `run` with all adapters of this thread's models off, and without recording anything for a backward. This is
 /// the base model without adapters, which preference optimization uses as its reference.
 pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
-    struct AdaptersReset(bool);
-    impl Drop for AdaptersReset {
+    struct AdaptersGuard(bool);
+    impl Drop for AdaptersGuard {
         fn drop(&mut self) {
             OFF.set(self.0);
         }
     }
-    let _reset = AdaptersReset(OFF.replace(true));
+    let _reset = AdaptersGuard(OFF.replace(true));
     without_gradients(run)
 }
 

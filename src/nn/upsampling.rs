@@ -4,7 +4,7 @@ use super::composed;
 use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::buffer;
-use crate::kernels::pooling::{InterpolationPair, Resampling};
+use crate::kernels::pooling::{InterpolationGrid, InterpolationPair};
 use crate::tensor::element::{TensorElement, with_element};
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -14,29 +14,29 @@ use candle_core::{Result, Shape, Tensor, bail};
 /// This is [`Tensor::upsample_nearest1d`] with a correct gradient: the sum of the gradients of all copies.
 ///
 /// # Errors
-/// An input with another number of dimensions or without elements, a size of 0.
+/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
 pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest1d";
     let &[images, channels, length] = x.dims() else {
         bail!("{NAME}: the input has shape {:?}; it must be [batch, channels, length]", x.dims())
     };
     let columns = nearest(NAME, "length", length, size)?;
-    let resampling = Resampling { size: [1, length], rows: vec![(0, 0, 0.0)], columns };
+    let resampling = InterpolationGrid { size: [1, length], rows: vec![(0, 0, 0.0)], columns };
     apply(NAME, x, (images, channels, 1, length), (images, channels, size).into(), resampling)
 }
 
 /// Resizes an image `[batch, channels, height, width]` to `height` x `width`. Each element is the nearest one of the
-/// input. The new size may be larger or smaller by any factors.
+/// input. The new size may be larger or smaller by any factor in each dimension.
 ///
 /// This is [`Tensor::upsample_nearest2d`] with a correct gradient: the sum of the gradients of all copies.
 ///
 /// # Errors
-/// An input with another number of dimensions or without elements, a size of 0.
+/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
 pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     const NAME: &str = "upsample_nearest2d";
     let (images, channels, h, w) = image(NAME, x)?;
     let (rows, columns) = (nearest(NAME, "height", h, height)?, nearest(NAME, "width", w, width)?);
-    let resampling = Resampling { size: [h, w], rows, columns };
+    let resampling = InterpolationGrid { size: [h, w], rows, columns };
     apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
 }
 
@@ -47,13 +47,13 @@ pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Ten
 /// This is [`Tensor::upsample_bilinear2d`] with a gradient, which Candle's version does not have.
 ///
 /// # Errors
-/// An input with another number of dimensions or without elements, a size of 0.
+/// Fails if the input has a different number of dimensions or no elements, or if a size is 0.
 pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
     const NAME: &str = "upsample_bilinear2d";
     let (images, channels, h, w) = image(NAME, x)?;
     let rows = between(NAME, "height", (h, height), align_corners)?;
     let columns = between(NAME, "width", (w, width), align_corners)?;
-    let resampling = Resampling { size: [h, w], rows, columns };
+    let resampling = InterpolationGrid { size: [h, w], rows, columns };
     apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
 }
 
@@ -104,7 +104,7 @@ fn apply(
     x: &Tensor,
     planes: (usize, usize, usize, usize),
     shape: Shape,
-    resampling: Resampling,
+    resampling: InterpolationGrid,
 ) -> Result<Tensor> {
     if !has_kernels(x) {
         return composed::resampled(&x.reshape(planes)?, &resampling)?.reshape(shape);

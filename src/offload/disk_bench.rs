@@ -312,7 +312,7 @@ impl DiskBenchRun<'_> {
     }
 
     fn step(&mut self, io: &FileIo, access: DiskAccess, plain: &[DiskAccess]) -> Result<StepBench> {
-        let mut adam = BenchAdam::new();
+        let mut adam = DiskBenchAdam::new();
         let mut windows = self.files.windows(1);
         let mut loops = vec![Vec::new(); plain.len()];
         let mut pipes = vec![Vec::new(); FLAGS.len()];
@@ -365,7 +365,7 @@ impl DiskBenchRun<'_> {
         })
     }
 
-    fn balanced(&mut self, io: &FileIo, adam: &mut BenchAdam, updates: usize) -> Result<OverlapBench> {
+    fn balanced(&mut self, io: &FileIo, adam: &mut DiskBenchAdam, updates: usize) -> Result<OverlapBench> {
         let flags = [false, true];
         let mut rounds = flags.map(|_| Vec::new());
         for _ in 0..ROUNDS {
@@ -380,7 +380,7 @@ impl DiskBenchRun<'_> {
     }
 
     fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<RequestSweepRow>> {
-        let mut adam = BenchAdam::new();
+        let mut adam = DiskBenchAdam::new();
         let mut rounds = vec![Vec::new(); settings.len()];
         for _ in 0..ROUNDS {
             for (aio, seconds) in settings.iter().zip(&mut rounds) {
@@ -523,7 +523,7 @@ impl BenchFiles {
         &self,
         io: &FileIo,
         (read_ahead, write_behind): (bool, bool),
-        adam: &mut BenchAdam,
+        adam: &mut DiskBenchAdam,
         updates: usize,
     ) -> Result<()> {
         let plan = self.ranges().map(|range| WindowPlan { range, streams: self.streams.clone() }).collect();
@@ -541,12 +541,12 @@ impl BenchFiles {
 }
 
 /// The Adam update of a window.
-struct BenchAdam {
+struct DiskBenchAdam {
     optimizer: Box<dyn Optimizer>,
     step: u64,
 }
 
-impl BenchAdam {
+impl DiskBenchAdam {
     fn new() -> Self {
         let config = AdamConfig {
             lr: 1e-3,

@@ -1,7 +1,7 @@
 //! One file of offloaded state: space is reserved at its end, and every extent is read and written in blocks.
 //!
-//! The file has no name. It is gone with the process, however that ends, and no other process can truncate it: reserved
-//! space stays, and a mapped page of it always exists.
+//! The file has no name. It disappears with the process, however the process ends, and no other process can truncate
+//! it. Reserved space therefore stays reserved, and every mapped page exists.
 
 use super::aligned_buffer::{ALIGN, AlignedBuffer};
 use super::disk_access::DiskAccess;
@@ -36,7 +36,7 @@ pub(crate) struct FileArena {
     kind: MemoryKind,
     name: &'static str,
     cached: File,
-    /// The same file, opened for access around the page cache, if the file system allows that.
+    /// The same file, opened for access that bypasses the page cache, if the file system allows that.
     direct: Option<File>,
     reserved: Mutex<ArenaReservation>,
     ledger: Ledger,
@@ -52,7 +52,7 @@ struct ArenaReservation {
     map: Option<Arc<MmapRaw>>,
 }
 
-/// Returns whether direct access to an empty file works: some file systems allow to open it and then refuse requests.
+/// Returns whether direct access to an empty file works: some file systems allow opening it, and then refuse requests.
 fn works(direct: &File) -> bool {
     let refused = direct
         .write_all_at(AlignedBuffer::new(ALIGN).bytes_mut(), 0)
@@ -60,10 +60,10 @@ fn works(direct: &File) -> bool {
     !refused && rustix::fs::ftruncate(direct, 0).is_ok()
 }
 
-/// Opens the same file, which is empty, for access around the page cache. Returns `None` if that does not work.
+/// Opens the same file, which is empty, for access that bypasses the page cache. Returns `None` if this fails.
 #[doc(hidden)]
 pub fn open_direct(cached: &File) -> Option<File> {
-    // Opened again by path: otherwise the flag would apply to both handles.
+    // The file is opened again by path, because a duplicated handle would share its flags with the original.
     let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
     files::open_direct(again).filter(works)
 }
@@ -93,7 +93,7 @@ impl FileArena {
         }))
     }
 
-    /// Reserves `bytes` more at the end and returns the offset where they begin. They read as zeros.
+    /// Reserves `bytes` more bytes at the end and returns the offset at which they begin. They are read as zeros.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
         assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
         let mut reserved = lock(&self.reserved);
@@ -128,7 +128,7 @@ impl FileArena {
         }
     }
 
-    /// Reserves by writing zeros, if the file system supports no other way.
+    /// Reserves space by writing zeros, if the file system supports no other way.
     fn fill(&self, start: u64, bytes: usize) -> std::io::Result<()> {
         let zeros = vec![0u8; bytes.min(1 << 20)];
         for at in (0..bytes).step_by(zeros.len()) {
@@ -169,8 +169,8 @@ impl FileArena {
                 Ok(())
             }
             (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
-                // SAFETY: `mapped` points to `into.len()` bytes of the file, which nothing writes meanwhile: an extent
-                // of a file takes part in one transfer at a time.
+                // SAFETY: `mapped` points to `into.len()` bytes of the file. Nothing writes them in the meantime,
+                // because an extent of a file takes part in only one transfer at a time.
                 unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
             }),
             _ => self.cached.read_exact_at(into, at),
@@ -214,7 +214,7 @@ impl FileArena {
         Ok(())
     }
 
-    /// Returns the mapping of the entire file, which is created anew after the file has grown.
+    /// Returns the mapping of the entire file, which is created again after the file has grown.
     fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
         let mut reserved = lock(&self.reserved);
         let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
@@ -228,13 +228,13 @@ impl FileArena {
         }
     }
 
-    /// Waits until everything written is on the disk.
+    /// Waits until everything that was written is on the disk.
     pub fn sync(&self) -> Result<()> {
         rustix::fs::fdatasync(&self.cached).map_err(|errno| self.error("sync", errno.into()))
     }
 
-    /// Removes the file from the page cache, except data that is not on the disk yet. Returns the part that is still
-    /// cached, by samples, if the system reports it.
+    /// Removes the file from the page cache, except data that is not on the disk yet. Returns the fraction that is
+    /// still cached, estimated from samples, if the system reports it.
     pub fn forget(&self) -> Result<Option<f64>> {
         const SAMPLES: u64 = 64;
         let advise = |advice| {
@@ -242,7 +242,7 @@ impl FileArena {
                 .map_err(|errno| self.error("take out of memory", errno.into()))
         };
         advise(Advice::DontNeed)?;
-        // Examining a page must not make the system read its neighbors.
+        // When a page is examined, the system must not read its neighbors.
         advise(Advice::Random)?;
         let pages = lock(&self.reserved).bytes / ALIGN as u64;
         let is_there = |i: u64| {
@@ -267,7 +267,7 @@ fn is_aligned(bytes: &[u8]) -> bool {
     bytes.as_ptr().align_offset(ALIGN) == 0 && bytes.len().is_multiple_of(ALIGN)
 }
 
-/// One thread's memory for blocks that are not aligned as direct access requires.
+/// The memory of one thread for blocks that do not have the alignment that direct access requires.
 #[derive(Default)]
 pub(crate) struct BounceBuffer(Option<(AlignedBuffer, LedgerEntry)>);
 
@@ -277,7 +277,7 @@ impl BounceBuffer {
         self.0.is_none()
     }
 
-    /// Returns room for `len` bytes, rounded up to the size that direct access needs.
+    /// Returns memory for `len` bytes, rounded up to the size that direct access requires.
     fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);
         let memory = match self.0.take() {
@@ -328,8 +328,8 @@ impl FileExtent {
         self.dtype
     }
 
-    /// Returns elements `range` together with their position in a buffer, counted in elements. `range` begins at an
-    /// offset that a file allows.
+    /// Returns elements `range` together with their position in a buffer, counted in elements. `range` must begin at an
+    /// offset at which file access may begin.
     pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> ArenaPiece {
         let size = self.dtype.size_in_bytes();
         let at = self.start + (range.start * size) as u64;

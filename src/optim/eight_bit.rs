@@ -1,8 +1,8 @@
 //! Optimizers with 8-bit states (arXiv 2110.02861), under bitsandbytes' names.
 //!
 //! States are dequantized to f32 for a step and quantized again after it. The weights are updated with the values
-//! before quantization. As in bitsandbytes, parameters with few elements, norms and biases among them, keep f32 states:
-//! they are trained by the auxiliary.
+//! before quantization. As in bitsandbytes, parameters with few elements, such as norms and biases, keep f32 states.
+//! They are trained by the auxiliary optimizer.
 
 use super::{Momentum, Optimizer, StateFormat, StepContext, adam, lion};
 use crate::config::{EightBit, EightBitConfig};

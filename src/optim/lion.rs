@@ -7,9 +7,9 @@ use crate::config::LionConfig;
 use crate::cuda::ElementwiseUpdate;
 use crate::precision::{FlatMut, FlatRef};
 
-/// Lion: a step as large as the learning rate in the direction of a sign, with decoupled decay.
+/// The Lion optimizer: each weight moves by the learning rate, in the direction of a sign, with decoupled weight decay.
 ///
-/// With `g` the scaled gradient:
+/// `g` is the scaled gradient:
 ///
 /// ```text
 /// c  = b1 * m + (1 - b1) * g
@@ -101,7 +101,7 @@ struct LionConstants {
     beta2: f32,
     one_minus_beta1: f32,
     one_minus_beta2: f32,
-    /// The factor of the parameter, 1 - lr x decay.
+    /// The factor by which the parameter is multiplied, 1 - lr x decay.
     keep: f32,
     lr: f32,
 }

@@ -35,7 +35,7 @@ impl StateFormat {
         }
     }
 
-    /// Returns the map of the format's codes, if it has any.
+    /// Returns the map of the format's codes, if it has one.
     pub(crate) fn map(self) -> Option<&'static DynamicMap> {
         match self {
             Self::F32 | Self::Bf16 => None,
@@ -58,8 +58,8 @@ pub(crate) fn scales_of(range: &Range<usize>) -> Range<usize> {
 pub(crate) enum DecodeMode {
     /// Conversion by the map.
     ByMap,
-    /// Conversion to numbers that are encoded to the same codes again: -1 stands for the lowest code, which is that of
-    /// a block's largest magnitude.
+    /// Conversion to numbers that are encoded to the same codes again. The lowest code, which stands for a block's
+    /// largest magnitude if that is negative, is converted to minus the scale.
     Restorable,
 }
 

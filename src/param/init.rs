@@ -1,5 +1,5 @@
 //! Initial values that depend only on the seed, the parameter's name and the element, and not on rank, world size,
-//! stage or thread. So a rank can create its share without creating the full parameter.
+//! stage or thread. A rank can therefore create its share without creating the full parameter.
 
 use crate::util::{fnv1a, mix};
 use candle_core::Shape;
@@ -8,7 +8,7 @@ use candle_nn::init::NormalOrUniform;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Returns elements `range` of the parameter `name` of `shape`, in f32.
+/// Returns elements `range` of the parameter `name` with shape `shape`, in f32.
 ///
 /// The distributions are those of `candle_nn::Init`; the random numbers come from a counter (SplitMix64's finalizer
 /// over seed, name and element).

@@ -23,10 +23,10 @@ const PLACES: usize = 24 * (1 << MANTISSA) + 1;
 /// Below this limit, the inverse of a scale would not be finite.
 pub(super) const SMALLEST: f32 = 1e-38;
 
-/// The 256 values, and lookup tables to find the nearest.
+/// The 256 values, and lookup tables to find the nearest one.
 pub(crate) struct DynamicMap {
     values: [f32; 256],
-    /// The bounds between each value and the next. A number on a bound belongs to the lower value. The last bound is
+    /// The bound between each value and the next. A number on a bound belongs to the lower value. The last bound is
     /// infinity.
     bounds: [f32; 256],
     /// For each lookup entry, first of positive and then of negative numbers: the lowest code that a number of this
@@ -127,7 +127,7 @@ impl DynamicMap {
     }
 }
 
-/// Returns the largest magnitude. A nan counts as larger than all numbers.
+/// Returns the largest magnitude. A NaN counts as larger than all numbers.
 #[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     f32::from_bits(values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m)))

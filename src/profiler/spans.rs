@@ -30,14 +30,14 @@ pub(crate) struct ProfiledCost {
 }
 
 #[derive(Default)]
-struct ProfilerState {
+struct FlopsProfilerState {
     /// The current work, its start, and the thread's multiply-add count at that time. `None` between engine calls.
     now: Option<(ProfiledPart, Instant, u64)>,
     spent: BTreeMap<ProfiledPart, ProfiledCost>,
 }
 
 thread_local! {
-    static SPANS: RefCell<ProfilerState> = RefCell::default();
+    static SPANS: RefCell<FlopsProfilerState> = RefCell::default();
 }
 
 /// Switches to `part`; returns the previous part.

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use candle_zero::comm::{CollectiveKind as Collective, CommReport, threads};
 use candle_zero::config::Config;
 use candle_zero::error::{Error, ParamError};
-use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Offloaded, zero2, zero3};
+use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Zero3Offload, zero2, zero3};
 use candle_zero::estimate::{CollectiveCounts, Estimate, EstimateOptions, Shapes, UnitRule};
 use candle_zero::memory::{MemoryKind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
@@ -483,9 +483,9 @@ fn deepspeeds_estimators_give_what_they_gave_there() {
             zero2(number("total_params"), machines, flag("cpu_offload"))
         } else {
             let offloaded = match (flag("cpu_offload"), flag("cpu_offload_params")) {
-                (true, true) => Offloaded::OptimizerAndParameters,
-                (true, false) => Offloaded::Optimizer,
-                (false, _) => Offloaded::Nothing,
+                (true, true) => Zero3Offload::OptimizerAndParameters,
+                (true, false) => Zero3Offload::Optimizer,
+                (false, _) => Zero3Offload::Nothing,
             };
             let layer = number("largest_layer_params");
             assert_eq!(expect["largest_layer_bytes"], 4 * layer);

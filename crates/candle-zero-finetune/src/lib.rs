@@ -52,7 +52,7 @@ pub use data::show_samples::show;
 pub use data::source::Source;
 pub use gguf::export::GgufFormat;
 pub use model::base_model::BaseModel;
-pub use model::classifier::{Classification, Classifier};
+pub use model::classifier::{ClassificationOutput, Classifier};
 pub use model::encoder_base::EncoderBase;
 pub use model::generator::{GeneratedText, Generator, Sampling};
 pub use model::merged_model::MergedModel;

@@ -45,7 +45,7 @@ Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
 
 const HOSTS: &str = "Several hosts";
 
-/// The maximum number of hosts of a job.
+/// The maximum number of hosts in a job.
 const MOST_NODES: usize = 4096;
 
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
@@ -192,7 +192,7 @@ struct ZerorunArguments {
     command: Vec<OsString>,
 }
 
-/// The launcher that starts the ranks of a hostfile, by DeepSpeed's names.
+/// The launcher that starts the ranks of a hostfile, with DeepSpeed's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum HostLauncherFlag {
     /// zerorun on each host, by ssh
@@ -299,7 +299,7 @@ pub(crate) fn command() -> clap::Command {
     ZerorunArguments::command().help_template(template).after_help(EXAMPLES)
 }
 
-/// Parses a command line with the given variables.
+/// Parses a command line with the given environment variables.
 fn read_beside(
     words: impl IntoIterator<Item = OsString>,
     variables: &LauncherVariables<'_>,
@@ -447,7 +447,7 @@ mod tests {
         beside("", words)
     }
 
-    /// Parses a command line with variables given as `A=1 B=2`.
+    /// Parses a command line with environment variables given as `A=1 B=2`.
     fn beside(variables: &str, words: &str) -> std::result::Result<LaunchOptions, CommandLineError> {
         let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
         let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
@@ -516,7 +516,7 @@ mod tests {
         }
     }
 
-    /// Returns the problem without the usage.
+    /// Returns the problem without the usage text.
     fn wrong(words: &str) -> String {
         refusal(words).split("\n\n").next().unwrap_or_default().to_string()
     }

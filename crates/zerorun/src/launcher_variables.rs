@@ -11,8 +11,8 @@
 //! | PALS | `PALS_RANKID` | |
 //! | PMIx | `PMIX_RANK` | |
 //!
-//! The first row whose number is set applies. If Slurm itself starts an mpirun, the numbers of mpirun are the right
-//! ones.
+//! The first row whose variable for this host's number is set takes effect. If Slurm starts an `mpirun`, the numbers
+//! from `mpirun` are the right ones.
 
 use crate::error::{HostsError, RankEnvError, Result};
 use crate::launch::nodes::DEFAULT_PORT;
@@ -46,7 +46,7 @@ pub(super) struct NodeNumber {
 }
 
 impl LauncherVariables<'_> {
-    /// Returns a variable's value. An empty value is the same as none.
+    /// Returns a variable's value. An empty value counts as unset.
     pub(super) fn get(&self, name: &str) -> Option<String> {
         (self.0)(name).filter(|value| !value.trim().is_empty())
     }
@@ -81,8 +81,8 @@ impl LauncherVariables<'_> {
         Ok(None)
     }
 
-    /// Parses `PET_RDZV_ENDPOINT`, HOST or HOST:PORT: the first host's address, and the port. Port 0 means any and is
-    /// omitted.
+    /// Parses `PET_RDZV_ENDPOINT`, HOST or HOST:PORT, into the first host's address and the port. Port 0 means any port
+    /// and is omitted.
     ///
     /// # Errors
     /// Fails if the port is invalid.
@@ -150,7 +150,7 @@ impl LauncherVariables<'_> {
     /// Returns the address of the first host: from the command line, else torchrun's variables, else `MASTER_ADDR`.
     ///
     /// # Errors
-    /// Fails if the endpoint is invalid, or if there are `nodes` hosts and nothing gives the address.
+    /// Fails if the endpoint is invalid, or if nothing gives the address. The error names the number of hosts, `nodes`.
     pub(super) fn first_host(&self, given: Option<String>, port: Option<u16>, nodes: usize) -> Result<(String, u16)> {
         let (address, at) = self.endpoint()?.map_or((None, None), |(address, port)| (Some(address), port));
         let port = port.or(at).or(self.master_port()?).unwrap_or(DEFAULT_PORT);

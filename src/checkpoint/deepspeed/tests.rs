@@ -1,5 +1,5 @@
-//! Checkpoints of all small sizes, written here in DeepSpeed's layout, because there are only few that DeepSpeed itself
-//! wrote (tests/checkpoint/deepspeed_import.rs).
+//! Tests with checkpoints of all small sizes. They are written here in DeepSpeed's layout, because only a few were
+//! written by DeepSpeed itself (tests/checkpoint/deepspeed_import.rs).
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -81,7 +81,7 @@ fn dict<const N: usize>(entries: [(&str, Python); N]) -> Python {
     Dict(entries.map(|(key, value)| (text(key), value)).to_vec())
 }
 
-/// A file of `torch.save`.
+/// A file in the format of `torch.save`.
 #[derive(Default)]
 struct Saved {
     storages: Vec<Vec<u8>>,
@@ -121,16 +121,16 @@ impl Saved {
     }
 }
 
-/// The properties of a checkpoint to be made.
+/// The properties of a checkpoint to generate.
 #[derive(Debug, Clone)]
 struct Case {
     stage: u8,
     world_size: usize,
     /// The shapes of the parameters of each group.
     groups: Vec<Vec<Vec<usize>>>,
-    /// The elastic format of stages 1 and 2: states in a list, without padding.
+    /// Whether the elastic format of stages 1 and 2 is used: states in a list, without padding.
     is_elastic: bool,
-    /// PyTorch's own Adam keeps its step counters in tensors.
+    /// Whether step counters are tensors, as in PyTorch's own Adam.
     counts_in_tensors: bool,
 }
 
@@ -369,7 +369,7 @@ fn all_types() -> Vec<SavedBuffer> {
     ]
 }
 
-/// Opens a model with these buffers, whose parameters are in `module`, too.
+/// Opens a checkpoint with buffers of all types and `more`. The model's parameter is in `module` too.
 fn with_buffers(stage: u8, more: &[(&str, Python)]) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
     small(stage).open_saved_with(|model, file| {
         let mut module = vec![(text("g0.p0"), file.tensor(vec![9.0; if stage == 3 { 0 } else { 9 }]))];
@@ -437,7 +437,7 @@ fn a_damaged_buffer_is_an_error_that_names_the_file() {
         problem.contains("zero_pp_rank_0_mp_rank_00_model_states.pt") && problem.contains("module.mean"),
         "{problem}"
     );
-    // Far more buffers of one storage than a model has: each would have its own memory.
+    // Far more buffers that share one storage than a model has: each would get its own memory.
     let (_folder, checkpoint) = small(2).open_saved_with(|model, file| {
         let one = file.tensor(vec![1.0; 50]);
         let names: Vec<String> = (0..101).map(|i| format!("b{i}")).collect();

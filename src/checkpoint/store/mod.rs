@@ -2,10 +2,10 @@
 //! loading.
 //!
 //! ```text
-//!   PREFIX/latest                                          the tag of the newest checkpoint: last
+//!   PREFIX/latest                                          the tag of the newest checkpoint; written last
 //!   PREFIX/TAG/rank_00000_of_00002-CHECKSUM.safetensors    the file of each rank, which sends it
 //!   PREFIX/TAG/buffers-CHECKSUM.safetensors
-//!   PREFIX/TAG/manifest.json                               after all of them, from rank 0
+//!   PREFIX/TAG/manifest.json                               from rank 0, after all of the above
 //! ```
 //!
 //! The checksums are those of the files in the manifest, so that no file replaces another one. As long as a manifest
@@ -49,14 +49,14 @@ pub(crate) struct UploadRequest {
 /// A checkpoint that was downloaded from an object store. While this value exists, no other job on the host downloads
 /// into the folder.
 pub(crate) struct DownloadedCheckpoint {
-    /// The folder of checkpoints.
+    /// The folder that contains the checkpoints.
     pub dir: PathBuf,
     pub tag: String,
     /// The lock, on the rank of each host that has downloaded it.
     _lock: Option<FolderLock>,
 }
 
-/// Returns `dir` as an address if it is one rather than a folder.
+/// Returns `dir` as the address of an object store, or `None` if it is a folder.
 pub(crate) fn address(dir: &Path) -> Option<&str> {
     dir.to_str().filter(|dir| ["s3://", "file://"].iter().any(|scheme| dir.starts_with(scheme)))
 }

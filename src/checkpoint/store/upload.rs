@@ -42,7 +42,7 @@ impl CheckpointUpload {
     /// Starts an upload.
     ///
     /// # Errors
-    /// An invalid address; a thread that cannot be created.
+    /// Fails if the address is invalid or a thread cannot be created.
     pub fn start(sending: UploadRequest) -> Result<Option<Self>> {
         let (bucket, url) = (ObjectBucket::open(&sending.url)?, sending.url.clone());
         Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("no thread for it can be made: {e}")))
@@ -65,7 +65,7 @@ impl CheckpointUpload {
     /// Waits until all ranks' files and the manifest are uploaded. Collective.
     ///
     /// # Errors
-    /// An object that could not be sent, on all ranks; a failed collective.
+    /// Fails on all ranks if an object could not be sent, and if a collective fails.
     pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), CollectiveFailure> {
         let elsewhere = || failed_elsewhere(Path::new(&self.url));
         // A thread that ends without sending a result has panicked; the join below returns the error.

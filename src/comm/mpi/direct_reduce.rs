@@ -1,7 +1,7 @@
-//! Sums for which the owner receives all parts: the parts themselves go from host to host.
+//! Computes sums for which the owner receives all parts: the parts themselves are sent between hosts.
 //!
-//! A rank sends its part of a chunk to the owner on another host, in the wire format of a single machine (as integers,
-//! if that format has integers). Ranks of one host share their parts through shared memory, and the owner adds all of
+//! A rank sends its part of a chunk to the owner on another host, in the wire format of a single machine (as integers
+//! if that format uses integers). Ranks of one host share their parts through shared memory, and the owner adds all of
 //! them in rank order. Parts of the next pieces are in flight while this one is added up. [`super::traffic`] gives the
 //! cost.
 
@@ -15,8 +15,9 @@ use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Sums this rank's chunk of all ranks' `input` (world size x n elements), sent in the format `wire`, and writes it
-/// from element `at` on: the position of the first chunk or of this rank's.
+/// Sums this rank's chunk over the `input` (world size x n elements) of all ranks, whose parts are sent in the format
+/// `wire`. Writes the sum to `input` from element `at` on, which is the position of the first chunk or of this rank's
+/// chunk.
 pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input: &mut Flat, at: usize) -> Result<()> {
     let (world, rank, dtype) = (inter_host.size(), inter_host.rank(), input.dtype());
     let here = inter_host.hosts.here();
@@ -100,7 +101,7 @@ fn post(
     Ok(arriving)
 }
 
-/// Returns the number of elements in a message to each of `peers` ranks: complete blocks, if the format has blocks.
+/// Returns the number of elements in a message to each of `peers` ranks. If the format has blocks, they are complete.
 pub(super) fn message_elements(wire: WireFormat, size: usize, peers: usize) -> usize {
     let bytes = message_bytes(peers);
     match wire {

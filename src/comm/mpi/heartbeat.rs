@@ -1,4 +1,4 @@
-//! Detection of dead hosts, if no launcher of this library watches them.
+//! Detects dead hosts if no launcher of this library watches them.
 //!
 //! ```text
 //!   first rank of each host -- 1 beat per second --> first rank of each other host
@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 const BEAT: Duration = Duration::from_secs(1);
 /// The time between two checks.
 const TURN: Duration = Duration::from_millis(250);
-/// The length of silence after which a host counts as dead.
+/// The duration of silence after which a host is considered dead.
 const LIMIT: Duration = Duration::from_secs(8);
-/// How long the last beats of a job that ends normally may take.
+/// The maximum time for the last beats when a job ends normally.
 const PARTING: Duration = Duration::from_secs(2);
-/// The content of a beat after which another one follows; that of the final beat is `LAST`.
+/// The content of a beat that is followed by another one. The content of the final beat is `LAST`.
 const GOES_ON: u8 = 1;
 const LAST: u8 = 2;
 
@@ -51,7 +51,7 @@ impl HostHeartbeat {
     /// Starts the watch, on the first rank of each host. Dead hosts are recorded in `region`.
     ///
     /// # Errors
-    /// MPI or the system failed.
+    /// Fails if MPI or the system fails.
     pub(super) fn start(
         link: Arc<MpiLink>,
         hosts: &HostTopology,
@@ -69,12 +69,12 @@ impl HostHeartbeat {
             let (mut last_turn, mut next_beat) = (Instant::now(), Instant::now());
             while !stopped.load(Ordering::Relaxed) && !link.has_failed() {
                 let now = Instant::now();
-                // A job that was stopped for an hour has not listened for an hour.
+                // While a job is suspended it does not listen, so that time must not count as silence of the others.
                 let passed = now.duration_since(last_turn).min(BEAT);
                 let beats = now >= next_beat;
                 (last_turn, next_beat) = (now, if beats { now + BEAT } else { next_beat });
                 for other in &mut others {
-                    // MPI's own errors also occur in the next collective, which names them.
+                    // MPI's own errors also occur in the next collective, which reports them.
                     let Ok(silent) = other.exchange_beats(&link, passed, beats) else { return Vec::new() };
                     if silent > LIMIT && !peer_status.has_left(other.rank) {
                         let seconds = LIMIT.as_secs();
@@ -92,7 +92,7 @@ impl HostHeartbeat {
         Ok(Self { stop, thread })
     }
 
-    /// Stops the watch when all ranks leave in good order. No message stays in flight, as MPI requires.
+    /// Stops the watch when all ranks end normally. No message stays in flight, as MPI requires.
     pub(super) fn stop(self, link: &Arc<MpiLink>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();

@@ -1,7 +1,7 @@
 //! Messages between this process and those of other hosts, over MPI.
 //!
 //! All messages are sent and received without blocking, and progress is made by polling, so that a wait can end with an
-//! error when a rank is gone: no call here waits for another process, except [`MpiLink::gather`] at the start.
+//! error when a rank is gone. No call here waits for another process, except [`MpiLink::gather`] at the start.
 
 use super::library::MpiLibrary;
 use crate::error::CommError;
@@ -15,7 +15,7 @@ use std::time::Duration;
 /// The kind of a message. Messages of one kind between two ranks arrive in the order in which they were sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageTag {
-    /// The collective that a rank is in.
+    /// The collective that a rank is running.
     Header = 1,
     /// Elements.
     Data = 2,
@@ -79,8 +79,8 @@ impl MpiLink {
         self.library.name()
     }
 
-    /// Returns the bytes of all ranks, in rank order. All ranks pass the same number of bytes. Blocks: for use at the
-    /// start, when no rank waits for anything else.
+    /// Returns the bytes of all ranks, in rank order. All ranks pass the same number of bytes. This call blocks, so use
+    /// it only at the start, when no rank waits for anything else.
     pub(super) fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut all = vec![0u8; own.len() * self.size];
         let (count, byte, world) = (own.len() as c_int, self.library.byte, self.library.world);
@@ -148,8 +148,8 @@ impl MpiLink {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// Ends MPI at the end of the process: finalizes it, which waits for the other ranks to get here too, or, if a rank
-    /// has failed, aborts all of them at once.
+    /// Ends MPI at the end of the process: finalizes it, which waits for the other ranks to reach this point too, or,
+    /// if a rank has failed, aborts all of them at once.
     pub(super) fn end(&self) {
         let failed = self.has_failed();
         if failed {

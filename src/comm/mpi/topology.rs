@@ -24,7 +24,7 @@ pub(super) struct HostTopology {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct HostIdentity {
     name: String,
-    /// A key that is equal if memory can be shared.
+    /// A key that is equal for ranks that can share memory.
     key: String,
 }
 
@@ -37,7 +37,7 @@ impl HostIdentity {
             let link = std::fs::read_link(format!("/proc/self/ns/{kind}"));
             link.map(|link| link.display().to_string()).unwrap_or_default()
         };
-        // Under zerorun the ranks that one launcher has started share its memory, and no others do.
+        // Under zerorun, only the ranks that one launcher has started share its memory.
         let node = match std::env::var_os(SHM_FD) {
             Some(_) => std::env::var("CROSS_RANK").unwrap_or_default(),
             None => String::new(),
@@ -67,7 +67,7 @@ impl HostTopology {
     /// Exchanges the identities of hosts among all ranks.
     ///
     /// # Errors
-    /// MPI failed, or the ranks of one host are not consecutive.
+    /// Fails if MPI fails, or if the ranks of one host are not consecutive.
     pub(super) fn meet(link: &MpiLink) -> Result<Self> {
         let all = link.gather(&HostIdentity::here().to_bytes())?;
         Self::of(&all.iter().map(|bytes| HostIdentity::from_bytes(bytes)).collect::<Vec<_>>(), link.rank())
@@ -149,11 +149,11 @@ impl HostTopology {
     }
 }
 
-/// Returns the memory that this host's ranks share, created by the first of them. The others open it through that
-/// process' descriptor.
+/// Returns the memory that this host's ranks share. It is created by the first of them, and the others open it through
+/// that process's descriptor.
 ///
 /// # Errors
-/// MPI or the system failed.
+/// Fails if MPI or the system fails.
 pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) -> Result<Arc<SharedMemoryRegion>> {
     let here = hosts.here();
     let made = if rank == here.start { Some(SharedMemoryRegion::create(here.len())?) } else { None };
@@ -173,7 +173,7 @@ pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) ->
             SharedMemoryRegion::open(OwnedFd::from(file), here.len())?
         }
     };
-    // The first rank may end, and its descriptor with it, as soon as all have opened theirs.
+    // The first rank must not end, which closes its descriptor, before all others have opened theirs.
     link.gather(&[0])?;
     Ok(Arc::new(region))
 }

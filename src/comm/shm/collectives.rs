@@ -18,7 +18,7 @@ use std::ops::Range;
 /// exchanges of halves; with more ranks it would move more.
 const SHORT_BYTES: usize = 16 << 10;
 
-/// The size from which a gathered buffer is written with stores that bypass the caches, which it would fill.
+/// The size from which a gathered buffer is written with stores that bypass the caches. Otherwise it would fill them.
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
@@ -41,7 +41,7 @@ pub(in crate::comm) fn reduce_scatter(
     Ok(input)
 }
 
-/// Gathers the shards. The result lies in the memory of `shard` if its capacity suffices.
+/// Gathers the shards. The result is in the memory of `shard` if its capacity is sufficient.
 pub(in crate::comm) fn all_gather(ex: &mut ShmExchange, wire: WireFormat, shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(CollectiveKind::AllGather, wire, shard.dtype(), shard.len(), tag);
     gather_of(ex, wire, RankGroup::all(ex.size()), shard)
@@ -72,7 +72,7 @@ pub(in crate::comm) fn reduce_to_groups(
     assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
     by_rank(&mut input, ranks, ex.size());
     let sum = reduce_scatter(ex, wire, input, tag)?;
-    // Every group must have the same sums, so they are sent exact.
+    // Every group must have the same sums, so they are sent without quantization.
     gather_of(ex, WireFormat::Exact, RankGroup::across(ex.rank(), ranks, ex.size()), sum)
 }
 
@@ -114,7 +114,7 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
     let chunk = len.div_ceil(ex.size());
     input.extend_zeros(chunk * ex.size() - len);
     let own = ex.rank() * chunk;
-    // The sums are gathered exact, in the same pieces.
+    // The sums are gathered without quantization, in the same pieces.
     let (wire, step) = piece_of(ex.size(), wire, input.dtype());
     for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
@@ -150,7 +150,7 @@ pub(in crate::comm) fn barrier(ex: &mut ShmExchange) -> Result<()> {
 }
 
 /// Returns the wire format of a reduction's elements, and how many elements of every peer's chunk are in one piece. If
-/// a slot has no room for a block for each peer (Int8, from 994 ranks on), they are sent exact.
+/// a slot has no room for a block for each peer (Int8, from 994 ranks on), the elements are sent without quantization.
 pub(in crate::comm) fn piece_of(world: usize, wire: WireFormat, dtype: DType) -> (WireFormat, usize) {
     let bytes = SLOT_BYTES / (world - 1).max(1);
     let blocks = if let WireFormat::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };

@@ -13,8 +13,9 @@ pub struct Bandwidth {
 }
 
 impl Bandwidth {
-    /// Returns the bandwidth of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), with
-    /// `bytes` of one rank's part, `ms` milliseconds and `world_size` ranks. Zeros if no time was measured.
+    /// Returns the bandwidth of an operation that took `ms` milliseconds on `world_size` ranks, where one rank's part
+    /// has `bytes` bytes. `op` is DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...). Returns zeros if no
+    /// time was measured.
     pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
         if ms <= 0.0 {
             return Self::default();
@@ -36,7 +37,7 @@ impl Bandwidth {
 }
 
 impl CollectiveKind {
-    /// Returns the kind of an operation, by DeepSpeed's name or by this library's.
+    /// Returns the kind of an operation with DeepSpeed's or this library's name.
     pub(in crate::comm) fn of_op(op: &str) -> Option<Self> {
         Some(match op {
             "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
@@ -49,7 +50,7 @@ impl CollectiveKind {
     }
 }
 
-/// Formats a size, such as `1.5 KB`: two decimals, in steps of 1024.
+/// Formats a size, such as `1.5 KB`, with at most two decimals. Units are powers of 1024.
 pub fn size_text(bytes: u64) -> String {
     const UNITS: [&str; 9] = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"];
     if bytes == 0 {

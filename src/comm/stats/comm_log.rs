@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// The number of newest calls of a kind and size whose times are kept for the averages.
+/// The number of most recent calls of a kind and size whose times are kept for the averages.
 const KEPT: usize = 4096;
 /// The fraction of the fastest and of the slowest calls that averages leave out.
 const TRIMMED: f64 = 0.1;
@@ -30,7 +30,7 @@ pub struct CommLog {
 struct CommLogEntry {
     calls: u64,
     total_ms: f64,
-    /// A ring buffer of the newest times.
+    /// A ring buffer of the most recent times.
     times: Vec<f64>,
 }
 
@@ -45,7 +45,7 @@ pub struct CommLogRow {
     pub calls: u64,
     /// The total time in milliseconds, including waits for peers.
     pub total_ms: f64,
-    /// The mean time without the fastest and slowest tenth of the newest calls, as for all averages here.
+    /// The mean time without the fastest and slowest tenth of the most recent calls, as for all averages here.
     pub average_ms: f64,
     /// The bandwidth of the operation in gigabits per second.
     pub algorithm_gbps: f64,

@@ -7,11 +7,11 @@ use candle_core::DType;
 /// [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InterHostFormat {
-    /// Integers with a scale per [`BLOCK`] elements: ZeRO++.
+    /// Integers with a scale per [`BLOCK`] elements, as in ZeRO++.
     Blocks(IntFormat),
     /// The nearest bf16 value.
     Bf16,
-    /// The nearest f16 value; infinity beyond the largest.
+    /// The nearest f16 value; infinity for values beyond the largest one.
     F16,
 }
 
@@ -40,7 +40,7 @@ impl InterHostFormat {
         }
     }
 
-    /// Writes the encoded `values` to `to`, of [`encoded_len`](Self::encoded_len) bytes.
+    /// Writes the encoded `values` to `to`, which has [`encoded_len`](Self::encoded_len) bytes.
     pub(in crate::comm) fn encode(self, values: FlatRef<'_>, to: &mut [u8]) {
         match self.ints_or_dtype() {
             Ok(ints) => ints.encode(values, to),

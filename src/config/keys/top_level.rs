@@ -1,4 +1,4 @@
-//! The keys of the top level, the number formats and activation checkpointing.
+//! The keys at the top level, and those of the number formats and of activation checkpointing.
 
 use super::shorthand::*;
 

@@ -1,5 +1,5 @@
-//! Conversion of f32 tiles to words of two bf16: probabilities and the scores' gradients are rounded before they are
-//! multiplied.
+//! Conversion of f32 tiles to words of two bf16 numbers. Probabilities and the gradients of scores are rounded before
+//! they are multiplied.
 
 use super::rule::TileShape;
 use super::shape::{BAND, BLOCK, TILE};
@@ -8,24 +8,24 @@ use crate::kernels::vector::{Avx512Bf16, SimdVector};
 /// Converts the rows of a tile in place to words along the keys.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must support the instructions.
 pub(super) unsafe fn along_keys_in_place(tile: &mut [f32], s: TileShape) {
     let tile = tile[..TILE].as_mut_ptr();
     // SAFETY: as the caller promises; row `key` has already been read, or is read at the same time.
     unsafe { words_along_keys(tile, tile, s) }
 }
 
-/// Does the same into `dst`.
+/// Converts the rows of `src` to words along the keys in `dst`.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must support the instructions.
 pub(super) unsafe fn along_keys(src: &[f32], dst: &mut [f32], s: TileShape) {
     // SAFETY: as the caller promises.
     unsafe { words_along_keys(src[..TILE].as_ptr(), dst[..TILE].as_mut_ptr(), s) }
 }
 
 /// # Safety
-/// The processor has the instructions, and both pointers lead to tiles.
+/// The processor must support the instructions, and both pointers must point to tiles.
 unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
     // SAFETY: keys and queries are within the tiles.
@@ -48,7 +48,7 @@ unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
 /// Converts a tile in place to words along the queries. A last vector without a neighbor is paired with zeros.
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor must support the instructions.
 pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
     assert!(s.keys <= BLOCK && s.queries <= BLOCK);
     let tile = tile[..TILE].as_mut_ptr();

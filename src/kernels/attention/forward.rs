@@ -1,4 +1,4 @@
-//! Forward of one head: a block of queries at a time, with a running softmax over blocks of keys.
+//! The forward pass of one head: a block of queries at a time, with a running softmax over blocks of keys.
 
 use super::pack;
 use super::rule::AttentionRule;

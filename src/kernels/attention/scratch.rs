@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 thread_local! {
-    /// The working memory of a thread. It is kept, because allocating its pages takes longer than computing a small
+    /// The working memory of a thread. It is kept because allocating its pages takes longer than computing a small
     /// head.
     pub(super) static SCRATCH: RefCell<AttentionScratch> = const { RefCell::new(AttentionScratch::new()) };
 }

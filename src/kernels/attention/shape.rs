@@ -1,4 +1,4 @@
-//! The sizes of an attention and of its tiles.
+//! The sizes of an attention operation and of its tiles.
 
 /// The number of queries and of keys of a tile.
 pub(super) const BLOCK: usize = 64;
@@ -9,7 +9,7 @@ pub(super) const TILE: usize = BLOCK * BLOCK;
 /// log2(e). Scores are also scaled by it, so that probabilities are powers of 2.
 pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// The sizes of an attention.
+/// The sizes of an attention operation.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionShape {
     /// The rows of positions. Each is one sequence or several.

@@ -1,17 +1,17 @@
-//! The operations on the sums of a product before they are rounded and stored.
+//! The operations on the sums of a matrix product before they are rounded and stored.
 
 use super::matrix::{Matrix, MatrixMut};
 use crate::kernels::element::Element;
 use crate::kernels::math;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};
 
-/// The operations on the sums before they are rounded and stored: `c = activation(scale * sum + bias) + residual (+
-/// c)`. Everything is in f32 and rounded once.
+/// The operations on the sums before they are rounded and stored:
+/// `c = activation(scale * sum + bias) + residual (+ c)`. Everything is computed in f32 and rounded once.
 #[derive(Debug)]
 pub struct Epilogue<'a, E> {
-    /// Whether the previous contents of the result are added.
+    /// Whether the previous contents of the result are added to it.
     pub accumulate: bool,
-    /// The factor of the sums.
+    /// The factor by which the sums are multiplied.
     pub scale: f32,
     /// The bias that is added to every row, one number per column.
     pub bias: Option<&'a [E]>,
@@ -85,7 +85,7 @@ impl<C> ParallelMatrix<C> {
     /// Returns the address of an element.
     ///
     /// # Safety
-    /// The element exists in the matrix.
+    /// The element must exist in the matrix.
     #[inline(always)]
     pub(super) unsafe fn at(&self, row: usize, col: usize) -> *mut C {
         // SAFETY: the caller names an element of the matrix, which is within its slice.

@@ -10,9 +10,10 @@ use crate::kernels::vector::SimdVector;
 /// The maximum number of rows.
 pub(super) const ROWS: usize = 4;
 
-/// Computes the sums of `rows` rows (a power of two, at most [`ROWS`]) and of `vectors` vectors of the columns of `b`
-/// from `outer` on, for `steps` steps from `step` on. `a` has the words from its first step on, and rows of sums are
-/// `stride` apart. `start` is [`AccumulatorInit::Zero`] or [`AccumulatorInit::Continue`].
+/// Computes the sums for `rows` rows (a power of two, at most [`ROWS`]) and `vectors` vectors of columns of `b`
+/// (starting at column `outer`) over `steps` steps (starting at step `step` of `b`). `a` begins with the words of the
+/// first of these steps, and rows of sums are `stride` apart. `start` is [`AccumulatorInit::Zero`] or
+/// [`AccumulatorInit::Continue`].
 ///
 /// # Safety
 /// The processor has the instructions of `W`; `a`, `b` and `sums` contain the rows, columns and steps that this reads
@@ -57,7 +58,7 @@ pub(super) unsafe fn multiply<W: ElementArithmetic<E>, E: Element>(
 /// Handles columns of `b` whose elements are adjacent.
 ///
 /// # Safety
-/// Same as for [`multiply`], and inside `W::V::with`.
+/// Same as for [`multiply`]. The call must also be inside `W::V::with`.
 #[inline(always)]
 unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
     a: StridedWords,
@@ -92,7 +93,7 @@ unsafe fn along<W: ElementArithmetic<E>, E: Element, const R: usize>(
 /// Handles adjacent columns of `b`.
 ///
 /// # Safety
-/// Same as for [`multiply`], and inside `W::V::with`.
+/// Same as for [`multiply`]. The call must also be inside `W::V::with`.
 #[inline(always)]
 unsafe fn across<W: ElementArithmetic<E>, E: Element, const R: usize, const N: usize>(
     a: StridedWords,

@@ -20,7 +20,7 @@ impl SimdVector for Avx2 {
 
     #[inline(always)]
     unsafe fn with<R>(f: impl FnOnce() -> R) -> R {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller promises that the processor has the instructions.
         unsafe { with_avx2(f) }
     }
 
@@ -109,8 +109,8 @@ impl SimdVector for Avx2 {
     unsafe fn exp2(self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
-            // The bounds come first, so that nan passes. The lower one yields 2^-127, whose exponent bits are those of
-            // 0.
+            // The bounds come first, so that NaN passes through. The lower one yields 2^-127, whose exponent bits are
+            // those of 0.
             let x = _mm256_max_ps(_mm256_set1_ps(-127.0), self.0);
             let x = _mm256_min_ps(_mm256_set1_ps(128.0), x);
             let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
@@ -195,7 +195,7 @@ impl SimdVector for Avx2 {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q, r]: [__m256; 3]) {
-    // SAFETY: nothing is read or written but these registers.
+    // SAFETY: only these registers are read and written.
     unsafe {
         asm!(
             "vfmadd231ps {x}, {number}, {p}",
@@ -216,7 +216,7 @@ unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q,
 /// Loads eight elements as f32.
 #[inline(always)]
 unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
-    // SAFETY: the caller promises the instructions and the elements.
+    // SAFETY: the caller promises that the processor has the instructions and that the elements exist.
     unsafe {
         Avx2(match E::KIND {
             ElementDtype::F32 => _mm256_loadu_ps(from.cast()),
@@ -232,7 +232,7 @@ unsafe fn whole<E: Element>(from: *const E) -> Avx2 {
 /// Writes eight elements, rounded to nearest even.
 #[inline(always)]
 unsafe fn store_whole<E: Element>(values: __m256, to: *mut E) {
-    // SAFETY: the caller promises the instructions and the elements.
+    // SAFETY: the caller promises that the processor has the instructions and that the elements exist.
     unsafe {
         match E::KIND {
             ElementDtype::F32 => _mm256_storeu_ps(to.cast(), values),
@@ -248,12 +248,12 @@ unsafe fn store_whole<E: Element>(values: __m256, to: *mut E) {
 /// Rounds the numbers to bf16, to nearest even.
 #[inline(always)]
 unsafe fn to_bf16(values: __m256) -> __m128i {
-    // SAFETY: the caller promises the instructions.
+    // SAFETY: the caller promises that the processor has the instructions.
     unsafe {
         let bits = _mm256_castps_si256(values);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
         let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-        // A nan stays a nan and becomes quiet.
+        // A NaN stays a NaN and becomes quiet.
         let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(values, values);
         let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
         let rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(nan));

@@ -28,7 +28,7 @@ pub(crate) use portable::PortableVector;
 use super::element::Element;
 use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
 
-/// The number of lanes of the widest vectors. It is a multiple of every other vector's number.
+/// The number of lanes of the widest vectors, which is a multiple of the number of lanes of every other vector.
 pub(crate) const MOST_LANES: usize = 16;
 
 /// The argument of [`SimdVector::transpose`], which uses the first [`SimdVector::LANES`] vectors.
@@ -47,7 +47,7 @@ pub(crate) trait SimdVector: Copy {
     /// Calls `f` compiled for the vector's instructions, together with everything that is inlined into it.
     unsafe fn with<R>(f: impl FnOnce() -> R) -> R;
 
-    /// Returns a vector with the number in every lane.
+    /// Returns a vector with the same number in every lane.
     unsafe fn splat(x: f32) -> Self;
 
     /// Loads the numbers from `from` on.
@@ -77,14 +77,14 @@ pub(crate) trait SimdVector: Copy {
     /// Returns `self * factor - less`, rounded once if the level fuses the two.
     unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
 
-    /// Returns the larger numbers, and those of `other` in lanes in which one is nan.
+    /// Returns the larger numbers, and the numbers of `other` in lanes in which either number is NaN.
     unsafe fn max(self, other: Self) -> Self;
 
-    /// Returns 2 to the power of every number x, with a relative error of at most 3e-7 + 1e-7 |x|, and nan for nan.
-    /// Results that are not normal may be 0, and results from 2^127.5 on may be infinity.
+    /// Returns 2 to the power of every number x, with a relative error of at most 3e-7 + 1e-7 |x|, and NaN for NaN.
+    /// Subnormal results may be 0, and results from 2^127.5 on may be infinity.
     unsafe fn exp2(self) -> Self;
 
-    /// Returns the lanes from number `lane` on, and those of `other` before it.
+    /// Returns the lanes of `self` from lane `lane` on, and those of `other` before it.
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
@@ -116,7 +116,7 @@ pub(crate) trait SimdVector: Copy {
     }
 }
 
-/// Adds its product to each sum, one after the other.
+/// Adds the product of `a` and an element of `b` to each sum, one after the other.
 ///
 /// # Safety
 /// Inside [`SimdVector::with`].
@@ -140,8 +140,8 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
 }
 
-/// Returns the hyperbolic tangent with a relative error of at most 6e-7. Far out the result is 1 or -1, and it is nan
-/// for nan.
+/// Returns the hyperbolic tangent with a relative error of at most 6e-7. The result is 1 or -1 for numbers of large
+/// magnitude, and NaN for NaN.
 ///
 /// # Safety
 /// Inside `V::with`.
@@ -149,7 +149,7 @@ unsafe fn exp2_of_rest<V: SimdVector>(rest: V) -> V {
 pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     // SAFETY: as the caller promises.
     unsafe {
-        // If one operand is nan, the second is returned.
+        // If one operand is NaN, the second one is returned.
         let x = V::splat(-TANH_BOUND).max(x);
         let x = V::zero().sub(V::splat(-TANH_BOUND).max(V::zero().sub(x)));
         let x2 = x.mul(x);
@@ -161,8 +161,8 @@ pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
     }
 }
 
-/// Copies the first `n` elements to an array of a vector's length, filled up with zeros, for vectors that cannot be
-/// loaded partially.
+/// Copies the first `n` elements to an array of a vector's length, padded with zeros, for vectors that cannot be loaded
+/// partially.
 #[inline(always)]
 unsafe fn copy_in<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
     let mut all = [E::default(); N];

@@ -13,7 +13,7 @@ fn numbers() -> Vec<f32> {
     some.chain(near).chain([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0]).collect()
 }
 
-/// Returns whether both have the same bits or are both nan.
+/// Returns whether both have the same bits or both are NaN.
 fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
@@ -22,7 +22,7 @@ fn same(a: f32, b: f32) -> bool {
 /// The processor has the vector's instructions.
 unsafe fn each<V: SimdVector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
     let mut out = vec![0.0; a.len()];
-    // SAFETY: the caller promises the instructions; only full vectors of numbers are accessed.
+    // SAFETY: the caller guarantees that the processor has the instructions; only full vectors of numbers are accessed.
     unsafe {
         V::with(|| {
             for at in (0..a.len() / V::LANES).map(|i| i * V::LANES) {
@@ -41,28 +41,28 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     let mut b = a.clone();
     b.rotate_left(77);
     let check = |f: unsafe fn(V, V) -> V, want: &dyn Fn(f32, f32) -> f32| {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees that the processor has the instructions.
         let got = unsafe { each::<V>(&a, &b, f) };
         for ((got, a), b) in got.iter().zip(&a).zip(&b) {
             assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
         }
     };
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.add(b) }, &|a, b| a + b);
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.sub(b) }, &|a, b| a - b);
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.div(b) }, &|a, b| a / b);
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
     let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul_add(b, a) }, &|a, b| multiply_add(a, b, a));
-    // SAFETY: `check` calls it where the caller promises the instructions.
+    // SAFETY: `check` calls it only if its own caller guarantees the instructions.
     check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
-    // SAFETY: the caller promises the instructions.
+    // SAFETY: the caller guarantees that the processor has the instructions.
     let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
     for (got, x) in powers.iter().zip(&a) {
         let want = f64::from(*x).exp2();
@@ -74,23 +74,25 @@ unsafe fn check<V: SimdVector>(fused: bool) {
         };
         assert!(right, "2^{x}: {got} {want}");
     }
-    // SAFETY: the caller promises the instructions.
+    // SAFETY: the caller guarantees that the processor has the instructions.
     let bent = unsafe { each::<V>(&a, &b, |a, _| tanh(a)) };
     for (got, x) in bent.iter().zip(&a) {
         let want = f64::from(*x).tanh();
         let right = if x.is_nan() { got.is_nan() } else { (f64::from(*got) - want).abs() <= 6e-7 * want.abs() };
-        // Results for numbers that are not normal may be 0.
+        // Results for subnormal numbers may be 0.
         assert!(right || (x.abs() < 1e-30 && got.abs() <= 2.0 * x.abs()), "tanh {x}: {got} {want}");
     }
     for lane in 0..=V::LANES {
         let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
-        // SAFETY: the caller promises the instructions; there are as many numbers as in the longest vector.
+        // SAFETY: the caller guarantees that the processor has the instructions; there are as many numbers as in the
+        // longest vector.
         unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
     let mut square = [[0.0; MOST_LANES]; MOST_LANES];
     let mut halves = [[0.0; MOST_LANES]; 2];
-    // SAFETY: the caller promises the instructions; the rows are as long as the longest vector.
+    // SAFETY: the caller guarantees that the processor has the instructions; the rows are as long as the longest
+    // vector.
     unsafe {
         V::with(|| {
             let row = |i| std::array::from_fn::<f32, MOST_LANES, _>(|j| (100 * i + j) as f32);
@@ -105,7 +107,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
         assert!((0..V::LANES).all(|j| square[i][j] == (100 * j + i) as f32), "{i}: {square:?}");
         assert_eq!(halves[i / half][i % half], (100 + i) as f32);
     }
-    // SAFETY: the caller promises the instructions.
+    // SAFETY: the caller guarantees that the processor has the instructions.
     unsafe {
         check_elements::<V, f32>(&a);
         check_elements::<V, bf16>(&a);
@@ -115,7 +117,8 @@ unsafe fn check<V: SimdVector>(fused: bool) {
     for (part, want) in [low, high].into_iter().enumerate() {
         let words: Vec<f32> = (0..MOST_LANES as u32).map(|i| f32::from_bits(0x3F81_4012 + 0x0102_0301 * i)).collect();
         let mut got = [0.0; MOST_LANES];
-        // SAFETY: the caller promises the instructions; there are as many numbers as in the longest vector.
+        // SAFETY: the caller guarantees that the processor has the instructions; there are as many numbers as in the
+        // longest vector.
         unsafe { V::with(|| V::load(words.as_ptr()).split_bf16()[part].store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| same(got[i], want(words[i]))), "{got:?}");
     }
@@ -127,7 +130,8 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
     for (i, from) in numbers.chunks_exact(V::LANES).enumerate() {
         let n = i % (V::LANES + 1);
         let (mut to, mut back) = (vec![put::<E>(7.0); V::LANES], vec![9.0; V::LANES]);
-        // SAFETY: the caller promises the instructions; a vector's numbers and `n` elements are read.
+        // SAFETY: the caller guarantees that the processor has the instructions; a vector's numbers and `n` elements
+        // are read.
         unsafe {
             V::with(|| {
                 V::load(from.as_ptr()).narrow(to.as_mut_ptr(), n);
@@ -137,7 +141,7 @@ unsafe fn check_elements<V: SimdVector, E: Element>(numbers: &[f32]) {
         for lane in 0..V::LANES {
             let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
             let got = get(to[lane]);
-            // The AVX512_BF16 instruction treats numbers that are not normal as 0.
+            // The AVX512_BF16 instruction treats subnormal numbers as 0.
             let lost = E::KIND == ElementDtype::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
             assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
             assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);
@@ -152,7 +156,7 @@ unsafe fn check_pairs() {
     let numbers = |from: usize| std::array::from_fn::<f32, MOST_LANES, _>(|i| (from + i) as f32 * 0.3);
     let (a, b) = (numbers(1), numbers(100));
     let mut got = [[bf16::ZERO; 2 * MOST_LANES]; 2];
-    // SAFETY: the caller promises the instructions; words of two elements.
+    // SAFETY: the caller guarantees that the processor has the instructions; words of two elements.
     unsafe {
         Avx512Bf16::with(|| {
             let (a, b) = (Avx512Bf16::load(a.as_ptr()), Avx512Bf16::load(b.as_ptr()));

@@ -2,7 +2,7 @@
 //! correct gradients: two-dimensional convolution, `index_select`, `gather`, `index_add`.
 
 use super::wide;
-use crate::kernels::pooling::{InterpolationPair, PoolingWindows, Resampling};
+use crate::kernels::pooling::{InterpolationGrid, InterpolationPair, PoolingWindows};
 use crate::kernels::scatter::{NOWHERE, ScatterTargets};
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig};
@@ -14,7 +14,7 @@ pub fn conv1d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, config: &Conv1
     let x = x.to_dtype(weight.dtype())?.pad_with_zeros(2, padding, padding)?;
     let reach = dilation * (weight.dim(2)? - 1) + 1;
     // Leaves out elements after the last window, because the gradient of Candle's convolution pads height and width
-    // alike.
+    // equally.
     let x = x.narrow(2, 0, (x.dim(2)? - reach) / stride * stride + reach)?.unsqueeze(2)?;
     let y = x.contiguous()?.conv2d(&weight.unsqueeze(2)?, 0, stride, dilation, groups)?.squeeze(2)?;
     with_bias(y, bias)?.to_dtype(format)
@@ -97,7 +97,7 @@ pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<T
 }
 
 /// See [`crate::nn::upsample_bilinear2d`]; takes an image and any resampling of it.
-pub(in crate::nn) fn resampled(x: &Tensor, resampling: &Resampling) -> Result<Tensor> {
+pub(in crate::nn) fn resampled(x: &Tensor, resampling: &InterpolationGrid) -> Result<Tensor> {
     let along = |x: &Tensor, pairs: &[InterpolationPair], axis: usize| {
         let at = |place: fn(&InterpolationPair) -> usize| {
             x.contiguous()?.index_select(&indices(pairs.iter().map(place), x.device())?, axis)
@@ -145,7 +145,7 @@ fn added(init: &Tensor, source: &Tensor, targets: &ScatterTargets, numbers: Vec<
     sum.reshape(init.shape())?.to_dtype(init.dtype())
 }
 
-/// See [`crate::nn::matmul()`]. Sums are computed as the device does it.
+/// See [`crate::nn::matmul()`]. The device determines how sums are computed.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.contiguous()?.broadcast_matmul(&b.contiguous()?)
 }

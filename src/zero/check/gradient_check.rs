@@ -58,7 +58,7 @@ impl RankCore {
         // With a graph, because the model may differentiate something in its forward. The graph is dropped before the
         // real forward.
         let output = {
-            let _shifted = PerturbedParams::begin(self);
+            let _shifted = PerturbedParamsGuard::begin(self);
             self.forward(run).map(|output| output.detach())
         };
         self.evaluating.store(true, Ordering::Relaxed);
@@ -178,16 +178,16 @@ impl RankCore {
 }
 
 /// A guard for moved parameters: it puts them back even after an error or a panic.
-struct PerturbedParams<'a>(&'a RankCore);
+struct PerturbedParamsGuard<'a>(&'a RankCore);
 
-impl<'a> PerturbedParams<'a> {
+impl<'a> PerturbedParamsGuard<'a> {
     fn begin(core: &'a RankCore) -> Self {
         core.check.shifts.store(true, Ordering::Relaxed);
         Self(core)
     }
 }
 
-impl Drop for PerturbedParams<'_> {
+impl Drop for PerturbedParamsGuard<'_> {
     fn drop(&mut self) {
         // A parameter that cannot be put back was not taken out.
         let _ = self.0.put_back(|_| true);

@@ -7,7 +7,7 @@ use crate::util::lock;
 use crate::zero::rank_core::RankCore;
 
 impl RankCore {
-    /// Returns the same error. If ranks have run different parts of the model, it names the parts and the remedy.
+    /// Returns the error. If ranks have run different parts of the model, the result names these parts and the remedy.
     pub fn name_parts(&self, error: Error) -> Error {
         let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
         let parts = (self.part(here), self.part(there));
@@ -36,7 +36,7 @@ impl RankCore {
     }
 }
 
-/// Returns the collective in a text that may begin with the engine's call.
+/// Returns the part of a text that describes the collective. The text may begin with the engine's call.
 fn collective_of(call: &str) -> &str {
     let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
     kinds.iter().filter_map(|kind| call.find(kind.name())).min().map_or(call, |at| &call[at..])

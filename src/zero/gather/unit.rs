@@ -58,13 +58,13 @@ pub(crate) fn link_under_construction() -> EngineLink {
 
 /// Runs `build` with `units` as the registrar that [`unit()`] finds.
 pub(crate) fn building<T>(units: &(impl UnitRegistrar + Clone + 'static), build: impl FnOnce() -> T) -> T {
-    struct RegistrarReset(Option<Arc<dyn UnitRegistrar>>);
-    impl Drop for RegistrarReset {
+    struct RegistrarGuard(Option<Arc<dyn UnitRegistrar>>);
+    impl Drop for RegistrarGuard {
         fn drop(&mut self) {
             BUILDING.set(self.0.take());
         }
     }
-    let _reset = RegistrarReset(BUILDING.replace(Some(Arc::new(units.clone()))));
+    let _reset = RegistrarGuard(BUILDING.replace(Some(Arc::new(units.clone()))));
     build()
 }
 

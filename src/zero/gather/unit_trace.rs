@@ -63,7 +63,7 @@ impl UnitTrace {
         self.changes
     }
 
-    /// Returns the units that will be needed next, in order; empty while recording.
+    /// Returns the units that will be needed next, in order. Empty during a recording.
     pub fn coming(&self) -> &[UnitEvent] {
         if self.complete { &self.events[self.at..] } else { &[] }
     }

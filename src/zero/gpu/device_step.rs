@@ -1,4 +1,4 @@
-//! The optimizer step of a share that lies on a GPU, by that GPU's kernels.
+//! The optimizer step of a share that is on a GPU, performed by that GPU's kernels.
 
 use crate::cuda::DeviceFlatMut;
 use crate::cuda::optimizer::MultiTensorStep;
@@ -14,7 +14,7 @@ use crate::zero::share::sub_group::{GradientShare, SubGroup};
 use crate::zero::step::hyperparameters::Hyperparameters;
 use std::ops::Range;
 
-/// Updates a sub-group, if it lies on a GPU.
+/// Updates a sub-group if it is on a GPU. Returns whether it is.
 pub(in crate::zero) fn update(
     core: &RankCore,
     group: &mut SubGroup<RankCore>,
@@ -51,7 +51,7 @@ pub(in crate::zero) fn update(
     }
     steps.run()?;
     if weights.is_none() {
-        // Streams that are not this library's may use tensors, and wait for the work launched so far.
+        // Tensors may be used on streams other than this library's. Those wait for the work launched so far.
         let stream = device.cuda_stream();
         for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
             change(&core.params[slot.param].tensor, |mut whole| {
@@ -64,7 +64,7 @@ pub(in crate::zero) fn update(
 }
 
 impl StateStorage<RankCore> {
-    /// Returns elements `range` of the sub-group, which lies on a GPU.
+    /// Returns elements `range` of the sub-group, which must be on a GPU.
     fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
             Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),

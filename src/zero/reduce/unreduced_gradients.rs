@@ -1,5 +1,5 @@
-//! Gradients of micro steps that are not reduced (`no_sync`): this rank's own full gradients, until a backward that
-//! reduces.
+//! Gradients of micro steps that are not reduced (`no_sync`): this rank's own full gradients, kept until a backward
+//! that reduces.
 
 use crate::graph::Grad;
 use crate::memory::{Ledger, MemoryKind, TrackedBuffer};
@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 pub(in crate::zero) struct UnreducedGradients {
     /// Whether gradients of the current backwards are kept.
     pub holds: bool,
-    /// Whether a backward's gradients have been kept since the last reduction. It is the same on all ranks, whatever
-    /// arrived here.
+    /// Whether a backward's gradients have been kept since the last reduction. It is the same on all ranks, regardless
+    /// of which gradients arrived here.
     pub waits: bool,
     pub sums: BTreeMap<ParamId, TrackedBuffer>,
 }

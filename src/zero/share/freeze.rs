@@ -22,10 +22,10 @@ use std::sync::atomic::Ordering;
 
 impl RankCore {
     /// Collective: from now on exactly the parameters that `trained` selects are trained. Those that were not trained
-    /// before get fresh optimizer states, after `updates` updates of the others. No gradients may exist now.
+    /// before get fresh optimizer states, after `updates` updates of the others. No gradients may exist at this point.
     ///
     /// # Errors
-    /// Files that get no space: on all ranks, and nothing has changed. A failed collective.
+    /// Fails on all ranks, without any change, if a file gets no space. Also fails if a collective fails.
     pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), CollectiveFailure> {
         if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
             return Ok(());
@@ -41,7 +41,7 @@ impl RankCore {
         };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {
-                // Copied as they are: packing values that came out of a packing need not give the same codes.
+                // Copied unchanged, because packing unpacked values again may give different codes.
                 Some(words) => words,
                 None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
             };
@@ -74,7 +74,7 @@ impl RankCore {
         Ok(())
     }
 
-    /// Returns elements `range`, counted among those that this rank owns, of a state in f32.
+    /// Returns elements `range` of a state in f32. The range must be part of the elements that this rank owns.
     pub(super) fn own_values(&self, state: ParamStateKind, param: usize, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::with_capacity(DType::F32, range.len());
         let take = |found: FlatRef<'_>| values.extend_cast(found);

@@ -1,4 +1,4 @@
-//! An optimizer state of a sub-group, in the format that it is kept in.
+//! An optimizer state of a sub-group, in its storage format.
 //!
 //! ```text
 //!   f32, bf16     | elements                         |   in memory, or in a file
@@ -43,7 +43,7 @@ impl<R: ShareMemory> OptimState<R> {
     /// Creates zeros for `len` elements, in memory.
     ///
     /// # Errors
-    /// A GPU without enough memory.
+    /// Fails if a GPU does not have enough memory.
     pub fn in_memory(ledger: &Ledger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
@@ -57,7 +57,7 @@ impl<R: ShareMemory> OptimState<R> {
     /// Creates a state of `len` elements in a file that contains zeros.
     ///
     /// # Errors
-    /// See [`in_memory`](Self::in_memory).
+    /// Returns the errors of [`in_memory`](Self::in_memory).
     pub fn in_file(ledger: &Ledger, format: StateFormat, extent: FileExtentOf<R>, len: usize) -> Result<Self> {
         Ok(Self { format, storage: StateStorage::File(extent), scales: Self::scales(ledger, format, len)? })
     }
@@ -71,7 +71,7 @@ impl<R: ShareMemory> OptimState<R> {
         }
     }
 
-    /// Creates scales of zero, so that any code is a zero.
+    /// Creates scales of zero, with which every code stands for zero.
     fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<TrackedBuffer<R::Buffer>>> {
         let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
         format.map().map(|_| Ok(TrackedBuffer::new(ledger, MemoryKind::Moments, zeros()?))).transpose()

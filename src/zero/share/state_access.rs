@@ -62,8 +62,8 @@ impl RankCore {
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
-    /// Passes elements `range` (counted among those that this rank owns), one of the [`pieces`], of a state to `take`.
-    /// It should only copy them: state in memory is locked meanwhile.
+    /// Passes elements `range` of a parameter's state to `take`, which should only copy them, because state in memory
+    /// is locked in the meantime. The range must be one of the [`pieces`] of the elements that this rank owns.
     pub fn read_state(
         &self,
         state: ParamStateKind,
@@ -112,8 +112,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Sets elements `range` (counted among those that this rank owns) of a state, and 16-bit shards with it. `values`
-    /// returns the values of a range of the parameter's elements.
+    /// Sets elements `range` of a parameter's state, and the 16-bit shards with them. The range must be part of the
+    /// elements that this rank owns. `values` returns the values of a range of the parameter's elements.
     pub fn write_state(
         &self,
         state: ParamStateKind,
@@ -125,7 +125,7 @@ impl RankCore {
         drop(self.landed()?);
         let (group, slot) = self.place_of(param);
         if state.storage(&mut lock(&self.groups)[group]).is_none() {
-            // It lies in the parameter's tensor: nothing has to be read for it.
+            // The state is in the parameter's tensor, so nothing has to be read for it.
             return Ok(());
         }
         if let Some(packing) = self.params[param].packing() {
@@ -153,8 +153,8 @@ impl RankCore {
         Ok(())
     }
 
-    /// Packs the elements `range`, all that this rank owns of a parameter. Elements that already have these values stay
-    /// as they are: packing values that came out of a packing need not give the same codes.
+    /// Packs the elements `range`, which are all that this rank owns of a parameter. If the elements already have these
+    /// values, nothing changes, because packing unpacked values again may give different codes.
     fn write_packed(
         &self,
         packing: WeightPacking,
@@ -172,7 +172,8 @@ impl RankCore {
         assert_eq!(slot.owned, range, "packed weights are set as a whole");
         let mut old = Flat::zeros(DType::F32, range.len());
         packed_weights::unpack(packing, self.words(storage, slot)?.as_ref(), 0, old.as_mut());
-        // In the model's dtype: a checkpoint of a lower stage has the values that the model computes with.
+        // Values are compared in the model's dtype: a checkpoint of a lower stage has the values that the model
+        // computes with.
         let seen = |values: &Flat| {
             let mut seen = Flat::with_capacity(self.dtype, values.len());
             seen.extend_cast(values.as_ref());
@@ -255,7 +256,7 @@ impl RankCore {
     }
 }
 
-/// Divides `range` into pieces of at most [`PIECE`] elements that begin at offsets that a file allows.
+/// Divides `range` into pieces of at most [`PIECE`] elements that begin at offsets at which file access may begin.
 pub(crate) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let Range { start, end } = *range;
     (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))

@@ -1,4 +1,4 @@
-//! The storage of a state of a sub-group: memory, or a file.
+//! The storage of a sub-group's state: memory or a file.
 
 use super::share_memory::{FileExtentOf, ShareMemory};
 use crate::memory::TrackedBuffer;
@@ -39,7 +39,7 @@ impl<R: ShareMemory<Buffer = FlatBuffer>> StateStorage<R> {
     }
 }
 
-/// Returns whether weights lie on a GPU: in their `storage`, or, if they are not sharded, in the parameters' tensors.
+/// Returns whether weights are on a GPU: in their `storage`, or, if they are not sharded, in the parameters' tensors.
 pub(crate) fn lie_on_gpu<R: ShareMemory>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
     match storage {
         Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),

@@ -24,13 +24,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A state that may lie in a file.
+/// A state that may be stored in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SubGroupStateKind {
     Weights,
     Master,
     Gradients,
-    /// The optimizer state of that name.
+    /// The optimizer state with this name.
     Moment(&'static str),
 }
 
@@ -47,11 +47,11 @@ impl SubGroupStateKind {
 
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait StateFileBuilder<R: ShareMemory> {
-    /// Begins an extent of a state's file, without elements yet.
+    /// Begins an extent, still without elements, in the file of a state.
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &FileExtentOf<R>, count: usize) -> Result<()>;
-    /// Begins to write `values` from element `at` on, if there are any.
+    /// Begins to write `values` to the file, if there is one, starting at element `at`.
     fn write(&mut self, _: &FileExtentOf<R>, _: usize, _: FlatRef<'_>) -> Result<()> {
         Ok(())
     }
@@ -68,7 +68,7 @@ pub(crate) trait StateFileBuilder<R: ShareMemory> {
     ) -> Result<Option<TrackedBuffer<R::Buffer>>>;
 }
 
-/// The number of elements of initial values that are read together. So many elements form complete units of every
+/// The number of elements of initial values that are read together. This many elements form complete units of every
 /// packing, and fill complete pages of a file when packed.
 pub(super) const LOADED: usize = 1 << 24;
 
@@ -91,7 +91,7 @@ pub(crate) struct SubGroupBuilder<R: ShareMemory = RankCore, C = ArenaBuilder> {
     sharing: ShareLayout,
     files: C,
     ledger: Ledger,
-    /// The places of complete sub-groups that are not in files. Until they are complete they lie on the host.
+    /// The places of complete sub-groups that are not in files. Until they are complete, they are on the host.
     devices: ShareDevices<BufferPlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
@@ -106,8 +106,8 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Self { plan, sharing, files, ledger, devices, done: Vec::new(), open: [const { None }; ParamClass::COUNT] }
     }
 
-    /// Adds a parameter to the sub-groups of a class. `read` returns initial values of the `len` elements that this
-    /// rank owns, some at a time, in order.
+    /// Adds a parameter to the sub-groups of a class. `read` returns the initial values of the `len` elements that this
+    /// rank owns, in order, a part at a time.
     pub fn push(
         &mut self,
         param: ParamId,
@@ -138,7 +138,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
     }
 
-    /// Adds a parameter by its share's values in the form that a sub-group holds: words, if they are packed.
+    /// Adds a parameter, given its share's values in the form in which a sub-group holds them. Packed values are words.
     pub fn push_share(&mut self, param: ParamId, cut: ShardCut, values: FlatRef<'_>, class: ParamClass) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
         self.fill(&mut share, values)?;
@@ -163,8 +163,8 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match storage {
                 StateStorage::File(extent) => self.files.grow(extent, room)?,
-                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be
-                // wasted.
+                // The exact size is reserved: a large buffer grows in place (the allocator remaps its pages), and spare
+                // room would be wasted.
                 StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
             }
         }
@@ -210,7 +210,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Ok(())
     }
 
-    /// Creates an empty sub-group, whose weights lie in a file if they `spill`.
+    /// Creates an empty sub-group. Its weights are stored in a file if it `spills`.
     fn empty_group(&self, class: ParamClass, spills: bool) -> Result<SubGroup<R>> {
         let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
@@ -247,7 +247,7 @@ impl<R: ShareMemory, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// If a file got no space, the groups must not be used: [`OffloadStore::check_space`] returns the error.
     ///
     /// # Errors
-    /// A failed file operation.
+    /// Fails if a file operation fails.
     pub fn finish(&mut self) -> Result<Vec<SubGroup<R>>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
@@ -319,13 +319,13 @@ pub(crate) struct ArenaBuilder {
 /// The number of elements of initial values that are written together.
 const PIECE: usize = 1 << 20;
 
-/// The number of pending pieces before the oldest is waited for.
+/// The maximum number of pending pieces. When it is exceeded, the oldest piece is waited for.
 const IN_FLIGHT: usize = 8;
 
 impl StateFileBuilder<RankCore> for ArenaBuilder {
     fn begin(&self, state: SubGroupStateKind, class: ParamClass, dtype: DType) -> Result<FileExtent> {
-        // Weights of all classes grow side by side. The states that are reserved after all parameters are registered do
-        // not.
+        // The weights of all classes grow at the same time, so each class has its own file. The other states are
+        // reserved one after the other, once all parameters are registered.
         let (name, class) = match state {
             SubGroupStateKind::Weights => ("parameters", Some(class)),
             SubGroupStateKind::Master => ("master weights", Some(class)),

@@ -28,9 +28,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The agreement of all ranks before a step.
+/// The result of the vote of all ranks before a step.
 pub(crate) struct Vote {
-    /// The global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
+    /// The global L2 norm of the gradients as they are, including the loss scale. It is not finite if any gradient is
+    /// not.
     pub norm: f64,
     /// The ranks with a non-finite value, in their loss or in their pieces of the gradients.
     pub overflowed: Vec<usize>,
@@ -46,7 +47,8 @@ impl Vote {
 }
 
 /// Collective: computes norm and overflow over all ranks. Each rank covers its piece of every gradient, parameter by
-/// parameter, even if it holds more. So the sum is formed in the same order at every stage, with and without groups.
+/// parameter, even if it holds more. The sum is therefore formed in the same order at every stage, with and without
+/// groups.
 pub(crate) fn vote<R: RankBackend>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::EventCategory::Optimizer, "vote");
     let mut sum = 0f64;
@@ -101,7 +103,7 @@ pub(crate) fn update<C: StepBackend>(core: &C, hyperparameters: &Hyperparameters
 }
 
 impl RankCore {
-    /// Takes the [`vote`] with this rank. In the first training step, all ranks first judge parameters that no backward
+    /// Runs the [`vote`] for this rank. In the first training step, all ranks first judge parameters that no backward
     /// reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
         self.judge_unused()?;
@@ -128,7 +130,7 @@ impl RankCore {
         Ok(true)
     }
 
-    /// Collective: completes an update that runs during the model's work.
+    /// Collective: completes an update that runs while the model computes.
     pub fn settle(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         self.end_update().map_err(|error| self.naming_what_is_held(error))?;
@@ -143,7 +145,7 @@ impl RankCore {
         false
     }
 
-    /// Waits for the thread of an update that runs during the model's work, unless this thread panics.
+    /// Waits for the thread of an update that runs while the model computes, unless this thread is panicking.
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
@@ -169,7 +171,7 @@ impl RankCore {
     /// Returns the first parameter whose gradient is not finite in this rank's piece.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// An error of the GPU driver.
     pub fn non_finite_gradient(&self) -> Result<Option<&str>> {
         for group in lock(&self.groups).iter() {
             // A sum of squares is not finite exactly if an element is not.

@@ -13,8 +13,8 @@ use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
     comm::{
-        Kind as CommKind,
-        gpus::{GpuCollectives, PendingGpuCollective},
+        CollectiveKind as CommKind,
+        gpu_collectives::{GpuCollectives, PendingGpuCollective},
     },
     cuda::DeviceFlat,
     memory::{Ledger, LedgerEntry, MemoryKind},

@@ -21,7 +21,7 @@ enum ToolArgumentsFormat {
     /// Unchanged: the template writes both forms in the same way, or writes neither.
     #[default]
     Any,
-    /// An object, which the template writes as JSON. It would write a text as JSON once more.
+    /// An object, which the template writes as JSON. It would encode a JSON text a second time.
     Object,
     /// A JSON text, which the template writes unchanged.
     Text,
@@ -83,7 +83,7 @@ impl TemplateCapabilities {
     }
 }
 
-/// Returns an object with changed values.
+/// Returns a copy of an object in which `change` has replaced the values.
 fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
     let keys = object.try_iter().into_iter().flatten();
     Value::from_pairs(keys.map(|key| {
@@ -93,7 +93,7 @@ fn changed(object: &Value, change: impl Fn(&str, Value) -> Value) -> Value {
     }))
 }
 
-/// Returns the joined text of parts that are all texts.
+/// Joins the texts of parts. Returns `None` if a part is not a text.
 fn join(parts: &Value) -> Option<String> {
     let text = |part: Value| part.as_str().map(str::to_string).or_else(|| Some(field(&part, "text").as_str()?.into()));
     parts.try_iter().ok()?.map(text).collect()
@@ -101,7 +101,7 @@ fn join(parts: &Value) -> Option<String> {
 
 const PROBE: &str = "Zprobe";
 
-/// Returns whether the template writes the parts of a content as their text, for all roles.
+/// Returns whether the template renders a list of parts as the text of these parts, for all roles.
 fn reads_parts(template: &impl ChatRenderer) -> bool {
     let part = Value::from_pairs([("type", "text"), ("text", PROBE)]);
     let content: Value = [part].into_iter().collect();
@@ -115,7 +115,7 @@ fn reads_parts(template: &impl ChatRenderer) -> bool {
     ["user", "assistant"].iter().all(|role| text(role).as_ref().is_some_and(is_plain))
 }
 
-/// Finds out how a template writes the arguments of a call.
+/// Determines how a template writes the arguments of a call.
 fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     let text = r#"{"zkey": "zvalue"}"#;
     let rendered = |arguments: Value| {
@@ -131,7 +131,7 @@ fn arguments_of(template: &impl ChatRenderer) -> ToolArgumentsFormat {
     };
     let object = json(text).ok().and_then(rendered);
     let text = rendered(text.into());
-    // JSON keys, whatever is between them and their values. With other quotes it is JSON in JSON, or Python syntax.
+    // Only the quotes of the key matter: with other quotes, the text is JSON within JSON, or Python syntax.
     let is_json = |rendered: &Option<String>| {
         let Some(rendered) = rendered else { return false };
         rendered.find("zkey").is_some_and(|at| rendered[..at].ends_with('"') && !rendered[..at].ends_with("\\\""))

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tokenizers::{AddedToken, NormalizedString, Normalizer as _, PostProcessorWrapper};
 
-/// The maximum length in bytes of a text that cannot be cut anywhere. A tokenizer needs about a hundred bytes for each
-/// byte.
+/// The maximum length in bytes of a text that cannot be cut anywhere. A tokenizer needs about a hundred bytes of memory
+/// for each byte of text.
 const MOST_TEXT: usize = 6 << 20;
 
 /// The tokenizer of a model's folder.
@@ -72,9 +72,9 @@ impl SpecialTokens {
 
 impl Tokenizer {
     /// Reads the tokenizer at `path`. In a folder, it reads tokenizer.json, with tokenizer_config.json and
-    /// special_tokens_map.json if they exist. Without a tokenizer.json, it reads vocab.txt of a BERT, or vocab.json and
-    /// merges.txt of a GPT-2. For a GGUF file, and for a folder with one and no tokenizer, it reads the tokenizer in
-    /// the GGUF file.
+    /// special_tokens_map.json if they exist. Without a tokenizer.json, it reads the vocab.txt of a BERT model, or the
+    /// vocab.json and merges.txt of a GPT-2 model. For a GGUF file, and for a folder that contains one but no
+    /// tokenizer, it reads the tokenizer in the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];
@@ -200,7 +200,7 @@ impl Tokenizer {
     }
 }
 
-/// Finds added tokens with which the library cannot encode. A token that the normalizer reduces to nothing is found
+/// Finds added tokens that prevent the library from encoding. A token that the normalizer reduces to nothing is found
 /// everywhere, and the search never ends. If the normalizer makes two tokens equal, the library finds one of them at
 /// random, differently in each process.
 fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
@@ -242,7 +242,7 @@ fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<
     }
 }
 
-/// Text as its tokens arrive. Bytes that are not yet complete UTF-8 are held back.
+/// A decoder that returns text as its tokens arrive. Bytes that are not yet complete UTF-8 are held back.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
@@ -296,7 +296,7 @@ mod tests {
     use proptest::prelude::*;
     use std::sync::LazyLock;
 
-    /// The tiny tokenizer, and those of the user's cache.
+    /// The tiny tokenizer, and those in the user's cache.
     static TOKENIZERS: LazyLock<Vec<Tokenizer>> = LazyLock::new(|| {
         let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/finetune/models/llama");
         let home = candle_zero::util::cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());

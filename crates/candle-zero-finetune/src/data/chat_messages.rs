@@ -8,7 +8,7 @@ use minijinja::value::{Value, ValueKind};
 /// The reason why messages cannot be used.
 pub(super) type RecordProblem = String;
 
-/// Messages with role and content, and which of them state themselves whether they are learned.
+/// Messages with role and content, and for each of them whether it is learned, if the message itself specifies this.
 #[derive(Debug, Default, Clone)]
 pub(super) struct ChatMessages {
     pub list: Vec<Value>,
@@ -42,7 +42,7 @@ impl ChatMessages {
         }
     }
 
-    /// Returns one message of a text.
+    /// Returns a single message with a text.
     pub(super) fn text(role: &str, content: &str) -> Self {
         let list = vec![Value::from_pairs([("role", role), ("content", content)])];
         Self { list, learned: vec![None], is_share_gpt: false }
@@ -55,7 +55,7 @@ impl ChatMessages {
         self
     }
 
-    /// Puts a system text before all messages, unless it is already there.
+    /// Inserts a system text before all messages, unless it is already there.
     pub(super) fn with_system(self, system: &str) -> Result<Self, RecordProblem> {
         let first = self.list.first().cloned().unwrap_or_default();
         let (role, content) = (field(&first, "role"), field(&first, "content"));
@@ -137,7 +137,7 @@ impl ChatMessages {
         Ok(())
     }
 
-    /// Appends a turn of xtuner: a question and its answer, perhaps with a system text.
+    /// Appends a turn of xtuner: a question and its answer, optionally with a system text.
     fn push_turn(&mut self, turn: &Value) -> Result<(), RecordProblem> {
         for (name, role) in [("system", "system"), ("input", "user"), ("output", "assistant")] {
             let value = field(turn, name);
@@ -163,7 +163,7 @@ impl ChatMessages {
 /// Other keys that exclude text from learning.
 const REFUSED: [&str; 7] = ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
-/// Returns the refusal of pictures, naming their key.
+/// Returns the error for pictures, which names their key.
 pub(super) fn picture(name: &str) -> RecordProblem {
     format!(
         "it has {name}, and pictures, films and sounds are not read: without them its texts would teach to make things up; \
@@ -171,7 +171,7 @@ pub(super) fn picture(name: &str) -> RecordProblem {
     )
 }
 
-/// Returns whether a message states itself that it is learned.
+/// Returns whether a message is learned, if the message itself specifies this.
 fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
     let mut learned = None;
     for name in WEIGHTS {
@@ -188,7 +188,7 @@ fn learned(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordPr
     Ok(learned)
 }
 
-/// Returns whether a weight or a flag enables learning. It is 0, 1 or a truth value, perhaps as text.
+/// Returns whether a weight or a flag enables learning. It is 0, 1 or a boolean, possibly as text.
 pub(crate) fn weight(name: &str, value: &Value) -> Result<Option<bool>, RecordProblem> {
     let text = value.as_str().map(str::trim);
     let number = match (value.kind(), text) {
@@ -225,7 +225,7 @@ fn share_gpt_role(from: &str) -> Result<&str, RecordProblem> {
     })
 }
 
-/// Appends a content: a text, a list of parts, or another value that a template may take.
+/// Appends the content of a message: a text, a list of parts, or another value that a template may take.
 fn contents(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), RecordProblem> {
     if value.kind() != ValueKind::Seq {
         fields.push(("content".into(), value.clone()));

@@ -7,46 +7,47 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// The number of lines that are named for each kind.
+/// The number of lines that are listed for each kind of remark.
 const NAMED: usize = 5;
 
 /// The outcome of reading the records of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct DataReport {
-    /// Records read, or pieces of plain text.
+    /// The number of records, or of pieces of plain text, that were read.
     pub records: u64,
     /// The number of records of each format.
     pub forms: BTreeMap<RecordFormat, u64>,
-    /// Samples made from the records.
+    /// The number of samples made from the records.
     pub samples: u64,
-    /// Tokens of the samples.
+    /// The number of tokens in the samples.
     pub tokens: u64,
-    /// Tokens that are predicted.
+    /// The number of tokens that are predicted.
     pub targets: u64,
-    /// Records that could not be used.
+    /// The records that could not be used.
     pub broken: RecordLines,
-    /// Conversations with an empty answer, whose end is learned.
+    /// The conversations with an empty answer. Only the end of such an answer is learned.
     pub empty_answers: RecordLines,
-    /// Samples that were cut at the context length after their last target.
+    /// The samples that were cut at the context length after their last target.
     pub truncated: RecordLines,
-    /// Samples that lost targets when they were cut at the context length.
+    /// The samples that lost targets when they were cut at the context length.
     pub truncated_targets: RecordLines,
-    /// Samples that were left out because their first target is beyond the context.
+    /// The samples that were left out because their first target is beyond the context.
     pub targets_beyond: RecordLines,
-    /// Samples that were left out because they contain nothing to predict.
+    /// The samples that were left out because they contain nothing to predict.
     pub without_target: RecordLines,
-    /// Samples that were left out because they are longer than the context.
+    /// The samples that were left out because they are longer than the context.
     pub dropped: RecordLines,
-    /// Texts that were cut into pieces of the context length, without losing any.
+    /// The texts that were cut into pieces of the context length, without any loss.
     pub cut: RecordLines,
-    /// Samples with an answer that is learned without its end.
+    /// The samples with an answer that is learned without its end.
     #[serde(default)]
     pub endless: RecordLines,
     /// Other remarks on records, one sentence each.
     #[serde(default)]
     pub remarks: BTreeMap<String, RecordLines>,
-    /// Keys that were not read, with the number of records that have a value there. Only the first 64 keys are kept.
+    /// The keys that were not read, with the number of records that contain a value for them. Only the first 64 keys
+    /// are kept.
     #[serde(default)]
     pub ignored: BTreeMap<String, u64>,
     /// Whether samples come in pairs.
@@ -65,9 +66,9 @@ pub struct DataReport {
 pub struct RecordLines {
     /// The number of records.
     pub count: u64,
-    /// Lines (or rows) of the first five, from 1.
+    /// The lines (or rows) of the first five records, counted from 1.
     pub first: Vec<u64>,
-    /// The problem of the first record, for kinds of records whose problems differ.
+    /// The problem of the first record, for kinds in which each record has a different problem.
     pub reason: Option<String>,
 }
 
@@ -129,7 +130,7 @@ impl DataReport {
         lines.reason = lines.reason.take().or(reason);
     }
 
-    /// Returns what is not as expected, one sentence each.
+    /// Returns the noteworthy facts about the records, one sentence each.
     pub fn notes(&self) -> Vec<String> {
         let kinds = [
             (&self.broken, "could not be used"),
@@ -170,13 +171,13 @@ impl DataReport {
         self.skipped().saturating_mul(10) > self.records
     }
 
-    /// Returns why records were skipped.
+    /// Returns the reasons why records were skipped.
     pub(super) fn why_skipped(&self) -> String {
         let Self { broken, without_target, by_row, .. } = self.clone();
         Self { broken, without_target, by_row, ..Self::default() }.notes().join("; ")
     }
 
-    /// Returns why a file yielded no sample.
+    /// Returns the reasons why a file yielded no samples.
     pub(super) fn why_nothing(&self) -> String {
         match self.notes() {
             notes if notes.is_empty() => "it is empty".into(),
@@ -191,7 +192,7 @@ impl RecordLines {
         self.count == 0
     }
 
-    /// Returns a sentence made from `what`, which begins with its verb in the plural.
+    /// Returns a sentence about the records. `what` is its rest, beginning with the verb in the plural.
     fn sentence(&self, unit: &str, what: &str) -> String {
         let (verb, rest) = what.split_once(' ').unwrap_or((what, ""));
         let verb = match verb {
@@ -217,7 +218,7 @@ impl RecordLines {
     }
 }
 
-/// Writes formats, samples and tokens in a line.
+/// Writes formats, samples and tokens on one line.
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();

@@ -1,4 +1,5 @@
-//! Writes a decoder as a GGUF file by llama.cpp's conventions for keys, tensor names and the layout of some tensors.
+//! Writes a decoder as a GGUF file following llama.cpp's conventions for keys, tensor names and the layout of some
+//! tensors.
 
 use super::tokenizer_export::keys;
 use super::weights::GgufFile;
@@ -27,7 +28,7 @@ struct GgufArchitecture<'a> {
     config: &'a DecoderConfig,
 }
 
-/// The change to the layout of a tensor's lines.
+/// The change to the layout of a tensor's lines (its rows).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LayoutChange {
     None,
@@ -43,7 +44,7 @@ impl MergedModel<'_> {
     /// An existing file is replaced.
     ///
     /// # Errors
-    /// A model or a tokenizer that cannot be represented; a value that f16 cannot hold; errors of reading and writing.
+    /// A model or a tokenizer that cannot be represented; a value that f16 cannot hold; errors in reading or writing.
     /// On an error, `out` is unchanged.
     pub fn write_gguf(&self, out: impl AsRef<Path>, format: GgufFormat) -> Result<()> {
         write_gguf(self, self.base, format, out.as_ref())

@@ -22,9 +22,9 @@ pub(super) struct HubClient<'a> {
     repository: &'a Repository,
     settings: &'a HubSettings,
     api: Api,
-    /// The agent for files' bytes. It follows redirects, and sends the token only to the original host.
+    /// The agent that downloads files. It follows redirects, and sends the token only to the original host.
     agent: Agent,
-    /// The agent for locating files. It does not follow redirects.
+    /// The agent that locates files. It does not follow redirects.
     staying: Agent,
     tls: TlsConfig,
 }
@@ -41,7 +41,7 @@ pub(super) struct RemoteFile {
 
 /// The bytes of a file as they arrive.
 pub(super) struct FileStream {
-    /// The position in the file of the first byte.
+    /// The position of the first byte in the file.
     pub from: u64,
     pub reader: Box<dyn Read>,
 }
@@ -60,9 +60,9 @@ impl<E: Into<Error>> From<E> for RequestFailure {
     }
 }
 
-/// The maximum time that the server may be silent.
+/// The maximum time for which the server may be silent.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The number of consecutive attempts without receiving a byte.
+/// The maximum number of consecutive attempts that receive no bytes.
 pub(super) const TRIES: u32 = 4;
 /// The pause after the first attempt. It doubles after each further one.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -109,7 +109,7 @@ impl<'a> HubClient<'a> {
         self.patiently(file, || self.look_up(commit, file))
     }
 
-    /// Calls `run` again after temporary failures, up to [`TRIES`] times in all.
+    /// Calls `run` again after temporary failures, up to [`TRIES`] times in total.
     fn patiently<T>(&self, file: &str, mut run: impl FnMut() -> Result<T, RequestFailure>) -> Result<T> {
         let mut tries = 0;
         loop {
@@ -162,7 +162,7 @@ impl<'a> HubClient<'a> {
                 self.check_status(file, status.as_u16(), headers)?;
                 return self.described(file, headers, CONTENT_LENGTH.as_str());
             }
-            // This host will report more. Another host only serves the bytes.
+            // A redirect within this host leads to the file's properties. Another host only serves its bytes.
             match text_of(headers, LOCATION.as_str()).filter(|to| to.starts_with('/') && !to.starts_with("//")) {
                 Some(to) => address = format!("{}{to}", self.origin()),
                 None => return self.described(file, headers, "x-linked-size"),

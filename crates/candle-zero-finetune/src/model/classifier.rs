@@ -25,7 +25,7 @@ pub struct Classifier {
 
 /// The result of classifying a text.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Classification {
+pub struct ClassificationOutput {
     /// All labels with their probabilities, the most likely first.
     pub labels: Vec<(String, f64)>,
     /// The number of tokens of the text, including those that the tokenizer adds.
@@ -59,7 +59,7 @@ impl Classifier {
     ///
     /// # Errors
     /// A text that the tokenizer refuses or that yields no tokens; results that are not finite.
-    pub fn classify(&self, text: &str) -> Result<Classification> {
+    pub fn classify(&self, text: &str) -> Result<ClassificationOutput> {
         let mut ids = self.tokenizer.encode(text)?.ids;
         let (before, after) = self.tokenizer.around();
         let room = self.model.config().max_position_embeddings.saturating_sub(before.len() + after.len());
@@ -80,7 +80,7 @@ impl Classifier {
         let mut labels: Vec<(String, f64)> = self.labels().iter().cloned().zip(probabilities).collect();
         // The sort is stable: equal probabilities stay in the order of the classes.
         labels.sort_by(|a, b| b.1.total_cmp(&a.1));
-        Ok(Classification { labels, tokens, cut })
+        Ok(ClassificationOutput { labels, tokens, cut })
     }
 }
 

@@ -26,7 +26,7 @@ impl CargoTargetKind {
     }
 }
 
-/// One call of cargo.
+/// One invocation of cargo.
 #[derive(Debug)]
 pub(crate) struct CargoBuild {
     /// The script as typed, for messages.
@@ -158,7 +158,7 @@ fn command(build: &CargoBuild, cargo: &OsString) -> Command {
         command.arg("--features").arg(features);
     }
     // Cargo reads its settings from its current folder upwards. The package's own settings must apply wherever zerorun
-    // is started, because others would recompile everything. Relative variables keep their meaning.
+    // is started, because other settings would recompile everything. Relative variables keep their meaning.
     command.current_dir(&build.package_dir);
     if let Some(dir) = std::env::var_os("CARGO_TARGET_DIR")
         && let Ok(dir) = std::path::absolute(&dir)

@@ -12,7 +12,7 @@ pub enum LaunchError {
     NotStartable {
         /// The path as it was typed.
         path: PathBuf,
-        /// The contents of that path.
+        /// A description of what is at that path.
         found: String,
         /// The remedy.
         fix: String,
@@ -70,7 +70,7 @@ pub enum LaunchError {
         script: PathBuf,
         /// The folder of the package that was built.
         package: PathBuf,
-        /// The failure of cargo.
+        /// The failure that cargo reported.
         problem: String,
     },
     /// A rank's process could not be started.

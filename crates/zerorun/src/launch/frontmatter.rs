@@ -11,11 +11,11 @@ pub(super) struct ScriptParts {
     /// The TOML text between the fences, and the script's line where it begins, from 1. `None` if there is no
     /// frontmatter.
     pub(super) manifest: Option<(String, usize)>,
-    /// The complete script, with `//` in front of the line `#!` and of each line of the frontmatter.
+    /// The complete script, with `//` in front of the `#!` line and of each line of the frontmatter.
     pub(super) code: String,
 }
 
-/// A problem of a frontmatter.
+/// A problem in the frontmatter.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct FrontmatterProblem {
     /// The line in the script, from 1.

@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A longer line is broken, so that a program that never ends its line cannot fill the memory.
+/// A longer line is split, so that a program that never ends its line cannot fill the memory.
 const LINE_LIMIT: usize = 1 << 20;
 const READ_SIZE: usize = 64 << 10;
 /// How long to wait for the last output after the last rank has ended. Only a process that left its rank's process
@@ -124,7 +124,7 @@ impl ConsoleScreen {
     }
 }
 
-/// The threads that carry the ranks' output.
+/// The threads that forward the ranks' output.
 #[derive(Debug)]
 pub(super) struct RankOutput {
     screen: Arc<ConsoleScreen>,
@@ -172,7 +172,7 @@ impl RankOutput {
         }
     }
 
-    /// Carries `from` to `stream` line by line until it ends, on a separate thread.
+    /// Forwards `from` to `stream` line by line until it ends, on a separate thread.
     pub(super) fn carry(
         &mut self,
         rank: usize,
@@ -213,7 +213,7 @@ impl RankOutput {
                     break;
                 }
             }
-            // The last words of a rank whose output is closed cannot be shown.
+            // The final output of a rank cannot be shown if the output stream is closed.
             let _ = splitter.finish(show);
             let _ = ended.send(());
         };

@@ -40,10 +40,10 @@ const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
 /// How long the ranks may take after a signal to the launcher, unless `--grace` is given (time for a checkpoint; Slurm
 /// and Kubernetes allow the same).
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
-/// `timeout` and some schedulers signal both the launcher and its process group. Two signals within this time count
-/// once.
+/// `timeout` and some schedulers send a signal both to the launcher and to its process group. Two signals within this
+/// time count as one.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
-/// The delay after which a child's end is noticed if its event is lost.
+/// The delay after which the end of a child process is noticed if its event is lost.
 const TICK: Duration = Duration::from_millis(500);
 
 /// Torchrun's name for [`RESTART`], the number of restarts so far.
@@ -81,7 +81,7 @@ pub(crate) struct LocalJob {
     pub(crate) devices: Option<String>,
 }
 
-/// One host of a job on several.
+/// One host of a job on several hosts.
 #[derive(Clone)]
 pub(crate) struct MultiHostContext {
     /// The first rank here, among the ranks of all hosts.
@@ -130,14 +130,14 @@ impl std::fmt::Debug for MultiHostContext {
     }
 }
 
-/// The way in which a run ended.
+/// How a run ended.
 #[derive(Debug)]
 pub(crate) enum RunEnd {
-    /// All ranks ended with 0.
+    /// All ranks exited with code 0.
     Well,
-    /// All ranks ended with 0, but some of their output could not be passed on. This has been reported.
+    /// All ranks exited with code 0, but some of their output could not be passed on. This has been reported.
     Unwritten,
-    /// The launcher got this signal.
+    /// The launcher received this signal.
     Interrupted(Signal),
     /// Another host of the job is lost or has failed.
     Elsewhere,
@@ -253,10 +253,12 @@ fn common_environment(job: &LocalJob) -> Result<Vec<(&'static str, String)>> {
     Ok(variables)
 }
 
-/// The variable and its value with which the GNU C library keeps freed memory in the process, up to blocks of 1 GiB.
+/// The environment variable and the value that make the GNU C library keep freed memory in the process, in blocks of up
+/// to 1 GiB.
 ///
 /// A training step allocates the same buffers again and again, and getting pages from the system each time costs up to
-/// a fifth of it. `zerorun` sets it for its ranks; a program that is started otherwise must have it set when it starts.
+/// a fifth of the step's time. `zerorun` sets the variable for its ranks; a program that is started otherwise must have
+/// it set when it starts.
 pub(crate) const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
@@ -276,7 +278,7 @@ enum ShutdownCause {
     Running,
     /// A rank failed. `first` is the one whose end was noticed first; another rank may have caused it.
     Failure { first: EndedRank, at: Instant },
-    /// The launcher got a signal.
+    /// The launcher received a signal.
     Interrupted { signal: Signal, at: Instant },
     /// Another host is lost or has failed.
     Elsewhere { at: Instant },
@@ -594,7 +596,7 @@ impl RankProcesses {
 }
 
 impl Drop for RankProcesses {
-    /// Ends ranks that still run when starting the others failed.
+    /// Ends the ranks that are already running if starting the others has failed.
     fn drop(&mut self) {
         self.signal_all(Signal::KILL);
         for rank in self.all.iter_mut().filter(|rank| rank.end.is_none()) {

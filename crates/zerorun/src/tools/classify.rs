@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
-use candle_zero_finetune::{Classification, Classifier};
+use candle_zero_finetune::{ClassificationOutput, Classifier};
 use clap::Parser;
 use serde_json::{Map, Value, json};
 use std::ffi::OsString;
@@ -67,7 +67,7 @@ impl ClassifyArguments {
 
     /// Prints the label of a text. Returns whether standard output accepted it.
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
-        let Classification { labels, tokens, cut } = classifier.classify(text)?;
+        let ClassificationOutput { labels, tokens, cut } = classifier.classify(text)?;
         if cut > 0 && !self.json {
             eprint(&format!(
                 "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",

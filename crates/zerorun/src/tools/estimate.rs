@@ -1,13 +1,13 @@
 //! `zerorun estimate`: computes the bytes of a training run before it runs.
 
-use super::gpu_memory::GpuMemory;
+use super::gpu_capacity::GpuCapacity;
 use super::hosts_forecast::{self, ForecastArguments, HostsForecast};
 use super::model_size_flags::ModelSizeFlags;
 use crate::error::{OptimError, Result};
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use candle_zero::comm::CollectiveKind as Collective;
 use candle_zero::config::{Config, RunValues};
-use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Offloaded, zero2, zero3};
+use candle_zero::estimate::deepspeed::{Machines, MemoryNeeds, Zero3Offload, zero2, zero3};
 use candle_zero::estimate::{Estimate, EstimateOptions, Shapes, UnitRule, paper};
 use candle_zero::memory::MemoryRow;
 use candle_zero::offload::{available_memory, free_space};
@@ -74,7 +74,7 @@ struct EstimateArguments {
     /// Compute the model on GPUs, one per rank. With a name (h100, a100-40, rtx4090 and others) or a memory size
     /// (24GiB), also print whether the model state fits
     #[arg(long, value_name = "GPU", num_args = 0..=1)]
-    gpu: Option<Option<GpuMemory>>,
+    gpu: Option<Option<GpuCapacity>>,
 
     /// Units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
@@ -243,7 +243,7 @@ struct EstimateReport {
     need: HostMemoryNeed,
     hosts: Option<HostsForecast>,
     /// The GPU of each rank, if its memory is known.
-    gpu: Option<GpuMemory>,
+    gpu: Option<GpuCapacity>,
     deepspeed: bool,
 }
 
@@ -279,9 +279,9 @@ impl EstimateReport {
         vec![
             ("stage 2", zero2(all, machines, false)),
             ("stage 2, optimizer offloaded", zero2(all, machines, true)),
-            ("stage 3", zero3(all, layer, machines, Offloaded::Nothing, true)),
-            ("stage 3, optimizer offloaded", zero3(all, layer, machines, Offloaded::Optimizer, true)),
-            ("stage 3, parameters too", zero3(all, layer, machines, Offloaded::OptimizerAndParameters, true)),
+            ("stage 3", zero3(all, layer, machines, Zero3Offload::Nothing, true)),
+            ("stage 3, optimizer offloaded", zero3(all, layer, machines, Zero3Offload::Optimizer, true)),
+            ("stage 3, parameters too", zero3(all, layer, machines, Zero3Offload::OptimizerAndParameters, true)),
         ]
     }
 
@@ -310,7 +310,7 @@ impl EstimateReport {
             "not_included": self.not_included().collect::<Vec<_>>(),
             "said": said.collect::<Vec<_>>(),
         });
-        if let Some(GpuMemory { name, bytes }) = &self.gpu {
+        if let Some(GpuCapacity { name, bytes }) = &self.gpu {
             let fits = self.estimate.device_bytes() as u64 <= *bytes;
             all["gpu"] = json!({"name": name, "bytes": bytes, "fits": fits});
         }

@@ -1,7 +1,7 @@
 //! The tools: everything that `zerorun` does besides starting scripts. The first word of the command line names one.
 //!
 //! Each tool has a file or folder of its name. `config_diagnostic` belongs to `check`, `hosts_forecast` and
-//! `gpu_memory` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`,
+//! `gpu_capacity` to `estimate`, `model_size_flags` to `estimate` and `tune`, `sample_flags` to `data` and `finetune`,
 //! and `resolve_model` to all tools that accept a model. A script with the name of a tool is started as `./NAME`.
 
 mod bench;
@@ -17,7 +17,7 @@ pub(crate) mod error;
 mod estimate;
 mod finetune;
 mod generate;
-mod gpu_memory;
+mod gpu_capacity;
 mod hosts_forecast;
 mod import;
 mod inspect;

@@ -1,4 +1,4 @@
-//! Resolves a command's model argument: a path, or else a repository of the Hugging Face Hub.
+//! Resolves a command's model argument: a path, or else a repository on the Hugging Face Hub.
 
 #[cfg(feature = "hub")]
 use super::byte_progress::ByteProgress;

@@ -3,7 +3,7 @@
 //! ```text
 //!   gather: each host sends Hello -> Start to all -> values of their ranks' libraries are exchanged -> Ended of each
 //!      ^                                                                     |
-//!      +-- a host is lost or a rank failed: the others are told, all end ----+-- if restarts are left: again
+//!      +-- a host is lost or a rank failed: the others are notified, all end +-- if restarts are left: again
 //!          a host is back: the ranks are asked to end gracefully ------------+
 //! ```
 //!
@@ -22,18 +22,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// How long a new attempt waits for hosts of the last one, if it may continue without them.
+/// How long a new attempt waits for hosts of the previous one, if it may continue without them.
 const RETURN: Duration = Duration::from_secs(3);
 /// How long an attempt runs before it is restarted to include a host that is back.
 const SETTLED: Duration = Duration::from_secs(10);
 /// The interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(200);
-/// The maximum bytes of a message for each rank of its host: the values of its MPI library, and more.
+/// The maximum number of bytes in a message for each rank of its host: the values of its MPI library, and more.
 const LONGEST_OF_A_RANK: usize = 64 << 10;
 /// The exit code if a host is lost or hosts are missing.
 const EXIT_LOST: u8 = 1;
 
-/// The rules by which ranks are started.
+/// The rules for starting ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ElasticPolicy {
     /// The number of hosts of the job.
@@ -73,7 +73,7 @@ enum CoordinatorEvent {
     FromHost(u64, PeerEvent),
 }
 
-/// A host that takes part.
+/// A host that takes part in the job.
 struct JoinedHost {
     connection: u64,
     peer: LauncherPeer,
@@ -107,7 +107,7 @@ struct AttemptHost {
 /// The way in which a host's part of an attempt ended.
 enum HostEnd {
     Ended(HostOutcome),
-    /// The connection to it was lost.
+    /// The connection to the host was lost.
     Lost(String),
 }
 
@@ -216,7 +216,7 @@ impl Coordinator {
     fn admit(&mut self, joining: JoiningHost) {
         let JoiningHost { number, from, mut session, hello } = joining;
         self.acceptor.leave(number);
-        // This host's own launcher may join after others.
+        // This host's own launcher may join after those of other hosts.
         let node = hello.node;
         let holder =
             if node == self.own.node { Some(&self.own) } else { self.hosts.get(&node).map(|host| &host.hello) };
@@ -225,8 +225,8 @@ impl Coordinator {
             session.send(&LauncherMessage::Refused(refusal.told));
             return;
         }
-        // A host that lost its connection may be back before the loss is noticed, and retries until it is. Replaying a
-        // host's messages does not remove that host.
+        // A host that lost its connection may be back before the loss is noticed. It is ignored here, and retries until
+        // the loss is noticed. Replayed messages of a host therefore do not remove that host.
         if self.hosts.contains_key(&node) {
             return;
         }
@@ -246,7 +246,7 @@ impl Coordinator {
     fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> AttemptOutcome {
         let began = Instant::now();
         let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
-        // Later, a job may have written into them.
+        // Folders are compared only at the first start, because a job may write into them.
         let folders = if attempt == 0 { self.folders() } else { None };
         let note = [note, self.clocks(), folders].into_iter().flatten().collect::<Vec<_>>().join("\n");
         let note = Some(note).filter(|note| !note.is_empty());
@@ -321,7 +321,7 @@ impl Coordinator {
         outcome(&ended, signal, regroup)
     }
 
-    /// Sends a message to all hosts of an attempt whose ranks run.
+    /// Sends a message to all hosts of an attempt whose ranks are running.
     fn tell(&self, attempt_hosts: &BTreeMap<usize, AttemptHost>, message: &LauncherMessage) {
         let running = self
             .hosts
@@ -347,7 +347,7 @@ impl Coordinator {
         for host in self.hosts.values() {
             host.peer.send(&LauncherMessage::Finish { code, text: text.clone(), culprit });
         }
-        // The launchers end now and close their connections, so everything sent has arrived by then.
+        // The launchers now end and close their connections. Once they have done so, everything sent has arrived.
         let until = Instant::now() + Duration::from_secs(5);
         while !self.hosts.is_empty() && Instant::now() < until {
             self.next();
@@ -355,7 +355,7 @@ impl Coordinator {
     }
 }
 
-/// Returns the result of an attempt from the ends of its hosts, in chronological order.
+/// Derives the result of an attempt from how its hosts ended, given in chronological order.
 fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) -> AttemptOutcome {
     let hows = || {
         ended.iter().filter_map(
@@ -377,7 +377,7 @@ fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) 
     }
 }
 
-/// Returns the failure that caused the others: a lost host; else a rank whose error does not blame another failed rank.
+/// Returns the failure that caused the others: a lost host, or else a rank whose error blames no other failed rank.
 fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
     let lost = ended.iter().find_map(|(node, attempt_host)| match &attempt_host.end {
         Some(HostEnd::Lost(why)) => {
@@ -399,7 +399,7 @@ fn failure(ended: &[(usize, &AttemptHost)]) -> Option<AttemptFailure> {
     lost.or_else(|| first.or(failed.first()).map(|(.., failure)| failure.clone()))
 }
 
-/// Returns a free port, or a usual one if none is found: programs that do not use it are unaffected.
+/// Returns a free port, or a default one if none is found. Programs that do not use the port are unaffected.
 fn free_port() -> u16 {
     let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
     found.map_or(29501, |address| address.port())
@@ -506,7 +506,7 @@ mod tests {
         };
         let text =
             |outcome| if let AttemptOutcome::Failed(failure) = outcome { failure.text } else { panic!("{outcome:?}") };
-        // The first that ended blames a rank of the second.
+        // The host that ended first blames a rank of the other host.
         insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
         insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
         insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, HostEnd::Lost("nothing was heard of it for 8 s".into()))])), @"zerorun: host b is gone: nothing was heard of it for 8 s");

@@ -1,4 +1,4 @@
-//! The addresses where the first host listens: those of `--master_addr`, and no others.
+//! The addresses on which the first host listens: those of `--master_addr`, and no others.
 
 use crate::error::{HostsError, Result};
 use crate::launch::console::eprint;
@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 const AGAIN: Duration = Duration::from_millis(500);
 const SAY: Duration = Duration::from_secs(3);
 
-/// The option for an address of this host by which the others do not know it.
+/// The option that gives the address to listen on, if other hosts reach this host by a different one.
 pub(crate) const BIND_ADDR: &str = "bind_addr";
 
-/// The addresses where the first host listens.
+/// The addresses on which the first host listens.
 #[derive(Debug)]
 pub(super) struct ListenAddresses {
     pub(super) listeners: Vec<TcpListener>,
-    /// The addresses by which this host itself connects to them.
+    /// The addresses at which this host itself connects to the listeners.
     pub(super) own: Vec<SocketAddr>,
 }
 
@@ -29,7 +29,7 @@ impl ListenAddresses {
     }
 }
 
-/// Listens at `master_addr`, or at `bind_addr` in its place. An unknown name is looked up again for up to `patience` (a
+/// Listens on `master_addr`, or on `bind_addr` instead. An unknown name is looked up again for up to `patience` (a
 /// cluster's DNS entries may appear after its pods).
 ///
 /// # Errors
@@ -59,7 +59,7 @@ pub(super) fn listen(
     }
     let loops = |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     if bind_addr.is_none() && !means_loopback(name) && listeners.iter().all(loops) {
-        // For example in Debian, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
+        // On Debian, for example, /etc/hosts maps a host's own name to a loopback address. Other hosts resolve it
         // differently.
         eprint(&format!(
             "zerorun: {name} is {} on this host, where no other can reach it, so hosts are awaited at all addresses of this \
@@ -118,7 +118,7 @@ fn means_loopback(name: &str) -> bool {
         || name.ends_with(".localhost")
 }
 
-/// Listens at all addresses of this host.
+/// Listens on all addresses of this host.
 fn everywhere(port: u16) -> std::io::Result<TcpListener> {
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|error| match error.kind() {
         ErrorKind::AddrInUse => Err(error),
@@ -127,7 +127,7 @@ fn everywhere(port: u16) -> std::io::Result<TcpListener> {
     })
 }
 
-/// Returns the addresses by which this host connects to its own listening address.
+/// Returns the addresses at which this host connects to its own listening address.
 fn way_to(address: SocketAddr) -> Vec<SocketAddr> {
     match address.ip() {
         ip if !ip.is_unspecified() => vec![address],
@@ -152,7 +152,7 @@ mod tests {
         let listening = at("127.0.0.1", None).unwrap();
         assert_eq!(listening.open_to_others(), None);
         assert_eq!(listening.own[0], listening.listeners[0].local_addr().unwrap());
-        // All of 127/8 is local on Linux, and this address is not listened at.
+        // All of 127/8 is local on Linux, but nothing listens on the second address.
         let port = listening.own[0].port();
         assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_ok());
         assert!(std::net::TcpStream::connect(("127.0.0.2", port)).is_err());

@@ -18,13 +18,13 @@ pub(crate) const SECRET_FILE: &str = "CANDLE_ZERO_SECRET_FILE";
 /// The minimum and the maximum length of a secret in bytes.
 const SHORTEST: usize = 16;
 const LONGEST: usize = 4096;
-/// The bytes of a nonce.
+/// The length of a nonce in bytes.
 pub(super) const NONCE: usize = 32;
 
-/// A number that is used once.
+/// A random number that is used only once.
 pub(super) type HandshakeNonce = [u8; NONCE];
 
-/// The secret.
+/// The secret that the launchers of a job share.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct JobSecret(String);
 
@@ -35,11 +35,11 @@ impl std::fmt::Debug for JobSecret {
 }
 
 impl JobSecret {
-    /// Returns the secret of the environment, if it has one.
+    /// Returns the secret from the environment variables, if one is set.
     ///
     /// # Errors
-    /// Fails with [`HostsError::BadSecret`] if both variables are set, or if the file cannot be read or is too short,
-    /// too long or of several lines.
+    /// Fails with [`HostsError::BadSecret`] if both variables are set, if the file cannot be read, or if the secret is
+    /// too short, too long or has several lines.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let of = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (of(SECRET), of(SECRET_FILE)) {
@@ -59,10 +59,10 @@ impl JobSecret {
         }
     }
 
-    /// Creates a secret from a text, ignoring white space around it. `from` is for messages.
+    /// Creates a secret from a text, ignoring white space around it. `from` is used in error messages.
     ///
     /// # Errors
-    /// Fails with [`HostsError::BadSecret`].
+    /// Fails with [`HostsError::BadSecret`] if the text is too short, too long or has several lines.
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {
@@ -72,10 +72,10 @@ impl JobSecret {
         }
     }
 
-    /// Reads the secret from the next line, which the launcher that started this one has written.
+    /// Reads the secret from the next line, which was written by the launcher that started this one.
     ///
     /// # Errors
-    /// Fails if reading fails, or with [`HostsError::BadSecret`].
+    /// Fails if the line cannot be read, or with [`HostsError::BadSecret`].
     pub(crate) fn of_line(from: impl BufRead) -> Result<Self> {
         let mut line = String::new();
         let read = from.take(LONGEST as u64 + 2).read_line(&mut line);
@@ -106,12 +106,12 @@ impl JobSecret {
     }
 }
 
-/// The purpose of a key. No key has two purposes, so one side's messages are never valid as the other side's.
+/// The purpose of a key. No key has two purposes, so a message of one side is never accepted as one of the other side.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum KeyPurpose {
-    /// A host proves that it knows the secret.
+    /// The proof of a host that it knows the secret.
     ProofOfHost,
-    /// The first host proves that it knows the secret.
+    /// The proof of the first host that it knows the secret.
     ProofOfFirst,
     /// Messages to the first host.
     ToFirst,
@@ -131,7 +131,7 @@ impl KeyPurpose {
     }
 }
 
-/// A key.
+/// A key for one purpose on one connection.
 #[derive(Clone)]
 pub(super) struct MacKey(Hmac<Sha256>);
 
@@ -154,7 +154,7 @@ impl MacKey {
         hex(&self.over(number, bytes).finalize().into_bytes())
     }
 
-    /// Returns whether `seal` is that of message `number`, in constant time.
+    /// Checks in constant time whether `seal` is the seal of message `number`.
     pub(super) fn is_sealed(&self, number: u64, bytes: &[u8], seal: &[u8]) -> bool {
         of_hex::<32>(seal).is_some_and(|seal| self.over(number, bytes).verify_slice(&seal).is_ok())
     }
@@ -171,7 +171,7 @@ pub(super) fn nonce() -> Result<HandshakeNonce> {
     Ok(nonce)
 }
 
-/// Returns a digest by which two people can compare words without revealing them.
+/// Returns a digest with which two people can compare lists of words without revealing them.
 pub(super) fn digest(words: &[String]) -> String {
     let mut hash = Sha256::new();
     for word in words {
@@ -232,8 +232,8 @@ mod tests {
         assert_ne!(JobSecret::random().unwrap(), JobSecret::random().unwrap());
     }
 
-    /// Compares with HMAC-SHA256 as Python's `hmac` and `hashlib` compute it. No other program has to agree, but a
-    /// mistake here would make the seals worthless.
+    /// Compares a seal with HMAC-SHA256 as computed by Python's `hmac` and `hashlib`. No other program has to produce
+    /// the same seals, but a mistake here would make them worthless.
     #[test]
     fn a_seal_is_the_hmac_of_key_number_and_message() {
         let secret = JobSecret::of_text("X", "correct horse battery staple").unwrap();

@@ -64,7 +64,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "N", conflicts_with = "epochs")]
     steps: Option<u64>,
 
-    /// Number of epochs [default: 3, and up to 10 with fewer than 267 samples]
+    /// Number of epochs [default: 3, and up to 15 with fewer than 400 samples]
     #[arg(long, value_name = "E")]
     epochs: Option<f64>,
 
@@ -73,7 +73,7 @@ pub(super) struct FinetuneFlags {
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
 
-    /// Rows per step, over all ranks [default: 8, or with little data 4, 2 or 1, so that an epoch has at least 30
+    /// Rows per step, over all ranks [default: 8, or, with little data, 4, 2 or 1, so that an epoch has at least 30
     /// steps]
     #[arg(long, value_name = "ROWS")]
     batch: Option<usize>,

@@ -1,4 +1,4 @@
-//! `zerorun finetune`: fine-tunes a model's folder on data files.
+//! `zerorun finetune`: fine-tunes a model on data files.
 //!
 //! The initial process checks everything once and tokenizes the data. Its ranks train (`rank`). They are started from
 //! the same executable with the same arguments and `--as_rank=MODEL`.

@@ -259,7 +259,7 @@ impl TuneSearch {
         Ok(if printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
-    /// Sorts the rows, the better ones first.
+    /// Sorts the rows, the best one first.
     fn sort(&mut self) {
         self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
     }

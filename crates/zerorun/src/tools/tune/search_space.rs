@@ -1,4 +1,4 @@
-//! The settings to try.
+//! The configurations that `zerorun tune` tries.
 
 use super::settings::TuneSettings;
 use crate::error::{Result, ToolError};
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::path::PathBuf;
 
-/// A configuration as its differences from the original: keys by path, with their values. Null removes a key.
+/// A configuration, given as its differences from the original: keys by path, with their values. Null removes a key.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct TuneCandidate(pub(super) Map<String, Value>);
 
@@ -16,7 +16,7 @@ pub(super) struct SearchSpace {
     original: Value,
     ranks: usize,
     run: RunValues,
-    /// The samples per step of the original, if it gives them.
+    /// The number of samples per step in the original, if it specifies this number.
     batch: Option<usize>,
     stages: Vec<u8>,
     micro_batches: Vec<usize>,
@@ -57,7 +57,7 @@ impl SearchSpace {
         } else {
             micro_batches.into_iter().map(|size| size as usize).collect()
         };
-        // A batch size that the original gives stays fixed, because it affects what is learned.
+        // A batch size that the original specifies stays fixed, because it affects what is learned.
         let is_fixed = names(original, TRAIN);
         let fits = |micro: &usize| {
             let step = micro.saturating_mul(config.world_size);
@@ -93,7 +93,7 @@ impl SearchSpace {
         Config::load_for(config.clone(), self.ranks, &self.run)
     }
 
-    /// Returns the samples per step of the original if `config` has a different number.
+    /// Returns the number of samples per step in the original if `config` has a different number.
     pub(super) fn original_batch(&self, config: &Config) -> Option<usize> {
         self.batch.filter(|samples| *samples != config.batch.train_batch_size)
     }
@@ -123,7 +123,7 @@ impl SearchSpace {
                     changes.0.insert(STAGE.into(), json!(stage));
                     changes.0.insert(MICRO.into(), json!(size));
                     if names(&self.original, TRAIN) && !self.original[ACCUMULATION].is_null() {
-                        // It follows from the other two.
+                        // The accumulation follows from the other two keys.
                         changes.0.insert(ACCUMULATION.into(), Value::Null);
                     }
                     changes.0.extend(offload.clone());
@@ -135,7 +135,7 @@ impl SearchSpace {
         ladders
     }
 
-    /// Returns the choices of offload at a stage. With a folder to offload to, no offload is also a choice.
+    /// Returns the offload settings to try at a stage. With an offload folder, the first of them offloads nothing.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
         let section = |path: &str, place: &str| {

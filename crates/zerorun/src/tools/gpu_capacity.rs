@@ -26,14 +26,14 @@ const KNOWN: [(&str, u64); 17] = [
 
 /// A GPU that a rank has for itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct GpuMemory {
+pub(super) struct GpuCapacity {
     /// The name or size as the user wrote it.
     pub name: String,
     /// The total memory of the GPU.
     pub bytes: u64,
 }
 
-impl FromStr for GpuMemory {
+impl FromStr for GpuCapacity {
     type Err = String;
 
     /// Parses a name of the table, or a size such as `24GiB` or `80GB`.
@@ -50,7 +50,7 @@ impl FromStr for GpuMemory {
     }
 }
 
-impl GpuMemory {
+impl GpuCapacity {
     /// Returns a sentence about whether a rank's model state fits.
     pub fn verdict(&self, need: u64) -> String {
         let Self { name, bytes } = self;
@@ -91,21 +91,21 @@ mod tests {
 
     #[test]
     fn a_gpu_is_a_name_or_a_size() {
-        let bytes = |text: &str| text.parse::<GpuMemory>().unwrap().bytes;
+        let bytes = |text: &str| text.parse::<GpuCapacity>().unwrap().bytes;
         assert_eq!(bytes("h100"), 81_559 << 20);
         assert_eq!(bytes("H100-80"), bytes("h100"));
         assert_eq!(bytes("A100-40"), 40_960 << 20);
         assert_eq!(bytes("24GiB"), 24 << 30);
         assert_eq!(bytes("80 GB"), 80_000_000_000);
         for wrong in ["", "h101", "0GiB", "GiB", "24", "24GiBs", "99999999999999999999GB", "18446744073709551615GiB"] {
-            let why = wrong.parse::<GpuMemory>().unwrap_err();
+            let why = wrong.parse::<GpuCapacity>().unwrap_err();
             assert!(why.starts_with("known are t4, ") && why.ends_with(", or give its memory, such as 24GiB"), "{why}");
         }
     }
 
     #[test]
     fn a_verdict_has_what_is_left_or_missing() {
-        let gpu = GpuMemory { name: "24GiB".into(), bytes: 24 << 30 };
+        let gpu = GpuCapacity { name: "24GiB".into(), bytes: 24 << 30 };
         insta::assert_snapshot!(gpu.verdict(4 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 4.0 GiB: it fits, and 20.0 GiB are left for activations and CUDA's own memory");
         insta::assert_snapshot!(gpu.verdict(25 << 30), @"of the 24.0 GiB of each GPU (24GiB) model state takes at most 25.0 GiB: it does not fit, and 1.0 GiB are missing; take a higher stage, more ranks, or offload_optimizer and offload_param");
     }
