@@ -266,7 +266,7 @@ mod tests {
             build(&of_script).unwrap_err().to_string()
         };
         let told =
-            "since /was/here, which zerorun was built from, is gone: install zerorun from where the sources are now";
+            "because /was/here, which zerorun was built from, is gone: install zerorun from where the sources are now";
         assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
         assert!(!failed(None).contains("is gone"));
     }
