@@ -64,13 +64,16 @@ pub fn repository() -> &'static Path {
     package.ancestors().find(|folder| folder.join("ds_configs").is_dir()).unwrap()
 }
 
-/// Returns the executable of `zerorun`. Cargo builds it only for the tests of its own package. For the tests of other
-/// packages, it is built here.
+/// Returns the executable of `zerorun`. Cargo builds it only for the tests of its own package. The tests of other
+/// packages use the one that CANDLE_ZERO_TEST_LAUNCHER names, or build it here.
 pub fn launcher() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     match option_env!("CARGO_BIN_EXE_zerorun") {
         Some(path) => Path::new(path),
-        None => BUILT.get_or_init(|| built("crates/zerorun", "zerorun")),
+        None => BUILT.get_or_init(|| match std::env::var_os("CANDLE_ZERO_TEST_LAUNCHER") {
+            Some(path) => path.into(),
+            None => built("crates/zerorun", "zerorun"),
+        }),
     }
 }
 
@@ -91,8 +94,11 @@ fn built(package: &str, name: &str) -> PathBuf {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["build", "--quiet", "--manifest-path"]).arg(repository().join(package).join("Cargo.toml"));
     cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
-    if cfg!(feature = "cuda") {
-        cargo.args(["--features", "cuda"]);
+    let features = [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub")), ("s3", cfg!(feature = "s3"))];
+    // The examples have only the first.
+    let of_package = if name == "zerorun" { 3 } else { 1 };
+    for (feature, _) in features.iter().take(of_package).filter(|(_, is_on)| *is_on) {
+        cargo.args(["--features", feature]);
     }
     let output = cargo.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
