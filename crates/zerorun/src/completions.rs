@@ -1,6 +1,6 @@
 //! `zerorun completions`: prints completions for a shell, from the definitions of the command line.
 
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
+use crate::launch::console::{CommandLineError, print_and_exit};
 use crate::man;
 use crate::tools;
 use clap::{CommandFactory as _, Parser};
@@ -37,6 +37,5 @@ pub(crate) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let CompletionsArguments { shell } = CompletionsArguments::try_parse_from(words).map_err(CommandLineError)?;
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut whole_command_line(), "zerorun", &mut text);
-    let written = print(format_args!("{}", String::from_utf8_lossy(&text).trim_end()));
-    Ok(if written { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+    Ok(print_and_exit(String::from_utf8_lossy(&text).trim_end()))
 }

@@ -1,6 +1,6 @@
 //! `zerorun man`: prints a manual page, from the definitions of the command line.
 
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
+use crate::launch::console::{CommandLineError, print_and_exit};
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -42,6 +42,5 @@ pub(crate) fn run(words: Vec<OsString>, zerorun: clap::Command) -> Result<ExitCo
     let mut text = Vec::new();
     let rendered = page.render(&mut text);
     debug_assert!(rendered.is_ok(), "memory can be written");
-    let written = print(format_args!("{}", String::from_utf8_lossy(&text).trim_end()));
-    Ok(if written { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+    Ok(print_and_exit(String::from_utf8_lossy(&text).trim_end()))
 }

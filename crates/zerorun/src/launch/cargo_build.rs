@@ -141,10 +141,8 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
 /// Returns whether nothing has been compiled for scripts yet.
 fn is_first_build(target: &Path) -> bool {
     let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
-    !built.into_iter().any(|entry| {
-        entry.file_name().to_string_lossy().starts_with("candle-zero-")
-            && !entry.file_name().to_string_lossy().starts_with("candle-zero-finetune-")
-    })
+    let mut names = built.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    !names.any(|name| name.starts_with("candle-zero-") && !name.starts_with("candle-zero-finetune-"))
 }
 
 fn command(build: &CargoBuild, cargo: &OsString) -> Command {

@@ -174,6 +174,11 @@ pub(crate) fn refused(error: &Error, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
+/// Prints the text as a line. Returns the exit code of a command that does nothing else.
+pub(crate) fn print_and_exit(text: impl Display) -> ExitCode {
+    if print(text) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) }
+}
+
 /// The reason why nothing runs: help or version was requested, or the command line is wrong.
 #[derive(Debug)]
 pub(crate) struct CommandLineError(pub(crate) clap::Error);

@@ -1,7 +1,7 @@
 //! `zerorun deploy`: prints the file that a cluster needs to start a job on several hosts.
 
 use crate::error::Result as OrError;
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
+use crate::launch::console::{CommandLineError, EXIT_SETUP, print_and_exit, refused};
 use crate::launch::hosts::export_rules::literal_word;
 use crate::launch::nodes::secret::JobSecret;
 use clap::error::ErrorKind;
@@ -116,7 +116,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         Ok(text) => text,
         Err(error) => return Ok(refused(&error, EXIT_SETUP)),
     };
-    Ok(if print(filled_in.trim_end()) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+    Ok(print_and_exit(filled_in.trim_end()))
 }
 
 impl DeployArguments {

@@ -1,6 +1,6 @@
 //! `zerorun schema`: prints a JSON Schema of the configuration, for editors.
 
-use crate::launch::console::{CommandLineError, EXIT_SETUP, print};
+use crate::launch::console::{CommandLineError, print_and_exit};
 use clap::Parser;
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -21,9 +21,5 @@ pub(super) fn command() -> clap::Command {
 /// Runs the tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let SchemaArguments {} = SchemaArguments::try_parse_from(words).map_err(CommandLineError)?;
-    Ok(if print(format_args!("{:#}", candle_zero::config::json_schema())) {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::from(EXIT_SETUP)
-    })
+    Ok(print_and_exit(format_args!("{:#}", candle_zero::config::json_schema())))
 }
