@@ -7,7 +7,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
-use std::io::{Error, ErrorKind, Result};
+use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -199,19 +199,34 @@ fn number(folder: &Path) -> Result<(u64, u64)> {
     folder.metadata().map(|m| (m.dev(), m.ino()))
 }
 
-/// Returns the process that holds a lock on the file with that inode.
+/// Returns the process that holds a lock on the file with that inode, if the system reports it.
 pub(crate) fn owner(inode: u64) -> Option<u32> {
+    // One read of a large buffer sees a page of locks at one moment. Between two reads, locks move in the list, and one
+    // can be missed or seen twice.
+    let mut locks = Vec::new();
+    let mut buffer = vec![0; 1 << 16];
+    let mut file = File::open("/proc/locks").ok()?;
+    loop {
+        match file.read(&mut buffer).ok()? {
+            0 => break,
+            count => locks.extend_from_slice(&buffer[..count]),
+        }
+    }
     // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
-    let locks = std::fs::read_to_string("/proc/locks").ok()?;
     let suffix = format!(":{inode}");
-    let mut owners = locks.lines().filter_map(|line| {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
-        if is_it { words.get(4)?.parse().ok() } else { None }
-    });
-    // Inodes are unique only per file system, and not all file systems show their device here: if two locks match,
-    // neither process is reported.
-    owners.next().filter(|_| owners.next().is_none())
+    let locks = String::from_utf8_lossy(&locks);
+    let mut owners: Vec<u32> = locks
+        .lines()
+        .filter_map(|line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
+            if is_it { words.get(4)?.parse().ok() } else { None }
+        })
+        .collect();
+    owners.dedup();
+    // Inodes are unique only per file system, and not all file systems show their device here: if locks of two
+    // processes match, neither is reported.
+    if let [owner] = owners[..] { Some(owner) } else { None }
 }
 
 #[cfg(test)]
@@ -276,6 +291,26 @@ mod tests {
             }
         });
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_owner_of_a_lock_is_known_while_others_lock_and_unlock() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = held(dir.path()).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for name in ["x.lock", "y.lock"] {
+                let (path, stop) = (dir.path().join(name), &stop);
+                scope.spawn(move || {
+                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        drop(FileLock::wait(&path).unwrap());
+                    }
+                });
+            }
+            let known = (0..500).filter(|_| owner(first.file.file.metadata().unwrap().ino()).is_some()).count();
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(known, 500);
+        });
     }
 
     #[test]

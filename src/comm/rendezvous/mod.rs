@@ -68,6 +68,7 @@ extern "C" fn leave() {
 mod tests {
     use super::*;
     use crate::comm::{Communicator, CpuCommunicator};
+    use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicU16, Ordering};
     use std::time::Duration;
 
@@ -148,10 +149,13 @@ mod tests {
         insta::assert_snapshot!(known(first), @"processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
         insta::assert_snapshot!(known(second), @"rank 0 has called the meeting of ranks off: processes PID and PID both say that they are rank 1; give each its own RANK, and each job its own MASTER_PORT, which is PORT here");
         let port = self::port();
-        let waits = std::thread::spawn(move || meet(&env(0, 2, port, 1_000)).map(drop));
-        std::thread::sleep(Duration::from_millis(200));
+        let waits = std::thread::spawn(move || meet(&env(0, 2, port, 20_000)).map(drop));
+        while UnixStream::connect_addr(&socket::address(port).unwrap()).is_err() {
+            std::thread::yield_now();
+        }
         let [other] = told([env(0, 2, port, 20_000)]);
         insta::assert_snapshot!(other.replace(&port.to_string(), "PORT"), @"another job meets at MASTER_PORT PORT of this host: give each job a port of its own");
-        waits.join().unwrap().unwrap_err();
+        assert_eq!(told([env(1, 2, port, 20_000)]), ["met"]);
+        waits.join().unwrap().unwrap();
     }
 }
