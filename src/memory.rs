@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The purpose of a piece of model-state memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// Parameters in the model's dtype: in full at stages 0 to 2, this rank's shares at stage 3.
     Parameters,
@@ -47,6 +48,7 @@ pub enum MemoryKind {
 /// The location of a piece of model-state memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MemoryTier {
     /// The memory of the GPU that computes the model.
     Device,
@@ -193,6 +195,7 @@ impl Drop for LedgerEntry {
 
 /// One line of the report: the bytes held of a kind, next to the bytes by the ZeRO formula.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct MemoryRow {
     /// The purpose of the memory.
     pub kind: MemoryKind,
@@ -217,6 +220,7 @@ pub struct MemoryRow {
 
 /// The model-state memory of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct MemoryReport {
     /// `zero_optimization.stage`.
     pub stage: u8,

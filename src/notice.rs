@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// The level of messages that are reported: `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum LogLevel {
     /// Everything.
     Debug,

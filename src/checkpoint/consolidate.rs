@@ -24,6 +24,7 @@ const PIECE: usize = 4 << 20;
 
 /// The precision of consolidated parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum ConsolidatedDtype {
     /// f32, the full precision of the checkpoint.
     #[default]
@@ -78,6 +79,7 @@ impl ConsolidateSettings {
 
 /// The result of [`consolidate`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Consolidated {
     /// The names of the files with parameters.
     pub files: Vec<String>,

@@ -55,6 +55,7 @@ impl Default for LoadOptions {
 
 /// The result of loading a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LoadedCheckpoint {
     /// The folder of the checkpoint.
     pub path: PathBuf,

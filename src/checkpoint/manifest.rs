@@ -26,6 +26,7 @@ const OLDEST: u32 = 1;
 /// The content of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Manifest {
     pub(super) format: String,
     pub(super) version: u32,
@@ -83,6 +84,7 @@ pub struct Manifest {
 /// A parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Parameter {
     /// The name.
     pub name: String,
@@ -108,6 +110,7 @@ fn is_zero(count: &u64) -> bool {
 /// A file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct FileEntry {
     /// The name in the folder of the tag.
     pub name: String,
@@ -125,6 +128,7 @@ pub struct FileEntry {
 /// The file with the buffers of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct BufferFile {
     /// The name in the folder of the tag.
     pub name: String,

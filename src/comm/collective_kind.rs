@@ -4,6 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u32)]
+#[non_exhaustive]
 pub enum CollectiveKind {
     /// A sum over ranks, with the complete result on every rank.
     AllReduce = 1,

@@ -149,6 +149,7 @@ impl ConfigRule {
 
 /// One problem of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConfigProblem {
     /// The kind of rule that is broken.
     pub rule: ConfigRule,

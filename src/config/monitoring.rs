@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The sections and keys that select a training job's output. None of them changes training.
 #[derive(Debug, Clone, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Monitoring {
     /// `tensorboard`, if enabled: rank 0 writes event files.
     pub tensorboard: Option<MonitorFolder>,
@@ -36,6 +37,7 @@ const LEVELS: [(&str, LogLevel); 5] = [
 
 /// The folder that a monitor writes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MonitorFolder {
     /// `output_path`; if empty, the current folder.
     pub output_path: PathBuf,
@@ -53,6 +55,7 @@ impl MonitorFolder {
 
 /// The `comms_logger` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CommsLogger {
     /// `prof_all` (default true): log every kind of collective.
     pub prof_all: bool,
@@ -64,6 +67,7 @@ pub struct CommsLogger {
 
 /// The `flops_profiler` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FlopsProfiler {
     /// `profile_step`: the number of optimizer steps before the profiled one. Default 1.
     pub profile_step: u64,

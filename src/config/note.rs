@@ -2,6 +2,7 @@
 
 /// A note about a configuration. It is printed once, with the key's path.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConfigNote {
     /// The path of the key, such as `zero_optimization.contiguous_gradients`.
     pub path: String,

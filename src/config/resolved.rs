@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// A DeepSpeed JSON configuration, resolved for one world size, with defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Config {
     /// The number of ranks that the batch keys were resolved for.
     pub world_size: usize,
@@ -92,6 +93,7 @@ pub struct BatchConfig {
 
 /// The number format of parameters and activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Precision {
     /// Everything in f32.
     F32,
@@ -122,6 +124,7 @@ impl Precision {
 
 /// The dtypes of master weights and optimizer moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StatePrecision {
     /// Whether 16-bit parameters have f32 master weights (default true). False with `bf16_master_weights_and_grads` or
     /// `fp16_master_weights_and_grads`.
@@ -132,6 +135,7 @@ pub struct StatePrecision {
 
 /// The `fp16` section.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Fp16 {
     /// `loss_scale`: 0 means dynamic; any other value is a static scale.
     pub loss_scale: f64,
@@ -149,6 +153,7 @@ pub struct Fp16 {
 
 /// `gradient_allreduce_op`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GradientOp {
     /// The average over ranks (default).
     Mean,
@@ -158,6 +163,7 @@ pub enum GradientOp {
 
 /// `checkpoint.tag_validation`: the action when ranks save under different tags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TagValidation {
     /// All ranks use rank 0's tag.
     Ignore,
@@ -169,6 +175,7 @@ pub enum TagValidation {
 
 /// `zero_optimization`.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct ZeroConfig {
     /// `stage` 0 to 3.
     pub stage: ZeroStage,
@@ -229,6 +236,7 @@ pub struct ZeroConfig {
 /// `zero_optimization.leaf_module`: units that are gathered together with all units inside them, for modules in which
 /// ranks run different parts. A unit's name is the prefix of the `VarBuilder` that it was built from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LeafModule {
     /// `names`: full names.
     pub names: Vec<String>,
@@ -238,6 +246,7 @@ pub struct LeafModule {
 
 /// `device` and `nvme_path` of an offload section.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OffloadTo {
     /// Host memory.
     Cpu,
@@ -342,6 +351,7 @@ pub struct Aio {
 
 /// `optimizer` with its parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum OptimizerConfig {
     /// `Adam` and `AdamW`.
     Adam(AdamConfig),
@@ -463,6 +473,7 @@ pub struct MuonConfig {
 
 /// An optimizer with 8-bit states, and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum EightBit {
     /// `Adam8bit`. Its decay is also decoupled, as in bitsandbytes.
     Adam(AdamConfig),
@@ -494,6 +505,7 @@ pub struct EightBitConfig {
 
 /// The orthogonalization method of Muon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NsMethod {
     /// Newton-Schulz on the Gram matrix, in f32.
     Gram,
@@ -503,6 +515,7 @@ pub enum NsMethod {
 
 /// The shape of a warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WarmupType {
     /// ln(it + 1) / ln(steps) (default).
     Log,
@@ -512,6 +525,7 @@ pub enum WarmupType {
 
 /// One number for all parameter groups, or one for each.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum PerGroup {
     /// The same number for all groups.
     All(f64),
@@ -538,6 +552,7 @@ impl From<f64> for PerGroup {
 
 /// `scheduler` with its parameters.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum SchedulerConfig {
     /// `WarmupLR`.
     WarmupLr {

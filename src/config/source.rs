@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// A configuration in any of its forms; see [`Config::load`].
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub enum ConfigSource {
     /// A file of JSON or Hjson text.
     Path(PathBuf),

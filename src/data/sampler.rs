@@ -6,6 +6,7 @@ use crate::util::{mix, permute};
 
 /// The order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SampleOrder {
     /// Global sample i starts at token (i x context) mod (tokens - context - 1).
     Sequential,

@@ -55,6 +55,7 @@ impl GradientTolerance {
 /// The result of comparing a gradient with differences of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum GradientVerdict {
     /// The gradient and the differences agree.
     Right,
@@ -66,6 +67,7 @@ pub enum GradientVerdict {
 
 /// One row of a [`GradientReport`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GradientRow {
     /// The name of the parameter, or of the group that was perturbed together.
     pub name: String,
@@ -88,6 +90,7 @@ pub struct GradientRow {
 
 /// The result of a gradient check: see [`Engine::check_gradients`](crate::Engine::check_gradients).
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GradientReport {
     /// The optimizer step, from 0; the last one, if there were several.
     pub step: u64,

@@ -19,6 +19,7 @@ const MOST_RANKS: usize = 1024;
 
 /// The collectives of one kind in a step, and the bytes they send between hosts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct InterHostTraffic {
     /// The number of collectives.
     pub calls: u64,
@@ -30,6 +31,7 @@ pub struct InterHostTraffic {
 
 /// A step on several hosts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Forecast {
     /// The number of hosts.
     pub hosts: usize,
@@ -57,6 +59,7 @@ impl Forecast {
 
 /// A row of a weak scaling table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ScalingRow {
     /// The forecast of a step.
     #[serde(flatten)]

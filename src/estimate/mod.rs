@@ -66,6 +66,7 @@ const MOST_PARAMETERS: usize = 1 << 57;
 
 /// The estimated needs of each rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Estimate {
     /// The model state of a rank, as [`Engine::memory_report`](crate::Engine::memory_report) will count it.
     ///

@@ -33,6 +33,7 @@ type ParameterFilter = Box<dyn Fn(&str, &[usize]) -> bool>;
 
 /// A rule for grouping the tensors of a file into units.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum UnitRule {
     /// Tensors whose names are equal up to their first number, such as `model.layers.7.`, form a unit.
     #[default]

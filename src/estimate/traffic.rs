@@ -18,6 +18,7 @@ pub struct CollectiveCounts {
 
 /// The traffic of one rank in one optimizer step, accumulation included.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Traffic {
     /// The collectives by kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are
     /// missing.

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// Whether every rank holds all of something or only its share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Sharding {
     /// Every rank holds all of it.
     Replicated,

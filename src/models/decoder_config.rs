@@ -85,6 +85,7 @@ pub struct BlockConfig {
 
 /// The naming and storage of a decoder's parameters in Hugging Face's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ParameterNaming {
     /// Names such as `layers.0.self_attn.q_proj.weight`, as in Llama's files and most others.
     Llama,
@@ -98,6 +99,7 @@ pub enum ParameterNaming {
 
 /// A kind of norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NormKind {
     /// Division by the root mean square, times a weight.
     Rms,

@@ -14,6 +14,7 @@ pub struct RotaryConfig {
 
 /// The scaling that slows rotary frequencies, for contexts longer than those of the original training.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum RotaryScaling {
     /// No scaling.
     None,

@@ -4,6 +4,7 @@ use crate::Result;
 
 /// A value of a scalar that is tracked over a run.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct MonitorEvent {
     /// The name of the scalar, such as `Train/Samples/lr`.
     pub tag: String,

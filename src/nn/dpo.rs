@@ -16,6 +16,7 @@ pub struct DpoLoss {
 /// The implicit rewards of answers, as means over pairs. The reward of an answer is beta times the difference of its
 /// log probabilities under the model and under the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+#[non_exhaustive]
 pub struct Rewards {
     /// The reward of the chosen answers.
     pub chosen: f64,

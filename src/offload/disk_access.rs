@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// read at 20 to 40 through it, and 7 to 15 through a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DiskAccess {
     /// Around the page cache (`O_DIRECT`): fastest if the state is larger than the remaining memory.
     Direct,

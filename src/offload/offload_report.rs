@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 /// The file accesses of one rank since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct OffloadReport {
     /// The bytes read from files.
     pub bytes_read: u64,

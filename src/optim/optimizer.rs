@@ -173,6 +173,7 @@ pub trait Optimizer: Send + Sync {
 
 /// The values that an optimizer step on a parameter depends on.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum OptimizerNeeds<'a> {
     /// Each element depends only on its own values.
     Elements,

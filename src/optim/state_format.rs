@@ -7,6 +7,7 @@ use std::ops::Range;
 
 /// The storage format of an optimizer state between two steps. A step works on f32 in all formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum StateFormat {
     /// Unchanged f32: 4 bytes per element.
     #[default]

@@ -12,6 +12,7 @@ use candle_core::{DType, Tensor};
 
 /// The rule for synchronizing buffers between ranks. Each rank changes buffers by its own batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum BufferSync {
     /// Every training forward begins with rank 0's buffers, as in PyTorch's `DistributedDataParallel`
     /// (`broadcast_buffers`). This costs one collective of all buffers' bytes in each forward.

@@ -26,6 +26,7 @@ const TO_INTEGER: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// An integer format that represents floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum IntFormat {
     /// -127 to 127.
     Int8,

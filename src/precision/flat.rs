@@ -8,6 +8,7 @@ use std::ops::Range;
 
 /// An owned flat buffer of one dtype.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Flat {
     /// 32-bit floats.
     F32(Vec<f32>),
@@ -19,6 +20,7 @@ pub enum Flat {
 
 /// A borrowed flat buffer.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub enum FlatRef<'a> {
     /// 32-bit floats.
     F32(&'a [f32]),
@@ -30,6 +32,7 @@ pub enum FlatRef<'a> {
 
 /// A mutably borrowed flat buffer.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum FlatMut<'a> {
     /// 32-bit floats.
     F32(&'a mut [f32]),

@@ -10,6 +10,7 @@ use std::fmt;
 
 /// The operations and time of a unit in one optimizer step, on rank 0.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ModuleProfile {
     /// The name of the unit; empty for work outside of units.
     pub name: String,
@@ -37,6 +38,7 @@ impl ModuleProfile {
 
 /// The operations and time of one optimizer step, on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct FlopsProfile {
     /// The number of the step, from 1.
     pub step: u64,

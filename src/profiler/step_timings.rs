@@ -2,6 +2,7 @@
 
 /// The milliseconds that the last optimizer step took on this rank, including accumulation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+#[non_exhaustive]
 pub struct StepTimings {
     /// The milliseconds in `forward`.
     pub forward_ms: f64,

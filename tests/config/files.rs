@@ -65,6 +65,7 @@ fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
                 Precision::F32 => "f32",
                 Precision::Bf16 { .. } => "bf16",
                 Precision::Fp16(_) => "fp16",
+                other => panic!("{other:?}"),
             };
             assert_eq!((found, notes(&config).as_str()), (format, ""), "{name}");
             let adam = AdamConfig {

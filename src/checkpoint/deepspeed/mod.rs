@@ -50,6 +50,7 @@ use torch_archive::{TorchArchive, damaged};
 
 /// The values of each parameter in a checkpoint, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DeepSpeedState {
     /// The master weights.
     Master,

@@ -13,6 +13,7 @@ use std::path::Path;
 
 /// A parameter of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeepSpeedParameter {
     /// The name in the model.
     pub name: String,
@@ -30,6 +31,7 @@ impl DeepSpeedParameter {
 
 /// A buffer of the model: a tensor that is not trained, such as running statistics.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeepSpeedBuffer {
     /// The name in the model.
     pub name: String,

@@ -36,6 +36,7 @@ pub(super) struct OptimFileGroup {
 
 /// The state of DeepSpeed's dynamic loss scaler, with DeepSpeed's names.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct DynamicScaler {
     /// The current scale.
     pub cur_scale: f64,

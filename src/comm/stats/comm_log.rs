@@ -36,6 +36,7 @@ struct CommLogEntry {
 
 /// The cost of collectives of one kind and size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CommLogRow {
     /// The kind of collective.
     pub kind: CollectiveKind,
@@ -55,6 +56,7 @@ pub struct CommLogRow {
 
 /// The table of `comms_logger`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CommSummary {
     /// The number of ranks.
     pub world_size: usize,

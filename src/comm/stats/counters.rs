@@ -20,6 +20,7 @@ pub(in crate::comm) struct ReceivedBytes {
 
 /// The cost of one kind of collective for one rank so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CollectiveKindReport {
     /// The number of collectives.
     pub calls: u64,
@@ -37,6 +38,7 @@ pub struct CollectiveKindReport {
 
 /// The communication of one rank since the start.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CommReport {
     /// The cost per kind of collective; kinds that never ran are missing.
     pub kinds: BTreeMap<CollectiveKind, CollectiveKindReport>,

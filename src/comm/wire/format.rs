@@ -7,6 +7,7 @@ use candle_core::DType;
 
 /// The encoding in which elements are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum WireFormat {
     /// Elements as they are in memory.
     #[default]

@@ -6,6 +6,7 @@ use candle_core::DType;
 /// The encoding of elements that cross between hosts: see
 /// [`WireFormat::BetweenHosts`](crate::comm::WireFormat::BetweenHosts).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum InterHostFormat {
     /// Integers with a scale per [`BLOCK`] elements, as in ZeRO++.
     Blocks(IntFormat),

@@ -30,6 +30,7 @@ impl<E> Default for Epilogue<'_, E> {
 
 /// An elementwise function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Activation {
     /// The tanh approximation of GELU.
     GeluTanh,

@@ -42,6 +42,7 @@ fn text_of(template: &impl ChatRenderer, conversation: &Conversation, prompt: bo
 
 /// A conversation as rendered by its template.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RenderedConversation {
     /// The text.
     pub text: String,

@@ -32,6 +32,7 @@ use tokenizers::models::bpe::BPE;
 
 /// The ids of a text, and the bytes that each of them represents.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct EncodedText {
     /// The tokens.
     pub ids: Vec<u32>,

@@ -15,6 +15,7 @@ pub const NO_TARGET: i64 = -100;
 
 /// Whether several samples are packed into a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SequencePacking {
     /// As many samples as fit in a row of `ctx` tokens, each a separate sequence. Possible only if samples do not
     /// belong together ([`Dataset::group`]) and have no labels to predict.

@@ -17,6 +17,7 @@ pub enum Task {
 
 /// How samples longer than the context are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Truncation {
     /// They are cut at the context length. Raw text is cut into pieces of that length, and nothing is lost.
     #[default]

@@ -63,6 +63,7 @@ pub struct DataReport {
 
 /// A number of records, and the lines of the first ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
 pub struct RecordLines {
     /// The number of records.
     pub count: u64,

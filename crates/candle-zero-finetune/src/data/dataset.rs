@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 /// The progress of reading a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DataProgress {
     /// The number of the file, from 0.
     pub file: usize,

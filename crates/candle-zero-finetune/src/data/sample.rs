@@ -9,6 +9,7 @@ use std::ops::Range;
 
 /// A sequence of tokens to learn from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Sample {
     /// The tokens.
     pub ids: Vec<u32>,

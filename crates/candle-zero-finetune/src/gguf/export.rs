@@ -14,6 +14,7 @@ use std::path::Path;
 
 /// The storage format of the weights in a GGUF file. Vectors are stored in f32 in either format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GgufFormat {
     /// f16.
     F16,

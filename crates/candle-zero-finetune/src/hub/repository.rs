@@ -11,6 +11,7 @@ pub struct Repository {
 
 /// The files of a repository that are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FileSelection {
     /// The description, the tokenizer's files and the weights.
     All,

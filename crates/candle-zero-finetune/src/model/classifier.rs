@@ -25,6 +25,7 @@ pub struct Classifier {
 
 /// The result of classifying a text.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct ClassificationOutput {
     /// All labels with their probabilities, the most likely first.
     pub labels: Vec<(String, f64)>,

@@ -55,6 +55,7 @@ impl Sampling {
 
 /// The text that a model generated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct GeneratedText {
     /// The tokens, without the one that ends the answer.
     pub ids: Vec<u32>,

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// A run that must fit into memory.
+#[non_exhaustive]
 pub struct MemoryDemand<'a> {
     /// The parameters, which of them are trained, and how the others are held.
     pub shapes: &'a Shapes,
@@ -33,6 +34,7 @@ pub struct MemoryDemand<'a> {
 
 /// The stage, the offload and the micro batch chosen for a [`MemoryDemand`].
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct MemoryFit {
     /// The complete configuration.
     pub config: Value,

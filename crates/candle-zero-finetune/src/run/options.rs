@@ -13,6 +13,7 @@ use std::str::FromStr;
 
 /// The weights that are trained.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum TuningMethod {
     /// All weights.
     Full,
@@ -44,6 +45,7 @@ impl TuningMethod {
 
 /// The training objective.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Objective {
     /// Generating the assistant's messages, with the cross entropy of the targets.
     Generate,
@@ -59,6 +61,7 @@ pub enum Objective {
 
 /// The length of the training.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum TrainingLength {
     /// Three epochs, or up to fifteen with fewer than some hundred samples, because each must be seen more often to be
     /// learned.
@@ -71,6 +74,7 @@ pub enum TrainingLength {
 
 /// The precision of the model during training. Trained weights have f32 copies in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum ModelPrecision {
     /// Single precision.
     #[default]
@@ -94,6 +98,7 @@ impl ModelPrecision {
 
 /// The decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum LrDecay {
     /// Cosine decay to zero.
     #[default]
@@ -106,6 +111,7 @@ pub enum LrDecay {
 
 /// The length of the learning rate's warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum WarmupLength {
     /// A fraction of all steps.
     Part(f64),
@@ -115,6 +121,7 @@ pub enum WarmupLength {
 
 /// The data for validation.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum ValidationData {
     /// Separate files.
     Files(Vec<Source>),

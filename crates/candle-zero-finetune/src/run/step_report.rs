@@ -60,6 +60,7 @@ pub struct StepReport {
 
 /// The reason why a run has stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StopReason {
     /// All steps were made.
     Complete,

@@ -118,7 +118,7 @@ fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> 
             writeln!(all, "{name}: {count} problem{}", if count == 1 { "" } else { "s" })
         }
     };
-    for ConfigNote { path, message } in &checked.notes {
+    for ConfigNote { path, message, .. } in &checked.notes {
         let _ = writeln!(all, "  {path}: {message}");
     }
     all

@@ -67,7 +67,7 @@ impl ClassifyArguments {
 
     /// Prints the label of a text. Returns whether standard output accepted it.
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
-        let ClassificationOutput { labels, tokens, cut } = classifier.classify(text)?;
+        let ClassificationOutput { labels, tokens, cut, .. } = classifier.classify(text)?;
         if cut > 0 && !self.json {
             eprint(&format!(
                 "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",

@@ -140,7 +140,7 @@ struct ConsolidateReport<'a> {
 
 impl fmt::Display for ConsolidateReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Consolidated { files, bytes, without_config } = self.done;
+        let Consolidated { files, bytes, without_config, .. } = self.done;
         let count = files.len();
         write!(f, "{}: {bytes} bytes of parameters in ", self.out.display())?;
         match files.as_slice() {

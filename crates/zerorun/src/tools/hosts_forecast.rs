@@ -153,7 +153,7 @@ impl HostsForecast {
             hosts => format!("{hosts} hosts of {ranks}"),
         };
         _ = writeln!(text, "\n{:<24}{:>16}{:>16}{:>16}", head, "collectives", "into a host", "out of a host");
-        let mut line = |name: &str, InterHostTraffic { calls, bytes_in, bytes_out }| {
+        let mut line = |name: &str, InterHostTraffic { calls, bytes_in, bytes_out, .. }| {
             let (into, out) = (binary_or_none(bytes_in), binary_or_none(bytes_out));
             _ = writeln!(text, "{name:<24}{calls:>16}{into:>16}{out:>16}");
         };
@@ -184,7 +184,7 @@ impl HostsForecast {
         _ = write!(text, "\n{:<8}", "hosts");
         columns.iter().for_each(|name| _ = write!(text, "{name:>18}"));
         *text += "\n";
-        for ScalingRow { forecast, efficiency, rank_bytes } in &self.rows {
+        for ScalingRow { forecast, efficiency, rank_bytes, .. } in &self.rows {
             let efficiency = efficiency.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
             let time = seconds(forecast.step_s.unwrap_or(forecast.wire_s));
             let into = binary_or_none(forecast.bytes().bytes_in);

@@ -208,7 +208,7 @@ fn line(step: &StepReport) -> String {
 
 /// Formats the rewards of preference pairs.
 fn rewarded(rewards: &Rewards) -> String {
-    let Rewards { chosen, rejected, margin, accuracy } = rewards;
+    let Rewards { chosen, rejected, margin, accuracy, .. } = rewards;
     format!("rewards {chosen:.3} and {rejected:.3}, margin {margin:.3}, accuracy {:.0}%", 100.0 * accuracy)
 }
 
