@@ -42,7 +42,7 @@ enum Kind : uint64_t { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROAD
 constexpr int MOST_RANKS = 64;
 constexpr auto SAID_AFTER = std::chrono::seconds(1);
 // How long a collective may wait for the host before it starts on its own, as on a GPU.
-constexpr auto LATENCY = std::chrono::milliseconds(20);
+constexpr auto LATENCY = std::chrono::milliseconds(1);
 
 size_t size_of(Type type) {
     static const size_t sizes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
