@@ -346,12 +346,12 @@ fn messages_that_are_missing_or_too_short_are_errors_that_say_so() {
         all.truncate(1);
         all
     });
-    assert_eq!(few.unwrap_err(), "gather_bytes gave 1 messages on rank 0; it must give one for each of the 2 ranks");
+    assert_eq!(few.unwrap_err(), "gather_bytes must return 2 messages on rank 0, one for each rank, but returned 1");
     let short = sum(|mut all| {
         all[1].pop();
         all
     });
-    let expected =
-        "gather_bytes gave 15 bytes of rank 1 and 16 of rank 0; every rank must make the same calls in the same order";
+    let expected = "gather_bytes returned 15 bytes from rank 1 and 16 from rank 0; every rank must make the same calls \
+                    in the same order";
     assert_eq!(short.unwrap_err(), expected);
 }

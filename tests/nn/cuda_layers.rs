@@ -439,7 +439,7 @@ fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
             }
         }
         let none = nn::cross_entropy(&h.to_device(&gpu).unwrap(), &on(&gpu).affine(0.0, -100.0).unwrap());
-        assert!(none.is_err(), "the mean over no rows");
+        assert!(none.is_err(), "the mean over zero rows");
     }
 }
 

@@ -115,8 +115,8 @@ fn a_refusal_leaves_the_session_as_it_was() {
     let text =
         |result: Result<Vec<f32>>| result.unwrap_err().to_string().lines().next().unwrap_or_default().to_string();
     assert!(text(gpt.extend(&mut session, &[4, 256])).contains("token id 256"));
-    insta::assert_snapshot!(text(gpt.extend(&mut session, &[])), @"the model continues a text of at least one token, and none was given");
-    insta::assert_snapshot!(text(other.extend(&mut session, &[1])), @"the session was begun by a model of 4 blocks, and this one has 2; a session belongs to one model");
+    insta::assert_snapshot!(text(gpt.extend(&mut session, &[])), @"the model continues a text of at least one token, but none was given");
+    insta::assert_snapshot!(text(other.extend(&mut session, &[1])), @"the session was started by a model of 4 blocks, but this one has 2; a session belongs to one model");
     assert_eq!(session.tokens(), prompt(6));
     assert_eq!(gpt.extend(&mut session, &[4]).unwrap(), gpt.extend(&mut untouched, &[4]).unwrap());
 }

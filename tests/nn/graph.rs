@@ -162,5 +162,5 @@ fn what_an_engine_has_differentiated_cannot_be_differentiated_again() {
     let loss = engine.forward(|model| model.loss(&ids)).unwrap();
     engine.backward(&loss).unwrap();
     let text = loss.backward().unwrap_err().to_string();
-    insta::assert_snapshot!(text.lines().next().unwrap(), @"cross_entropy: this graph was differentiated already, and what it needs for that is gone; run forward again");
+    insta::assert_snapshot!(text.lines().next().unwrap(), @"cross_entropy: this graph was already differentiated, and its saved values are gone; run forward again");
 }

@@ -61,15 +61,15 @@ fn refusal(folder: &Path) -> String {
 fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     let folder = folder();
     let name = |text: String| text.replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
+    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: neither this folder nor its parent exists; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
     let file = folder.path().join("file");
     std::fs::write(&file, "mine").unwrap();
-    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
+    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path must name a folder");
     insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
     // A file system in which nobody can create files, whatever permission bits say.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
-    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; give a folder that can be written to");
+    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; use a writable folder");
 }
 
 #[test]
@@ -80,13 +80,13 @@ fn a_folder_belongs_to_one_job_at_a_time() {
     other.try_lock().unwrap();
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a running job already uses it (process PID); give each job its own folder as nvme_path, or stop the other one");
     // The same folder by another name.
     let link = folder.path().with_extension("link");
     std::os::unix::fs::symlink(folder.path(), &link).unwrap();
     let text = refusal(&link);
     std::fs::remove_file(&link).unwrap();
-    assert!(text.contains("a job that is running uses it already"), "{text}");
+    assert!(text.contains("a running job already uses it"), "{text}");
     drop(other);
     threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap();
 }
@@ -132,7 +132,7 @@ fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
     let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
     let text = texts[0].replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = &text[..text.find(" while rank").unwrap_or(text.len())];
-    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
+    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: neither this folder nor its parent exists; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
 }
 
 // ---- file systems ----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ fn a_folder_on_a_read_only_file_system_is_refused() {
         Err(why) => return skipped(a_folder_on_a_read_only_file_system_is_refused, why),
     };
     let text = found(&output).as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user; give a folder that can be written to");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user; use a writable folder");
 }
 
 #[test]
@@ -278,7 +278,7 @@ fn a_folder_in_memory_is_warned_about_once_and_works() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains("tmpfs")).collect();
     let text = warnings.join("\n").replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk");
+    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: data offloaded to it stays in memory; set nvme_path to a folder on a disk");
     assert_eq!(found(&output), json!(train_on_2_ranks(disk.path())));
 }
 
@@ -310,8 +310,8 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing; free \
-         that space, or name a folder on a larger disk as nvme_path",
+        "cannot offload to FOLDER: files there need {} bytes, but {} are free: {missing} bytes are missing; free that \
+         space, or set nvme_path to a folder on a larger disk",
         number("needed"),
         number("available")
     );
@@ -319,10 +319,10 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let [first, second] = [&found["both"][0], &found["both"][1]].map(name);
     assert!(second.starts_with("cannot offload to FOLDER: files there need "), "{second}");
     assert!(first.starts_with(&format!("rank 1 stopped ({second})")), "{first}");
-    let begin = format!("cannot offload to FOLDER: files there need {} bytes, and ", reserved(2));
+    let begin = format!("cannot offload to FOLDER: files there need {} bytes, but ", reserved(2));
     for text in found["shared"].as_array().unwrap() {
         assert!(name(text).starts_with(&begin), "{text}, not {begin}");
-        assert!(name(text).contains(&format!(" and {} are there: ", number("available"))), "{text}");
+        assert!(name(text).contains(&format!(" but {} are free: ", number("available"))), "{text}");
     }
     assert!(name(&found["apart"]).starts_with("cannot offload to FOLDER/narrow: "), "{}", found["apart"]);
 }

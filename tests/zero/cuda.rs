@@ -92,7 +92,7 @@ const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
 /// What `test` prints when it runs alone in a process with a variable of the stand-in: other tests use the same GPUs.
 fn alone(test: &str, (name, value): (&str, u64)) -> String {
-    alone_with(test, name, &value.to_string(), "by NCCL")
+    alone_with(test, name, &value.to_string(), "use NCCL")
 }
 
 /// The same with any variable, and what it says of collectives between GPUs where there are several.
@@ -423,7 +423,7 @@ fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sum
         return;
     }
     let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
-    let exact = with("exact", "by NCCL");
+    let exact = with("exact", "use NCCL");
     assert_eq!(exact.lines().count(), 8, "{exact}");
     assert_eq!(exact, with("off", "nothing is said"));
     let fast = with("fast", "its own sums");
@@ -461,7 +461,7 @@ fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
         return;
     }
     let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
-    let between_gpus = with("exact", "by NCCL");
+    let between_gpus = with("exact", "use NCCL");
     assert_eq!(between_gpus.lines().count(), 6, "{between_gpus}");
     assert_eq!(between_gpus, with("off", "nothing is said"));
 }
@@ -514,7 +514,7 @@ fn a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s
         job.args(as_program(module_path!(), "as_a_rank_with_a_gpu")).env(FOLDER, folder.path());
         let output = job.output().unwrap();
         let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(stderr.contains("collectives between GPUs by NCCL"), "{stderr}");
+        assert!(stderr.contains("collectives between GPUs use NCCL"), "{stderr}");
         for rank in [0, 2, 3] {
             let begin = format!("rank {rank} is told after ");
             let line = stdout.lines().find_map(|line| Some(&line[line.find(&begin)? + begin.len()..]));

@@ -77,7 +77,7 @@ impl RankCore {
             Ok(shadows)
         };
         let thread = std::thread::Builder::new().name("delayed-update".into()).spawn(update);
-        let failed = |error| candle_core::Error::Msg(format!("no thread for the delayed update: {error}"));
+        let failed = |error| candle_core::Error::Msg(format!("cannot start the thread of the delayed update: {error}"));
         *delayed = DelayedUpdate::Running(thread.map_err(failed)?);
         Ok(())
     }
