@@ -1,4 +1,4 @@
-//! `SyncBatchNorm`: ranks with parts of a batch compute what one rank computes of the whole.
+//! `SyncBatchNorm`: ranks with parts of a batch compute what one rank computes from the complete batch.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor, Var};

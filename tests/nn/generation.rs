@@ -4,7 +4,7 @@ use crate::{gpt, llama};
 use candle_core::{DType, Result};
 use candle_zero::models::{Architecture, GptConfig, LanguageModel, LlamaConfig, Session};
 
-/// A GPT-2 and a Llama of grouped heads with a context of so many tokens.
+/// A GPT-2 and a Llama of grouped heads with a context of this number of tokens.
 fn gpt_config(ctx: usize) -> GptConfig {
     GptConfig { ctx, ..GptConfig::preset("nano").unwrap() }
 }
@@ -127,7 +127,7 @@ fn memory_is_that_of_the_tokens_and_none_beyond_the_context() {
     let mut session = Session::new();
     session.reserve(30);
     llama.extend(&mut session, &prompt(3)).unwrap();
-    // Keys and values of two blocks: two heads of ten elements, two bytes each, for whole sixteens of tokens.
+    // Keys and values of two blocks: two heads of ten elements, two bytes each, for multiples of sixteen tokens.
     let bytes = |tokens: usize| 2 * 2 * tokens * 20 * 2;
     assert_eq!(session.cache_bytes(), bytes(32));
     llama.extend(&mut session, &prompt(30)).unwrap();

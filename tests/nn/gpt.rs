@@ -1,4 +1,4 @@
-//! GPT-2 against recorded runs of DeepSpeed on PyTorch, and its own promises, on plain Candle autograd.
+//! GPT-2 against recorded runs of DeepSpeed on PyTorch, and its own guarantees, on plain Candle autograd.
 
 use crate::support::synth;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var};
@@ -7,10 +7,10 @@ use candle_zero::models::{Gpt, GptConfig};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
-/// Variables by name; notes what is asked for.
+/// Variables by name; records what is requested.
 struct Vars {
     vars: HashMap<String, Var>,
     asked: Asked,
@@ -33,7 +33,7 @@ impl SimpleBackend for Vars {
     }
 }
 
-/// A model with the recorded runs' start weights, its variables in file order, and what it asked for.
+/// A model with the recorded runs' start weights, its variables in file order, and the parameters that it requested.
 pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })

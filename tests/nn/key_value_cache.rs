@@ -16,7 +16,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f32 {
     (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar().unwrap()
 }
 
-/// What positions give that come in pieces of these lengths.
+/// Returns the results for positions that arrive in pieces of these lengths.
 fn in_pieces(pieces: &[usize], mut piece: impl FnMut(usize, usize) -> Result<Tensor>) -> Tensor {
     let mut from = 0;
     let mut results = Vec::new();
@@ -81,7 +81,7 @@ fn memory_doubles_up_to_the_limit_and_is_what_the_sizes_say() {
     let bytes = |positions: usize| 2 * positions * 8 * 4;
     let mut cache = KeyValueCache::new(40);
     assert_eq!(cache.size_in_bytes(), 0);
-    // Whole sixteens.
+    // Multiples of sixteen.
     for (time, positions) in [(3, 16), (1, 16), (12, 16), (1, 32), (5, 32), (18, 48)] {
         cache.causal_attention(&qkv.narrow(1, 0, time).unwrap(), 2).unwrap();
         assert_eq!(cache.size_in_bytes(), bytes(positions), "{} positions", cache.len());

@@ -1,4 +1,4 @@
-//! Llama against two references: Candle's own ops, and candle-transformers' model; and what it asks for.
+//! Llama against two references: Candle's own ops, and candle-transformers' model; and the parameters that it requests.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 
 pub type Vars = Vec<(String, Var)>;
 
-/// What a model asked for: (name, shape, hint), in order.
+/// The parameters that a model requested: (name, shape, hint), in order.
 pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
-/// Makes a variable of every parameter; notes what is asked for.
+/// Makes a variable of every parameter; records what is requested.
 struct Backend {
     asked: Asked,
     vars: Arc<Mutex<Vars>>,
@@ -159,7 +159,7 @@ fn logits_are_those_of_candle_transformers_llama() {
         let theirs = reference::Llama::load(vb, &sizes).unwrap();
         let inputs = ids(2, 40, config.vocab as u32, 1);
         let ours = llama.forward(&inputs).unwrap();
-        // Theirs tells the last position's logits only.
+        // Their model returns only the last position's logits.
         for time in [1, 2, 17, 40] {
             let mut cache = reference::Cache::new(false, DType::F32, &sizes, &Device::Cpu).unwrap();
             let want =

@@ -115,7 +115,7 @@ fn gpt() -> GptConfig {
     GptConfig { vocab: 31, ctx: 8, n_embd: 16, n_layer: 2, n_head: 2, ..GptConfig::preset("nano").unwrap() }
 }
 
-/// Norms, one linear layer of each block, and the token embedding, which is the output projection too.
+/// Norms, one linear layer of each block, and the token embedding, which is also the output projection.
 const KEPT: [&str; 3] = ["ln_*", "mlp.c_fc", "wte"];
 
 fn is_kept(name: &str) -> bool {
@@ -183,7 +183,7 @@ fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
         assert_eq!(reference.2, [4 * kept + 2 * others, 4 * others], "{precision}");
         let auto = run(&with_modules(config(0, None, precision), json!("auto")));
         assert_eq!(auto.2, [2 * (kept + others), 4 * (kept + others)], "{precision}");
-        assert_ne!(auto.0, reference.0, "{precision}: more digits give other losses");
+        assert_ne!(auto.0, reference.0, "{precision}: more digits give different losses");
     }
 }
 
@@ -209,7 +209,7 @@ fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks
         values(&mut engine)
     });
     let saved = saved.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
-    // Also where nothing is kept any more: master weights have all digits.
+    // Also if nothing is kept in f32 any more: master weights have all digits.
     for (stage, modules) in [(0, json!(KEPT)), (2, json!(KEPT)), (1, json!("auto"))] {
         let mut engine = Engine::builder()
             .device(Device::Cpu)
