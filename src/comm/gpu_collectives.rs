@@ -128,7 +128,7 @@ impl GpuCollectives {
             }
             return Ok(None);
         }
-        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has offered both") };
+        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has both") };
         let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
             let way = if choice == NcclMode::Fast { "its own sums" } else { "sums in rank order" };

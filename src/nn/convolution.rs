@@ -87,7 +87,7 @@ impl Conv1d {
         let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
             bail!(
                 "{CONV}: the kernel reaches over {reach} elements, but the input has {l_in} with a padding of \
-                 {padding} on both sides; give longer inputs or more padding"
+                 {padding} on both sides; use longer inputs or more padding"
             )
         };
         let (c_out, l_out) = (outputs / groups, more / stride + 1);
@@ -183,7 +183,7 @@ impl ConvTranspose1d {
         else {
             bail!(
                 "{TRANSPOSED}: an input of {l_out} elements leaves no output with a kernel of {kernel}, stride \
-                 {stride}, dilation {dilation} and padding {padding} on both sides; give less padding"
+                 {stride}, dilation {dilation} and padding {padding} on both sides; use less padding"
             )
         };
         Ok(ConvolutionSizes {

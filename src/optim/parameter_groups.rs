@@ -321,7 +321,7 @@ impl ParameterGrouping {
         used.sort_unstable();
         used.dedup();
         for group in &mut groups {
-            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is among those used"));
+            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is one of those used"));
         }
         let given = |group: &usize| group / OptimizerRole::ALL.len();
         let settled = used.iter().map(|group| {

@@ -70,7 +70,7 @@ mod tests {
         assert_eq!((region.state(1), region.first_failure()), (RankState::Finished, None));
         assert!(region.claims_cause(2));
         lost(&region, 2);
-        assert_eq!(region.state(2), RankState::Running, "another writes it");
+        assert_eq!(region.state(2), RankState::Running, "another rank writes it");
         lost(&region, 0);
         assert_eq!(region.state(0), RankState::Dead(WHY.into()));
     }
