@@ -173,7 +173,8 @@ fn a_second_release_is_found() {
     }
     let fault = fault_of(&child("a_second_release_is_found", "", 0, &[]));
     assert!(
-        fault.starts_with("mock_cuda: cuMemFreeAsync: 0x") && fault.ends_with(" is not an allocation, or was already freed"),
+        fault.starts_with("mock_cuda: cuMemFreeAsync: 0x")
+            && fault.ends_with(" is not an allocation, or was already freed"),
         "{fault}"
     );
 }
